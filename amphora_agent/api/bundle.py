@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PUT and GET /v2/bundle.
+
+Invariant: the answer to a PUT is given only after the amphora serves the bundle, or has returned to what it
+served.
+"""
+
+from __future__ import annotations
+
+from flask import Blueprint, request
+from flask.typing import ResponseReturnValue
+
+from amphora_agent.apply import Applier
+
+
+def blueprint(applier: Applier) -> Blueprint:
+    """The routes."""
+    routes = Blueprint("bundle", __name__)
+
+    @routes.put("/v2/bundle")
+    def put_bundle() -> ResponseReturnValue:
+        return applier.apply(request.get_data()).document()
+
+    @routes.get("/v2/bundle")
+    def get_bundle() -> ResponseReturnValue:
+        confirmed = applier.confirmed
+        if confirmed is None:
+            return {"generation": None, "applied_at": None, "digest": None}
+        return confirmed.document()
+
+    return routes

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET /v2/info.
+
+Invariant: what is said of a program comes from that program; it is asked once, its version does not change
+while it is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from functools import cache
+from importlib import metadata
+
+from flask import Blueprint
+from flask.typing import ResponseReturnValue
+
+from amphora_agent.apply import Applier
+from amphora_agent.config import Settings
+
+CAPABILITIES = ["bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime"]
+DISTRIBUTION = "octavia-amphora-driver"
+
+
+def blueprint(settings: Settings, applier: Applier) -> Blueprint:
+    """The route."""
+    routes = Blueprint("info", __name__)
+
+    @routes.get("/v2/info")
+    def get_info() -> ResponseReturnValue:
+        return {
+            "amphora_id": str(settings.amphora_id),
+            "agent_version": agent_version(),
+            "haproxy_version": program_version("haproxy"),
+            "keepalived_version": program_version("keepalived"),
+            "hostname": socket.gethostname(),
+            "generation": applier.generation,
+            "capabilities": CAPABILITIES,
+        }
+
+    return routes
+
+
+@cache
+def agent_version() -> str:
+    """The installed version; a tree that is not installed has none."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@cache
+def program_version(program: str) -> str | None:
+    """What a program says its version is; None if it is not installed."""
+    try:
+        result = subprocess.run([program, "-v"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\bv?(\d+\.\d+\.\d+\S*)", result.stdout + result.stderr)
+    return found.group(1) if found else None

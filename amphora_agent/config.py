@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: agent.conf and the key beside it.
+
+Invariant: either every setting is there and of its type, or the agent does not start and says which one is
+not.
+"""
+
+from __future__ import annotations
+
+import configparser
+import ipaddress
+import uuid
+from dataclasses import dataclass, field
+
+from amphora_agent.errors import SettingsError
+from amphora_agent.paths import Paths
+
+HEARTBEAT_KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where heartbeats go."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the compute backend decided at boot."""
+
+    amphora_id: uuid.UUID
+    bind_address: str
+    bind_port: int
+    services: str
+    interval: float
+    targets: tuple[Target, ...]
+    heartbeat_key: bytes = field(repr=False)
+
+    @property
+    def bind(self) -> str:
+        return str(Target(self.bind_address, self.bind_port))
+
+
+def load(paths: Paths) -> Settings:
+    """Read the settings.
+
+    Raises:
+        SettingsError: naming the setting that is missing or wrong.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    file = paths.etc / "agent.conf"
+    try:
+        with file.open(encoding="utf-8") as text:
+            parser.read_file(text)
+        return Settings(
+            amphora_id=uuid.UUID(parser.get("agent", "amphora_id")),
+            bind_address=str(ipaddress.ip_address(parser.get("agent", "bind_address"))),
+            bind_port=parser.getint("agent", "bind_port", fallback=9443),
+            services=parser.get("agent", "services", fallback="systemd"),
+            interval=_positive(parser.getfloat("heartbeat", "interval", fallback=3.0)),
+            targets=_targets(parser.get("heartbeat", "targets", fallback="")),
+            heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii")),
+        )
+    except (OSError, configparser.Error, ValueError) as error:
+        raise SettingsError(
+            f"read {file}", str(error), "The compute backend writes it at boot; see docs/agent-api.md."
+        ) from error
+
+
+def _positive(value: float) -> float:
+    if value <= 0:
+        raise ValueError(f"interval = {value} is not positive")
+    return value
+
+
+def _key(text: str) -> bytes:
+    key = bytes.fromhex(text.strip())
+    if len(key) != HEARTBEAT_KEY_BYTES:
+        raise ValueError(f"heartbeat.key has {len(key)} bytes, {HEARTBEAT_KEY_BYTES} are needed")
+    return key
+
+
+def _targets(text: str) -> tuple[Target, ...]:
+    targets = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        host, _, port = item.rpartition(":")
+        address = ipaddress.ip_address(host.strip("[]"))
+        targets.append(Target(str(address), int(port)))
+    return tuple(targets)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it takes to get from one configuration to another.
+
+Invariant: pure. `Runtime` is returned only if its steps, carried out one by one, leave a running HAProxy 2.6
+in the state in which it would have started from the new text; in all doubt it is `Reload`, and never without
+a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amphora_agent.haproxy.configuration import Configuration, Section, Server
+
+# What HAProxy 2.6 refuses on a server added at run time, or reads from disk only when it starts.
+_NOT_AT_RUNTIME = {
+    "ca-file",
+    "cookie",
+    "crl-file",
+    "crt",
+    "enabled",
+    "id",
+    "init-addr",
+    "namespace",
+    "no-check",
+    "redir",
+    "resolve-net",
+    "resolve-opts",
+    "resolve-prefer",
+    "resolvers",
+    "socks4",
+    "track",
+}
+# Load-balancing methods to which servers can be added; any other one only with a consistent hash.
+_DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
+
+
+@dataclass(frozen=True)
+class AddServer:
+    """A server that is new."""
+
+    backend: str
+    server: Server
+
+
+@dataclass(frozen=True)
+class RemoveServer:
+    """A server that is no longer wanted."""
+
+    backend: str
+    name: str
+
+
+@dataclass(frozen=True)
+class SetWeight:
+    """A server whose share changes."""
+
+    backend: str
+    name: str
+    weight: int
+
+
+@dataclass(frozen=True)
+class SetMaintenance:
+    """A server that is disabled, or no longer."""
+
+    backend: str
+    name: str
+    maintenance: bool
+
+
+Step = AddServer | RemoveServer | SetWeight | SetMaintenance
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """HAProxy would notice no difference."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The running HAProxy can be changed, step by step."""
+
+    steps: tuple[Step, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reload:
+    """A new worker has to read the file."""
+
+    reason: str
+
+
+Verdict = Unchanged | Runtime | Reload
+
+
+def compare(old: Configuration, new: Configuration) -> Verdict:
+    """What HAProxy needs to serve `new` where it serves `old`."""
+    if reason := _outside_servers(old, new):
+        return Reload(reason)
+    steps: list[Step] = []
+    reasons: list[str] = []
+    order_only = False
+    for before, after in zip(old.sections, new.sections, strict=True):
+        change = _servers(before, after, new)
+        if isinstance(change, Reload):
+            return change
+        steps += change.steps
+        reasons += [change.reason] if change.reason else []
+        order_only = order_only or [s.name for s in before.servers] != [s.name for s in after.servers]
+    if steps:
+        return Runtime(tuple(steps), _shortened(reasons))
+    return Runtime((), "only the order of servers differs") if order_only else Unchanged()
+
+
+def _outside_servers(old: Configuration, new: Configuration) -> str:
+    """Why the difference is not one of servers alone; empty if it is."""
+    before = {(s.kind, s.name): s for s in old.sections}
+    after = {(s.kind, s.name): s for s in new.sections}
+    reasons = [f"{kind} {name} added" for kind, name in after if (kind, name) not in before]
+    reasons += [f"{kind} {name} removed" for kind, name in before if (kind, name) not in after]
+    for key, section in after.items():
+        was = before.get(key)
+        if was is not None and _words(was) != _words(section):
+            reasons.append(f"{' '.join(key).strip()} changed: {_first_difference(was, section)}")
+    if reasons:
+        return _shortened(reasons)
+    if [(s.kind, s.name) for s in old.sections] != [(s.kind, s.name) for s in new.sections]:
+        return "the order of sections differs"
+    return ""
+
+
+def _words(section: Section) -> list[tuple[str, ...]]:
+    return [line.words for line in section.lines]
+
+
+def _first_difference(old: Section, new: Section) -> str:
+    before, after = _words(old), _words(new)
+    for words in after:
+        if words not in before:
+            return f"'{' '.join(words)[:80]}' is new"
+    for words in before:
+        if words not in after:
+            return f"'{' '.join(words)[:80]}' is gone"
+    return "the order of its lines"
+
+
+def _shortened(reasons: list[str]) -> str:
+    return "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+
+
+def _servers(old: Section, new: Section, configuration: Configuration) -> Runtime | Reload:
+    """Steps for one section; additions come first, so that the pool is never emptier than wanted."""
+    before = {server.name: server for server in old.servers}
+    after = {server.name: server for server in new.servers}
+    steps: list[Step] = []
+    reasons: list[str] = []
+    for name, server in after.items():
+        was = before.get(name)
+        why = _blocked(new, was, server, configuration)
+        if why:
+            return Reload(f"member {name} of {new.name}: {why}")
+        if was is None:
+            steps.append(AddServer(new.name, server))
+            reasons.append(f"member {name} added")
+            continue
+        if was.weight != server.weight:
+            steps.append(SetWeight(new.name, name, server.weight))
+            reasons.append(f"member {name} has weight {server.weight}")
+        if was.disabled != server.disabled:
+            steps.append(SetMaintenance(new.name, name, server.disabled))
+            reasons.append(f"member {name} {'disabled' if server.disabled else 'enabled'}")
+    for name in before:
+        if name not in after:
+            steps.append(RemoveServer(new.name, name))
+            reasons.append(f"member {name} removed")
+    return Runtime(tuple(steps), _shortened(reasons))
+
+
+def _blocked(section: Section, old: Server | None, new: Server, configuration: Configuration) -> str:
+    """Why the running HAProxy cannot take over this server; empty if it can."""
+    if old is None:
+        return _not_addable(section, new, configuration)
+    if old.address != new.address:
+        return f"its address is {new.address}"
+    if _others(old) != _others(new):
+        return "its keywords differ"
+    if old.weight != new.weight and not _is_dynamic(section, configuration):
+        return "weights are fixed with its balancing method"
+    return ""
+
+
+def _others(server: Server) -> tuple[str, ...]:
+    """The keywords other than those with a runtime command of their own."""
+    words = list(server.keywords)
+    if "weight" in words:
+        place = words.index("weight")
+        del words[place : place + 2]
+    return tuple(word for word in words if word != "disabled")
+
+
+def _effective(section: Section, configuration: Configuration, first: str) -> tuple[str, ...] | None:
+    """A setting of a backend, or of the ``defaults`` section that it takes its settings from."""
+    own = section.setting(first)
+    if own is not None:
+        return own
+    defaults = None
+    for candidate in configuration.sections:
+        if candidate is section:
+            break
+        defaults = candidate if candidate.kind == "defaults" else defaults
+    return defaults.setting(first) if defaults else None
+
+
+def _is_dynamic(section: Section, configuration: Configuration) -> bool:
+    method = (_effective(section, configuration, "balance") or ("roundrobin",))[0].partition("(")[0]
+    hashing = _effective(section, configuration, "hash-type") or ("map-based",)
+    return method in _DYNAMIC_METHODS or (method != "static-rr" and hashing[0] == "consistent")
+
+
+def _not_addable(section: Section, server: Server, configuration: Configuration) -> str:
+    """Why a server cannot be added at run time; empty if it can."""
+    if not server.line.plain:
+        return "its line needs quoting, for which the runtime API has other rules"
+    if refused := sorted(_NOT_AT_RUNTIME.intersection(server.keywords)):
+        return f"'{refused[0]}' cannot be given at run time"
+    if not _is_dynamic(section, configuration):
+        return "servers cannot join its balancing method at run time"
+    if _effective(section, configuration, "default-server") is not None:
+        return "'default-server' does not reach servers added at run time"
+    if "dynamic" in (section.setting("cookie") or ()):
+        return "its dynamic cookie is not computed at run time"
+    return ""

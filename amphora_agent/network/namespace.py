@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work in the load balancer's network namespace.
+
+Invariant: exactly one thread of the agent is in that namespace, it entered it once and never leaves it; every
+other thread stays in the management namespace. No process is forked to get there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from amphora_agent.errors import InterfaceError
+
+CLONE_NEWNET = 0x40000000
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Namespace:
+    """A thread that lives in a network namespace and does there what it is given."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "inner-namespace", initializer=self._enter)
+
+    def _enter(self) -> None:
+        # os.setns exists from Python 3.12 on.
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(descriptor, CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+        finally:
+            os.close(descriptor)
+
+    def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call a function in the namespace and return what it returns.
+
+        Raises:
+            InterfaceError: there is no such namespace.
+        """
+        try:
+            return self._thread.submit(function, *args, **kwargs).result()
+        except BrokenExecutor as error:
+            raise InterfaceError(f"enter {self._path}", "the namespace cannot be entered") from error
+
+    def close(self) -> None:
+        self._thread.shutdown()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the agent's files are.
+
+Invariant: every path hangs from one root, so that a test can move all of them at once and none is forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INNER_NAMESPACE = "amphora-haproxy"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """All of them. ``etc`` is written by the compute backend, ``var`` survives a boot, ``run`` does not."""
+
+    root: Path = Path("/")
+
+    @property
+    def etc(self) -> Path:
+        return self.root / "etc/amphora-agent"
+
+    @property
+    def var(self) -> Path:
+        return self.root / "var/lib/amphora-agent"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run/amphora-agent"
+
+    @property
+    def inner_namespace(self) -> Path:
+        return self.root / "run/netns" / INNER_NAMESPACE
+
+    @property
+    def supervisor_socket(self) -> Path:
+        return self.run / "supervisor.sock"
+
+    @property
+    def confirmed(self) -> Path:
+        """The last confirmed bundle."""
+        return self.var / "confirmed.json"
+
+    @property
+    def unfinished(self) -> Path:
+        """Exists while HAProxy's file and what HAProxy runs may differ."""
+        return self.var / "unfinished"
+
+    @property
+    def machine_configuration(self) -> Path:
+        return self.var / "machine.cfg"
+
+    @property
+    def configuration(self) -> Path:
+        """The load balancer's part of HAProxy's configuration."""
+        return self.var / "haproxy.cfg"
+
+    @property
+    def candidate(self) -> Path:
+        return self.var / "haproxy.cfg.new"
+
+    @property
+    def server_state(self) -> Path:
+        return self.var / "server-state"
+
+    @property
+    def totals(self) -> Path:
+        return self.var / "totals.json"
+
+    @property
+    def epoch(self) -> Path:
+        return self.var / "epoch"
+
+    @property
+    def stats_socket(self) -> Path:
+        return self.run / "haproxy.sock"
+
+    @property
+    def master_socket(self) -> Path:
+        return self.run / "haproxy-master.sock"
+
+    @property
+    def empty(self) -> Path:
+        """HAProxy's root directory: there is nothing to be found in it."""
+        return self.run / "empty"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heartbeat datagrams, as in docs/heartbeat.md.
+
+Invariant: every datagram is complete in itself, authenticated, and no longer than `LARGEST`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+import uuid
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC = b"AHB1"
+LARGEST = 60_000
+_HEADER = struct.Struct("!4s16sQQ")
+_MAC_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A datagram, opened."""
+
+    amphora_id: uuid.UUID
+    epoch: int
+    sequence: int
+    document: dict[str, Any]
+
+
+def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, document: dict[str, Any]) -> bytes:
+    """One datagram, however long it becomes."""
+    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode())
+    signed = _HEADER.pack(MAGIC, amphora_id.bytes, epoch, sequence) + packed
+    return signed + hmac.digest(key, signed, hashlib.sha256)
+
+
+def decode(datagram: bytes, key: bytes) -> Heartbeat:
+    """Open a datagram.
+
+    Raises:
+        ValueError: it is not one, or was not made with this key.
+    """
+    if len(datagram) < _HEADER.size + _MAC_BYTES or not datagram.startswith(MAGIC):
+        raise ValueError("not a heartbeat")
+    signed, seal = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
+    if not hmac.compare_digest(hmac.digest(key, signed, hashlib.sha256), seal):
+        raise ValueError("made with another key")
+    _, amphora, epoch, sequence = _HEADER.unpack_from(signed)
+    document = json.loads(zlib.decompress(signed[_HEADER.size :]))
+    return Heartbeat(uuid.UUID(bytes=amphora), epoch, sequence, document)
+
+
+def datagrams(
+    amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]
+) -> Iterator[bytes]:
+    """As many datagrams as the document needs, numbered from `first` on."""
+    sequence = first
+    pending = [document]
+    while pending:
+        part = pending.pop()
+        datagram = encode(amphora_id, key, epoch, sequence, part)
+        halves = _halves(part) if len(datagram) > LARGEST else None
+        if halves is not None:
+            pending += reversed(halves)
+            continue
+        sequence += 1
+        yield datagram
+
+
+def _halves(document: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Two documents that say together what this one says; None if it says a single thing."""
+    things: list[tuple[str, str, str]] = [("listeners", name, "") for name in document["listeners"]]
+    for name, pool in document["pools"].items():
+        things += [("pools", name, member) for member in pool["members"]] or [("pools", name, "")]
+    if len(things) < 2:
+        return None
+    middle = len(things) // 2
+    return [_part(document, things[:middle]), _part(document, things[middle:])]
+
+
+def _part(document: dict[str, Any], things: list[tuple[str, str, str]]) -> dict[str, Any]:
+    part: dict[str, Any] = {"generation": document["generation"], "listeners": {}, "pools": {}}
+    for kind, name, member in things:
+        whole = document[kind][name]
+        if kind == "listeners":
+            part[kind][name] = whole
+            continue
+        pool = part[kind].setdefault(name, {"status": whole["status"], "members": {}})
+        if member:
+            pool["members"][member] = whole["members"][member]
+    return part

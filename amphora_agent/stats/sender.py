@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send heartbeats.
+
+Invariant: (epoch, sequence) grows with every datagram this amphora ever sends, whatever its clock does; an
+error of one target neither stops the others nor stays unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from amphora_agent.config import Settings, Target
+from amphora_agent.paths import Paths, write_atomically
+from amphora_agent.stats import codec
+from amphora_agent.stats.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+SAMPLE_SECONDS = 1.0
+
+
+def next_epoch(paths: Paths) -> int:
+    """A number greater than that of every sender before; written down before it is used."""
+    last = 0
+    with suppress(FileNotFoundError, ValueError):
+        last = int(paths.epoch.read_text(encoding="ascii"))
+    epoch = max(time.time_ns(), last + 1)
+    write_atomically(paths.epoch, str(epoch))
+    return epoch
+
+
+class Sender:
+    """The thread that samples HAProxy and reports."""
+
+    def __init__(
+        self, settings: Settings, paths: Paths, ledger: Ledger, generation: Callable[[], int | None]
+    ) -> None:
+        self._settings = settings
+        self._paths = paths
+        self._ledger = ledger
+        self._generation = generation
+        self._poke = threading.Event()
+        self._end = False
+        self._sequence = 0
+        self._errors: dict[str, dict[str, Any]] = {}
+        self._reported: dict[str, dict[str, str]] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end = True
+        self._poke.set()
+        self._thread.join()
+
+    def send_now(self) -> None:
+        """Report at once; returns without waiting."""
+        self._poke.set()
+
+    def errors(self) -> dict[str, dict[str, Any]]:
+        """By target or task: how often it failed and how the last time."""
+        return dict(self._errors)
+
+    def _run(self) -> None:
+        step = min(SAMPLE_SECONDS, self._settings.interval)
+        due = time.monotonic()
+        epoch: int | None = None
+        while not self._end:
+            try:
+                if epoch is None:
+                    epoch = next_epoch(self._paths)
+                self._ledger.sample()
+                poked = self._poke.is_set()
+                self._poke.clear()
+                if poked or time.monotonic() >= due or self._ledger.statuses() != self._reported:
+                    due = time.monotonic() + self._settings.interval
+                    self._send(epoch)
+            except Exception as error:  # noqa: BLE001 (silence would look like death)
+                self._failed("report", error)
+            self._poke.wait(step)
+        for link in self._sockets.values():
+            link.close()
+
+    def _send(self, epoch: int) -> None:
+        self._reported = self._ledger.statuses()
+        document = self._ledger.document(self._generation())
+        try:
+            self._ledger.write()
+        except OSError as error:
+            self._failed("write the counters", error)
+        amphora, key = self._settings.amphora_id, self._settings.heartbeat_key
+        for datagram in codec.datagrams(amphora, key, epoch, self._sequence + 1, document):
+            self._sequence += 1
+            for target in self._settings.targets:
+                self._send_to(target, datagram)
+
+    def _send_to(self, target: Target, datagram: bytes) -> None:
+        try:
+            self._socket(target).sendto(datagram, (target.host, target.port))
+        except OSError as error:
+            self._failed(str(target), error)
+
+    def _socket(self, target: Target) -> socket.socket:
+        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+        if family not in self._sockets:
+            self._sockets[family] = socket.socket(family, socket.SOCK_DGRAM)
+        return self._sockets[family]
+
+    def _failed(self, what: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        known = self._errors.get(what)
+        if known is None or known["last"] != text:
+            _log.warning("Heartbeat: %s: %s", what, text)
+        self._errors[what] = {"count": (known["count"] if known else 0) + 1, "last": text}

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first process of an amphora made of namespaces.
+
+Invariant: everything that runs in the amphora descends from this process and ends with it; a service that
+dies takes no other with it, and one that should run is started again. Only the standard library is imported:
+a virtual machine has systemd instead, and here every megabyte is paid once for each amphora.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from amphora_agent.paths import Paths
+
+CLONE_NEWNET = 0x40000000
+MS_BIND = 4096
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+AGENT = "amphora-agent"
+HEALTHY_SECONDS = 5.0
+LONGEST_BACKOFF = 5.0
+STOP_SECONDS = 5.0
+SHUTDOWN_SECONDS = 3.0
+LOG_LINES = 200
+LINE_BYTES = 4096
+REQUEST_BYTES = 65536
+
+
+@dataclass
+class Service:
+    """One daemon: what was asked for, and what became of it."""
+
+    name: str
+    argv: list[str]
+    inner: bool
+    restart: bool
+    wanted: bool = True
+    pid: int | None = None
+    starts: int = 0
+    started: float = 0.0
+    quick_deaths: int = 0
+    due: float | None = None
+    kill_at: float | None = None
+    last_exit: int | None = None
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+    waiting: list[socket.socket] = field(default_factory=list)
+
+    def status(self) -> dict[str, Any]:
+        """What the control socket tells."""
+        return {
+            "argv": self.argv,
+            "inner": self.inner,
+            "restart": self.restart,
+            "wanted": self.wanted,
+            "pid": self.pid,
+            "starts": self.starts,
+            "last_exit": self.last_exit,
+        }
+
+
+class Machine:
+    """The private file system, host name and network namespace of the amphora."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def build(self, spec: dict[str, Any]) -> None:
+        """Make this process's namespaces into a machine."""
+        for source, place in ((spec["etc"], self._paths.etc), (spec["var"], self._paths.var)):
+            place.mkdir(parents=True, exist_ok=True)
+            self._check(
+                self._libc.mount(
+                    os.fsencode(source), os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None
+                ),
+                f"bind {source} on {place}",
+            )
+        self._check(
+            self._libc.mount(b"tmpfs", b"/run", b"tmpfs", ctypes.c_ulong(0), b"mode=755,size=16m"),
+            "mount /run",
+        )
+        self._paths.run.mkdir(parents=True, mode=0o700)
+        self._paths.empty.mkdir(mode=0o755)
+        socket.sethostname(spec["hostname"])
+        self._inner_namespace()
+
+    def _inner_namespace(self) -> None:
+        """Create the load balancer's network namespace under its usual name, with its loopback up."""
+        place = self._paths.inner_namespace
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch(mode=0o444)
+        outer = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._check(self._libc.unshare(CLONE_NEWNET), "create a network namespace")
+            own = b"/proc/self/ns/net"
+            self._check(
+                self._libc.mount(own, os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None), "name it"
+            )
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+                request = struct.pack("16sH14x", b"lo", 0)
+                flags = struct.unpack("16sH14x", fcntl.ioctl(control, SIOCGIFFLAGS, request))[1]
+                fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
+            self._check(self._libc.setns(outer, CLONE_NEWNET), "return to the management namespace")
+        finally:
+            os.close(outer)
+
+    @staticmethod
+    def _check(result: int, what: str) -> None:
+        if result != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"Could not {what}: {os.strerror(number)}")
+
+
+class Supervisor:
+    """Starts, watches and ends services; answers the control socket. One thread, driven by events."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._services: dict[str, Service] = {}
+        self._selector = selectors.DefaultSelector()
+        self._ending: float | None = None
+        self._handlers: dict[str, Callable[[socket.socket, dict[str, Any]], dict[str, Any] | None]] = {
+            "start": self._on_start,
+            "stop": self._on_stop,
+            "signal": self._on_signal,
+            "status": self._on_status,
+            "log": self._on_log,
+        }
+        self._catch_signals()
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._control.bind(os.fspath(paths.supervisor_socket))
+        paths.supervisor_socket.chmod(0o600)
+        self._control.listen(32)
+        self._control.setblocking(False)
+        self._selector.register(self._control, selectors.EVENT_READ, self._accept)
+
+    def _catch_signals(self) -> None:
+        """Turn signals into bytes on a pipe, so that they wake the selector and interrupt nothing."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._selector.register(reader, selectors.EVENT_READ, partial(self._on_signals, reader))
+
+    # -- services --------------------------------------------------------------------------------------------
+
+    def start(self, service: Service) -> None:
+        """Run a service from now on."""
+        self._services[service.name] = service
+        self._spawn(service)
+
+    def _spawn(self, service: Service) -> None:
+        prefix = ["nsenter", f"--net={self._paths.inner_namespace}", "--"] if service.inner else []
+        argv = prefix + service.argv
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        service.due = None
+        service.started = time.monotonic()
+        service.starts += 1
+        try:
+            service.pid = os.posix_spawnp(
+                argv[0],
+                argv,
+                os.environ,
+                setsigmask=[],
+                setpgroup=0,
+                setsigdef=[signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE],
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, writer, 1),
+                    (os.POSIX_SPAWN_DUP2, writer, 2),
+                ],
+            )
+        except OSError as error:
+            os.close(reader)
+            service.log.append(f"could not be started: {error}")
+            self._died(service, None)
+            return
+        finally:
+            os.close(writer)
+        os.set_blocking(reader, False)
+        self._selector.register(reader, selectors.EVENT_READ, partial(self._drain, service, reader))
+
+    def _drain(self, service: Service, reader: int) -> None:
+        """Keep the last lines of what a service says; memory stays bounded however much it says."""
+        try:
+            data = os.read(reader, LINE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(reader)
+            os.close(reader)
+            return
+        service.log.extend(data.decode(errors="replace").splitlines())
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for service in self._services.values():
+                if service.pid == pid:
+                    self._died(service, os.waitstatus_to_exitcode(status))
+
+    def _died(self, service: Service, code: int | None) -> None:
+        service.pid, service.last_exit, service.kill_at = None, code, None
+        for waiter in service.waiting:
+            self._answer(waiter, {"ok": True, "last_exit": code})
+        service.waiting.clear()
+        if not (service.wanted and service.restart) or self._ending is not None:
+            return
+        lived = time.monotonic() - service.started
+        service.quick_deaths = 0 if lived > HEALTHY_SECONDS else service.quick_deaths + 1
+        backoff = min(LONGEST_BACKOFF, 0.05 * 2**service.quick_deaths) if service.quick_deaths else 0.0
+        service.due = time.monotonic() + backoff
+        last = service.log[-1] if service.log else ""
+        self._say(
+            f"{service.name} ended with {code} after {lived:.1f} s, starts again in {backoff:.1f} s. {last}"
+        )
+
+    @staticmethod
+    def _say(line: str) -> None:
+        sys.stderr.write(f"supervisor: {line}\n")
+        sys.stderr.flush()
+
+    # -- control socket --------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        connection, _ = self._control.accept()
+        connection.setblocking(False)
+        self._selector.register(
+            connection, selectors.EVENT_READ, partial(self._receive, connection, bytearray())
+        )
+
+    def _receive(self, connection: socket.socket, buffer: bytearray) -> None:
+        data = connection.recv(REQUEST_BYTES)
+        buffer += data
+        if data and b"\n" not in buffer and len(buffer) < REQUEST_BYTES:
+            return
+        self._selector.unregister(connection)
+        answer: dict[str, Any] | None
+        try:
+            request = json.loads(buffer)
+            answer = self._handlers[request["op"]](connection, request)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        if answer is not None:
+            self._answer(connection, answer)
+
+    def _answer(self, connection: socket.socket, answer: dict[str, Any]) -> None:
+        try:
+            # The answers are small and the peer is waiting for them: a socket's buffer always has the room.
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError as error:
+            self._say(f"nobody took an answer: {error}")
+        finally:
+            connection.close()
+
+    def _on_start(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        wanted = Service(
+            str(request["name"]),
+            [str(word) for word in request["argv"]],
+            inner=bool(request["inner"]),
+            restart=bool(request["restart"]),
+        )
+        known = self._services.get(wanted.name)
+        if known is not None and known.pid is not None:
+            if (known.argv, known.inner) != (wanted.argv, wanted.inner):
+                return {"ok": False, "error": "it runs with other arguments; stop it first"}
+            known.wanted, known.restart = True, wanted.restart
+            return {"ok": True, **known.status()}
+        if known is not None:
+            wanted.log, wanted.starts = known.log, known.starts
+        self.start(wanted)
+        return {"ok": True, **wanted.status()}
+
+    def _on_stop(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
+        service = self._services[request["name"]]
+        service.wanted, service.due = False, None
+        if service.pid is None:
+            return {"ok": True, "last_exit": service.last_exit}
+        os.kill(service.pid, int(request.get("signal", signal.SIGTERM)))
+        service.kill_at = time.monotonic() + STOP_SECONDS
+        service.waiting.append(connection)
+        return None
+
+    def _on_signal(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        service = self._services[request["name"]]
+        if service.pid is None:
+            return {"ok": False, "error": "it does not run"}
+        os.kill(service.pid, int(request["signal"]))
+        return {"ok": True}
+
+    def _on_status(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        names = [request["name"]] if "name" in request else list(self._services)
+        return {"ok": True, "services": {n: self._services[n].status() for n in names if n in self._services}}
+
+    def _on_log(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        return {"ok": True, "lines": list(self._services[request["name"]].log)}
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def _on_signals(self, reader: int) -> None:
+        numbers = os.read(reader, 512)
+        self._reap()
+        if self._ending is None and (signal.SIGTERM in numbers or signal.SIGINT in numbers):
+            self._ending = time.monotonic() + SHUTDOWN_SECONDS
+            for service in self._services.values():
+                service.wanted, service.due = False, None
+                if service.pid is not None:
+                    os.kill(service.pid, signal.SIGTERM)
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        for service in list(self._services.values()):
+            if service.due is not None and service.due <= now:
+                self._spawn(service)
+            if service.kill_at is not None and service.kill_at <= now and service.pid is not None:
+                service.kill_at = None
+                os.kill(service.pid, signal.SIGKILL)
+
+    def _next_timer(self) -> float | None:
+        times = [t for s in self._services.values() for t in (s.due, s.kill_at) if t is not None]
+        if self._ending is not None:
+            times.append(self._ending)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def run(self) -> None:
+        """Serve until told to end; what still runs then dies with the process-id namespace."""
+        while True:
+            for key, _ in self._selector.select(self._next_timer()):
+                key.data()
+            self._run_timers()
+            if self._ending is not None:
+                alive = any(service.pid is not None for service in self._services.values())
+                if not alive or time.monotonic() >= self._ending:
+                    return
+
+
+def main() -> None:
+    """Console entry: the one argument is the specification's path."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    paths = Paths()
+    Machine(paths).build(spec)
+    supervisor = Supervisor(paths)
+    argv = [spec["python"], "-m", "amphora_agent.server"]
+    supervisor.start(Service(AGENT, argv, inner=False, restart=True))
+    supervisor.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only code that talks to agents.
+
+Invariant: nothing is sent before the other side has proven to be the amphora that is meant: its certificate
+comes from our authority and names that amphora's id. Our own certificate is shown only after that (TLS 1.3),
+and what an agent answers is read within limits of size and time: an amphora may be in a stranger's hands.
+Neither proxies nor any other environment variable change whom we trust. Bodies are never logged.
+Source: docs/agent-api.md.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import ssl
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import urllib3
+from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
+from urllib3.exceptions import TimeoutError as HTTPTimeoutError
+
+from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Amphorae whose connection is kept open, and connections for each: one thread works on one load balancer.
+_MOST_POOLS = 256
+_CONNECTIONS = 2
+# Largest answers in bytes.
+_MOST_ANSWER = 4 << 20
+_MOST_DIAGNOSTICS = 32 << 20
+_CHUNK = 1 << 16
+# Nesting too deep and text that is no UTF-8 are not all DecodeErrors.
+_NOT_UNDERSTOOD = (msgspec.DecodeError, ValueError, RecursionError)
+# Pauses between attempts to reach an agent that boots, and the longest single attempt, in seconds.
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 1.0
+_ATTEMPT = 1.0
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What HAProxy itself says it serves: the ids of its listeners, and how many members."""
+
+    listeners: tuple[str, ...] = ()
+    members: int = 0
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle is served: `how` is start, unchanged, runtime, reload or stop, `reason` says why not less."""
+
+    generation: int
+    how: str
+    reason: str = ""
+    loaded: Loaded = Loaded()
+
+
+class BundleState(msgspec.Struct, frozen=True, kw_only=True):
+    """The last confirmed bundle; all None before the first one."""
+
+    generation: int | None = None
+    applied_at: dt.datetime | None = None
+    digest: str | None = None
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent says about itself and its machine."""
+
+    amphora_id: str
+    agent_version: str
+    haproxy_version: str | None = None
+    keepalived_version: str | None = None
+    hostname: str | None = None
+    generation: int | None = None
+    capabilities: tuple[str, ...] = ()
+
+
+class _ErrorWords(msgspec.Struct):
+    wanted: str = ""
+    happened: str = ""
+    remedy: str = ""
+
+
+class _ErrorDocument(msgspec.Struct):
+    error: _ErrorWords
+    object_id: str | None = None
+
+
+class AgentClient:
+    """Calls agents, from any thread. Connections stay open between calls.
+
+    Every method takes the amphora's id, its management address and optionally a `deadline` on
+    `time.monotonic()`'s clock, and raises
+
+    * `AgentUnreachable`: no answer in time, or the connection broke. Every call may be repeated.
+    * `AgentUntrusted`: the other side is not that amphora.
+    * `AgentRefused`: it answered no; `status` is HTTP's.
+    * `CertificateError`: our own certificate or the authority's cannot be read.
+
+    Args:
+        conf: the groups `agent` and `certificates` are used (`amphora_driver.config`).
+    """
+
+    def __init__(self, conf: Any) -> None:
+        self._port = int(conf.agent.port)
+        self._connect_timeout = float(conf.agent.connect_timeout)
+        self._request_timeout = float(conf.agent.request_timeout)
+        self._identity = _Identity(conf.certificates.client_certificate, conf.certificates.ca_certificate)
+        self._pools: OrderedDict[tuple[str, str], urllib3.HTTPSConnectionPool] = OrderedDict()
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+
+    def put_bundle(
+        self, amphora_id: str, address: str, body: bytes, *, deadline: float | None = None
+    ) -> Applied:
+        """Give the amphora its whole wanted state (the JSON document of docs/agent-api.md).
+
+        Returns once the amphora serves it.
+        """
+        call = _Call("PUT", "/v2/bundle", f"give amphora {amphora_id} its configuration", body=body)
+        return _decode(self._request(amphora_id, address, call, deadline), Applied, call)
+
+    def bundle_state(self, amphora_id: str, address: str, *, deadline: float | None = None) -> BundleState:
+        """What the amphora confirmed last."""
+        call = _Call("GET", "/v2/bundle", f"ask amphora {amphora_id} what it serves")
+        return _decode(self._request(amphora_id, address, call, deadline), BundleState, call)
+
+    def info(self, amphora_id: str, address: str, *, deadline: float | None = None) -> Info:
+        """Versions and capabilities."""
+        call = _Call("GET", "/v2/info", f"ask amphora {amphora_id} for its versions")
+        return _decode(self._request(amphora_id, address, call, deadline), Info, call)
+
+    def diagnostics(
+        self, amphora_id: str, address: str, *, deadline: float | None = None
+    ) -> dict[str, Any]:
+        """All that helps to understand a broken amphora, as one document."""
+        call = _Call("GET", "/v2/diagnostics", f"diagnose amphora {amphora_id}", most=_MOST_DIAGNOSTICS)
+        return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
+
+    def wait_until_ready(self, amphora_id: str, address: str, deadline: float) -> Info:
+        """Ask again and again until the agent of a booting amphora answers.
+
+        Raises:
+            AgentUnreachable: it did not until the deadline.
+        """
+        pause = _FIRST_PAUSE
+        call = _Call("GET", "/v2/info", f"reach the agent of amphora {amphora_id}", connect_timeout=_ATTEMPT)
+        while True:
+            try:
+                return _decode(self._request(amphora_id, address, call, deadline), Info, call)
+            except AgentRefused as error:
+                # A server that stands before its application says 503 for a moment.
+                if error.status != 503 or time.monotonic() + pause >= deadline:
+                    raise
+            except AgentUnreachable:
+                if time.monotonic() + pause >= deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def forget(self, amphora_id: str) -> None:
+        """Close the connections to an amphora that is gone."""
+        with self._lock:
+            for key in [key for key in self._pools if key[0] == amphora_id]:
+                self._pools.pop(key).close()
+
+    def close(self) -> None:
+        """Close every idle connection; the client can be used again."""
+        with self._lock:
+            self._drop_all()
+
+    def _request(self, amphora_id: str, address: str, call: _Call, deadline: float | None) -> bytes:
+        """Send and receive; once more if the connection, perhaps kept from an earlier call, broke."""
+        latest = time.monotonic() + self._request_timeout
+        latest = latest if deadline is None else min(latest, deadline)
+        for last in (False, True):
+            pool = self._pool(amphora_id, address)
+            try:
+                return self._attempt(pool, call, latest)
+            except (ProtocolError, ClosedPoolError) as error:
+                # The agent restarted since the last call. Every call is idempotent: generations see to that.
+                if last:
+                    raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
+            except NewConnectionError as error:
+                # A kind of timeout by its class, though it may well be a refusal.
+                raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
+            except HTTPTimeoutError as error:
+                raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
+            except SSLError as error:
+                if last or not isinstance(_cause(error), (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+                    raise _tls_failure(call, address, error) from error
+            except HTTPError as error:
+                raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
+        raise AssertionError("unreachable")
+
+    def _attempt(self, pool: urllib3.HTTPSConnectionPool, call: _Call, latest: float) -> bytes:
+        left = latest - time.monotonic()
+        if left <= 0:
+            raise AgentUnreachable(call.wanted, "no time was left for it")
+        connect = min(call.connect_timeout or self._connect_timeout, left)
+        response = pool.urlopen(
+            call.method,
+            call.path,
+            body=call.body,
+            headers={"Content-Type": "application/json"} if call.body is not None else {},
+            timeout=urllib3.Timeout(connect=connect, read=left),
+            retries=False,
+            redirect=False,
+            preload_content=False,
+            decode_content=False,
+        )
+        try:
+            content = _read(response, call, latest)
+        except BaseException:
+            # What is left of this answer must not be taken for the beginning of the next one.
+            response.close()
+            raise
+        response.release_conn()
+        if response.status != 200:
+            raise _refusal(call, response.status, content)
+        return content
+
+    def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
+        with self._lock:
+            context = self._identity.context()
+            if context is not self._context:
+                self._drop_all()
+                self._context = context
+            key = (amphora_id, address)
+            pool = self._pools.get(key)
+            if pool is None:
+                pool = self._pools[key] = self._connect(context, amphora_id, address)
+                while len(self._pools) > _MOST_POOLS:
+                    self._pools.popitem(last=False)[1].close()
+            self._pools.move_to_end(key)
+            return pool
+
+    def _drop_all(self) -> None:
+        # Connections in use at this moment are closed when they come back.
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def _connect(
+        self, context: ssl.SSLContext, amphora_id: str, address: str
+    ) -> urllib3.HTTPSConnectionPool:
+        # server_hostname makes OpenSSL compare the id during the handshake, before our certificate is shown;
+        # assert_hostname would switch that off and compare afterwards.
+        return urllib3.HTTPSConnectionPool(
+            address,
+            self._port,
+            maxsize=_CONNECTIONS,
+            ssl_context=context,
+            cert_reqs="CERT_REQUIRED",
+            server_hostname=amphora_id,
+        )
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """One request: `wanted` is what it is for, `most` the largest answer in bytes."""
+
+    method: str
+    path: str
+    wanted: str
+    body: bytes | None = None
+    most: int = _MOST_ANSWER
+    connect_timeout: float | None = None
+
+
+class _Identity:
+    """Our certificate and whom we trust, read again whenever the files change."""
+
+    def __init__(self, client_certificate: str, ca_certificate: str) -> None:
+        self._client_certificate = client_certificate
+        self._ca_certificate = ca_certificate
+        self._marks: tuple[object, ...] = ()
+        self._context: ssl.SSLContext | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """The TLS context. While new files cannot be read (half written, say) the last good one stays."""
+        marks = (_mark(self._client_certificate), _mark(self._ca_certificate))
+        if self._context is None or marks != self._marks:
+            try:
+                self._context = self._read()
+            except CertificateError as error:
+                if self._context is None:
+                    raise
+                LOG.warning("the certificates in use are kept: %s", error)
+            # Even when it failed: the next attempt waits for the next change.
+            self._marks = marks
+        return self._context
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # The configured authority is the anchor, even if another one once signed it.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        remedy = "Check [certificates] ca_certificate and client_certificate."
+        try:
+            context.load_verify_locations(cafile=self._ca_certificate)
+        except OSError as error:
+            happened = f"{self._ca_certificate}: {error.strerror or error}"
+            raise CertificateError("read the amphorae's authority", happened, remedy) from error
+        try:
+            # An encrypted key must fail here, not ask a terminal for its passphrase.
+            context.load_cert_chain(self._client_certificate, password=b"")
+        except (OSError, ValueError) as error:
+            happened = f"{self._client_certificate}: {getattr(error, 'strerror', None) or error}"
+            raise CertificateError("read the controllers' certificate and key", happened, remedy) from error
+        return context
+
+
+def _mark(path: str) -> object:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(response: urllib3.BaseHTTPResponse, call: _Call, latest: float) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while part := response.read1(_CHUNK, decode_content=False):
+        size += len(part)
+        if size > call.most:
+            raise AgentRefused(
+                call.wanted, f"its answer is longer than {call.most} bytes", status=response.status
+            )
+        if time.monotonic() > latest:
+            raise AgentUnreachable(call.wanted, "its answer did not end in time")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _decode(content: bytes, shape: type[T], call: _Call) -> T:
+    try:
+        return msgspec.json.decode(content, type=shape)
+    except _NOT_UNDERSTOOD as error:
+        raise AgentRefused(
+            call.wanted,
+            f"its answer is not understood ({error})",
+            "Check that the agent's version fits this controller's.",
+            status=200,
+        ) from error
+
+
+def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
+    try:
+        document = msgspec.json.decode(content, type=_ErrorDocument)
+    except _NOT_UNDERSTOOD:
+        # Not quoted: nobody knows what it holds.
+        return AgentRefused(call.wanted, f"it answered {status} without an explanation", status=status)
+    words = document.error
+    happened = words.happened or f"it answered {status}"
+    if words.wanted:
+        happened = f"the agent could not {words.wanted}: {happened}"
+    return AgentRefused(call.wanted, happened, words.remedy, object_id=document.object_id, status=status)
+
+
+def _cause(error: SSLError) -> object:
+    return error.args[0] if error.args else error
+
+
+def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted | AgentUnreachable:
+    cause = _cause(error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return AgentUntrusted(
+            call.wanted,
+            f"{address} shows a certificate that is not accepted ({cause.verify_message})",
+            "Check that this address is the amphora's, and that its certificate has not expired.",
+        )
+    # Among others the agent's verdict on our certificate. A machine that just booted may have a wrong clock.
+    return AgentUnreachable(
+        call.wanted,
+        f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})",
+        "If it stays so, check that client_ca signed client_certificate (group [certificates]).",
+    )
+
+
+def _words(error: BaseException) -> str:
+    """The operating system's own words where there are some: urllib3's quote objects, not reasons."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror.lower()
+        if isinstance(seen, ConnectionError):
+            return str(seen).lower() or "closed the connection"
+        seen = seen.__cause__ or seen.__context__
+    return "closed the connection" if isinstance(error, (ProtocolError, ClosedPoolError)) else str(error)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator's flavor may say about load balancers of this provider.
+
+Invariant: what `supported` lists, `validate` accepts, and nothing else; the caller's metadata is never
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from amphora_driver.capabilities.metadata import Schema
+from amphora_driver.model.vocabulary import Topology
+
+_SCHEMA = Schema(
+    "flavor",
+    "flavor.json",
+    served={"loadbalancer_topology": (Topology.SINGLE.value,), "compute_flavor": None},
+)
+
+
+def supported() -> dict[str, str]:
+    """Flavor keys that are served, each with a description without commas."""
+    return _SCHEMA.supported()
+
+
+def validate(metadata: Mapping[str, object] | None) -> None:
+    """Check flavor metadata.
+
+    Args:
+        metadata: the flavor's expanded metadata; None or empty is fine.
+
+    Raises:
+        UnsupportedOption: naming the key that is unknown, ill-typed or not served.
+    """
+    _SCHEMA.validate(metadata)

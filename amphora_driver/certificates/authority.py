@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The authority that vouches for amphorae and controllers.
+
+Invariant: a certificate says exactly one thing. A server certificate names one amphora and can only answer; a
+client certificate can only ask. Neither can sign another, and none outlives the authority that signed it.
+Source: RFC 5280 §4.2. OpenSSL's X509_V_FLAG_X509_STRICT, which Python 3.13 sets by default, accepts what is
+issued here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from amphora_driver.errors import CertificateError
+from amphora_driver.secret import Secret
+
+# Clocks of amphorae that have just booted differ from ours: certificates begin to be valid a little earlier.
+CLOCK_SKEW = 300.0
+_DAY = 86400.0
+_LONGEST_NAME = 64  # X.520 ub-common-name
+
+_IssuerKey = (
+    ec.EllipticCurvePrivateKey
+    | rsa.RSAPrivateKey
+    | ed25519.Ed25519PrivateKey
+    | ed448.Ed448PrivateKey
+)
+_ISSUER_KEYS = (
+    ec.EllipticCurvePrivateKey,
+    rsa.RSAPrivateKey,
+    ed25519.Ed25519PrivateKey,
+    ed448.Ed448PrivateKey,
+)
+
+
+class Issued(msgspec.Struct, frozen=True, kw_only=True):
+    """A certificate (PEM), its private key (PKCS8 PEM) and the end of its validity in seconds since 1970."""
+
+    certificate: bytes
+    key: Secret
+    expires_at: float
+
+    def bundle(self) -> Secret:
+        """Certificate and private key in one PEM, as daemons want it in one file."""
+        return Secret(self.certificate + self.key.reveal())
+
+
+def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]:
+    """Make a new authority: a self-signed EC P-256 certificate and its private key.
+
+    Args:
+        common_name: what the certificate calls itself; at most 64 characters.
+        days: how long it is valid.
+
+    Returns:
+        The certificate in PEM and the unencrypted private key in PKCS8 PEM.
+
+    Raises:
+        CertificateError: the name or the number of days cannot be used.
+    """
+    wanted = f"create the certificate authority {common_name!r}"
+    name = _name(common_name, wanted)
+    if days <= 0:
+        raise CertificateError(wanted, f"{days} days is no validity", "Give at least one day.")
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = time.time()
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_moment(now - CLOCK_SKEW))
+        .not_valid_after(_moment(now + days * _DAY))
+        # Path length 0: nothing that this authority signs can become an authority.
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(sign_certificates=True), critical=True)
+        .add_extension(identifier, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+    )
+    certificate = builder.sign(key, hashes.SHA256())
+    return certificate.public_bytes(serialization.Encoding.PEM), _pem(key)
+
+
+class Authority:
+    """Issues certificates.
+
+    Args:
+        certificate_pem: the authority's certificate; of several in one PEM, the first.
+        key: its private key in PEM, not encrypted.
+        clock: the current time in seconds since 1970.
+
+    Raises:
+        CertificateError: one of them is not what it should be, or they do not belong together.
+    """
+
+    def __init__(
+        self, certificate_pem: bytes, key: Secret, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._certificate = _read_certificate(certificate_pem)
+        self._key = _read_key(key)
+        if self._certificate.public_key() != self._key.public_key():
+            raise CertificateError(
+                "use the certificate authority",
+                "its private key does not belong to its certificate",
+                "Check that [certificates] ca_certificate and ca_private_key are a pair.",
+            )
+        self._identifier = _authority_identifier(self._certificate)
+
+    @classmethod
+    def load(cls, certificate_path: str | Path, key_path: str | Path) -> Authority:
+        """Read an authority from two PEM files.
+
+        Raises:
+            CertificateError: a file cannot be read, or is not what it should be.
+        """
+        certificate = _read_file(certificate_path, "ca_certificate")
+        return cls(certificate, Secret(_read_file(key_path, "ca_private_key")))
+
+    @property
+    def expires_at(self) -> float:
+        """The end of the authority's own validity, in seconds since 1970."""
+        return self._certificate.not_valid_after_utc.timestamp()
+
+    def issue_server(self, amphora_id: str, days: float) -> Issued:
+        """Issue the certificate with which one amphora proves to be itself.
+
+        Args:
+            amphora_id: becomes its only subject alternative name.
+            days: how long it is valid; shorter where the authority itself ends earlier.
+
+        Raises:
+            CertificateError: the authority has expired, or the id or the days cannot be used.
+        """
+        try:
+            names = x509.SubjectAlternativeName([x509.DNSName(amphora_id)])
+        except ValueError as error:
+            raise CertificateError(f"issue a certificate to amphora {amphora_id!r}", str(error)) from error
+        return self._issue(amphora_id, days, ExtendedKeyUsageOID.SERVER_AUTH, names)
+
+    def issue_client(self, name: str, days: float) -> Issued:
+        """Issue the certificate with which a controller may call agents.
+
+        Args:
+            name: what the certificate calls its holder; at most 64 characters.
+            days: how long it is valid; shorter where the authority itself ends earlier.
+
+        Raises:
+            CertificateError: the authority has expired, or the name or the days cannot be used.
+        """
+        return self._issue(name, days, ExtendedKeyUsageOID.CLIENT_AUTH, None)
+
+    def _issue(
+        self,
+        name: str,
+        days: float,
+        purpose: x509.ObjectIdentifier,
+        names: x509.SubjectAlternativeName | None,
+    ) -> Issued:
+        wanted = f"issue a certificate to {name!r}"
+        begin, end = self._validity(days, wanted)
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(_name(name, wanted))
+            .issuer_name(self._certificate.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(begin)
+            .not_valid_after(end)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(sign_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(self._identifier, critical=False)
+        )
+        if names is not None:
+            builder = builder.add_extension(names, critical=False)
+        certificate = builder.sign(self._key, _digest(self._key))
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        return Issued(certificate=pem, key=_pem(key), expires_at=end.timestamp())
+
+    def _validity(self, days: float, wanted: str) -> tuple[dt.datetime, dt.datetime]:
+        now = self._clock()
+        if not days > 0:
+            raise CertificateError(wanted, f"{days} days is no validity", "Give more than zero.")
+        if self.expires_at <= now:
+            raise CertificateError(
+                wanted,
+                f"the authority itself expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}",
+                "Make a new authority and give it to controllers and amphorae.",
+            )
+        # What outlives or predates its authority fails verification at a moment nobody expects.
+        begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
+        end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
+        if end <= begin:
+            raise CertificateError(
+                wanted,
+                f"the authority is valid only from {begin:%Y-%m-%d %H:%M} UTC",
+                "Check the clock of this machine.",
+            )
+        return begin, end
+
+
+def _moment(seconds: float) -> dt.datetime:
+    # X.509 knows whole seconds only.
+    return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
+
+
+def _name(text: str, wanted: str) -> x509.Name:
+    if not 0 < len(text) <= _LONGEST_NAME:
+        raise CertificateError(
+            wanted, f"a name has 1 to {_LONGEST_NAME} characters, this one {len(text)}", "Use a shorter name."
+        )
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    # It must repeat the authority's own identifier, which an operator's tool may have derived in another way.
+    try:
+        own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+    except x509.ExtensionNotFound:
+        key = certificate.public_key()
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)  # type: ignore[arg-type]
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own.value)
+
+
+def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
+    # The Edwards curves bring their own hash.
+    return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> Secret:
+    return Secret(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+
+
+def _read_file(path: str | Path, option: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CertificateError(
+            "load the certificate authority",
+            f"{path} cannot be read ({error.strerror})",
+            f"Set [certificates] {option} to a PEM file that this process may read.",
+        ) from error
+
+
+def _read_certificate(pem: bytes) -> x509.Certificate:
+    wanted = "use the certificate authority"
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+    except x509.ExtensionNotFound:
+        constraints = None
+    except ValueError as error:
+        raise CertificateError(
+            wanted, f"its certificate is no PEM certificate ({error})", "Check [certificates] ca_certificate."
+        ) from error
+    if constraints is None or not constraints.value.ca:
+        raise CertificateError(
+            wanted,
+            "its certificate may not sign others (basicConstraints does not say CA)",
+            "Check [certificates] ca_certificate: it may be a server's or a controller's certificate.",
+        )
+    return certificate
+
+
+def _read_key(secret: Secret) -> _IssuerKey:
+    wanted, remedy = "use the certificate authority", "Check [certificates] ca_private_key."
+    try:
+        key = serialization.load_pem_private_key(secret.reveal(), password=None)
+    except TypeError as error:
+        raise CertificateError(
+            wanted,
+            "its private key is encrypted with a passphrase",
+            "Store it unencrypted, readable by the controller only.",
+        ) from error
+    except (ValueError, UnsupportedAlgorithm):
+        # The reason is left out on purpose: it could quote the file.
+        raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
+    if not isinstance(key, _ISSUER_KEYS):
+        raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)
+    return key

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amphorae as namespaces of this machine.
+
+Invariant: all that is known of an amphora lies in its folder, which is the first thing made and the last removed;
+every step in between finds what an earlier, interrupted attempt left. One process at a time works on an
+amphora (a lock on its folder), many amphorae are worked on at once. An amphora survives the process that booted it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from amphora_driver.compute.interface import BootOrder, Machine, MachineState
+from amphora_driver.compute.process import Process, end, find, spawn
+from amphora_driver.errors import ComputeError
+from amphora_driver.network import bridges, namespaces
+from amphora_driver.network.bridges import Switch
+
+if TYPE_CHECKING:
+    from oslo_config import cfg
+
+    from amphora_driver.network.interface import Port
+    from amphora_driver.network.local import LocalNetwork
+
+MANAGEMENT_INTERFACE = "eth0"
+INNER_NAMESPACE = "run/netns/amphora-haproxy"
+_ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
+_KILL_SECONDS = 10.0
+_LOG_TAIL = 400
+
+
+class NetnsCompute:
+    """Boots amphorae beside itself.
+
+    Args:
+        conf: our options.
+        network: where ports come from; the management port of an amphora is taken and given back here.
+    """
+
+    def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
+        options = conf.compute_netns
+        self._network = network
+        self._directory = Path(options.directory).absolute()
+        self._prefix: str = options.prefix
+        self._python: str = options.agent_python
+        self._management: str = options.management_network
+        self._switch = Switch(conf.network_local.switch, options.management_network)
+
+    # --- the backend's interface --------------------------------------------------------------------------------
+
+    def boot(self, order: BootOrder) -> Machine:
+        """Boot the amphora, or find the one already booted under this id."""
+        with (
+            self._folder(order.amphora_id, make=True) as folder,
+            _explained(f"boot amphora {order.amphora_id}"),
+        ):
+            machine = self._machine(order.amphora_id)
+            if machine is not None and machine.state is MachineState.RUNNING:
+                return machine
+            address = self._prepare_network(order.amphora_id)
+            _write_files(folder, order, address)
+            self._start(order.amphora_id, folder)
+            return Machine(
+                compute_id=self.namespace(order.amphora_id),
+                state=MachineState.RUNNING,
+                management_address=address,
+            )
+
+    def get(self, amphora_id: str) -> Machine | None:
+        """The amphora's machine, or None if there is none."""
+        with _explained(f"look up amphora {amphora_id}"):
+            return self._machine(amphora_id)
+
+    def attach(self, amphora_id: str, port: Port) -> None:
+        """Give the machine an interface with the port's MAC address, joined to the port's network."""
+        wanted = f"attach port {port.id} to amphora {amphora_id}"
+        with self._folder(amphora_id) as folder, _explained(wanted):
+            process = self._process(amphora_id) if folder.is_dir() else None
+            if process is None or not process.alive():
+                raise ComputeError(wanted, "the amphora does not run")
+            if self._has_interface(amphora_id, process, port.mac):
+                return
+            # What is left of the cable of an earlier life of this amphora may take some milliseconds to go.
+            self._switch.disconnect(port.id)
+            segment = self._segment(port.network_id, wanted)
+            self._switch.connect(port, segment, amphora_id, self._place(amphora_id), None)
+
+    def detach(self, amphora_id: str, port: Port) -> None:
+        """Take that interface away again; no error if it is not there."""
+        with self._folder(amphora_id), _explained(f"detach port {port.id} from amphora {amphora_id}"):
+            self._switch.disconnect(port.id)
+
+    def destroy(self, amphora_id: str) -> None:
+        """Stop the machine and remove all that `boot` made; no error if nothing is there."""
+        with self._folder(amphora_id) as folder, _explained(f"destroy amphora {amphora_id}"):
+            self._stop(amphora_id)
+            self._switch.disconnect_owner(amphora_id)
+            namespaces.remove(self.namespace(amphora_id))
+            for port in self._network.ports(amphora_id):
+                if port.network_id == self._management:
+                    self._network.delete_port(port.id)
+            if folder.is_dir():
+                shutil.rmtree(folder)
+
+    # --- what the sandbox and tests ask besides -------------------------------------------------------------------
+
+    def namespace(self, amphora_id: str) -> str:
+        """The name of the amphora's management namespace."""
+        return f"{self._prefix}-{amphora_id[:13]}"
+
+    def booted(self) -> list[str]:
+        """The ids of all amphorae that have a folder, running or not."""
+        if not self._directory.is_dir():
+            return []
+        return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def _machine(self, amphora_id: str) -> Machine | None:
+        folder = self._path(amphora_id)
+        if not folder.is_dir():
+            return None
+        name = self.namespace(amphora_id)
+        process = self._process(amphora_id)
+        if process is None:
+            reason = "its boot was interrupted; boot it again"
+            return Machine(compute_id=name, state=MachineState.BUILDING, reason=reason)
+        address = self._address(amphora_id)
+        if process.alive() and address is not None:
+            return Machine(compute_id=name, state=MachineState.RUNNING, management_address=address)
+        reason = f"it ended: {_last_words(folder)}"
+        return Machine(compute_id=name, state=MachineState.FAILED, management_address=address, reason=reason)
+
+    def _address(self, amphora_id: str) -> str | None:
+        ports = [port for port in self._network.ports(amphora_id) if port.network_id == self._management]
+        return ports[0].addresses[0].address if ports and ports[0].addresses else None
+
+    def _prepare_network(self, amphora_id: str) -> str:
+        subnets = self._network.subnets(self._management)
+        segment = self._segment(self._management, f"boot amphora {amphora_id}")
+        port = self._network.ensure_port(amphora_id, self._management, [subnet.id for subnet in subnets])
+        place = self._place(amphora_id)
+        namespaces.ensure(self.namespace(amphora_id))
+        if not bridges.has_mac(place, port.mac):
+            self._switch.disconnect(port.id)
+        self._switch.connect(port, segment, amphora_id, place, MANAGEMENT_INTERFACE)
+        bridges.configure(place, MANAGEMENT_INTERFACE, port, subnets)
+        return port.addresses[0].address
+
+    def _segment(self, network_id: str, wanted: str) -> Any:
+        for segment in self._network.networks():
+            if segment.id == network_id:
+                return segment
+        raise ComputeError(
+            wanted, f"network {network_id} does not exist", "See [compute_netns] management_network."
+        )
+
+    def _start(self, amphora_id: str, folder: Path) -> None:
+        spec = folder / "spec.json"
+        parts = {
+            "hostname": f"amphora-{amphora_id}",
+            "etc": str(folder / "etc"),
+            "var": str(folder / "var"),
+            "python": self._python,
+        }
+        _write(spec, msgspec.json.encode(parts))
+        argv = [
+            *("nsenter", f"--net={self._place(amphora_id)}", "--"),
+            *("unshare", "--fork", "--kill-child=KILL", "--pid", "--mount", "--uts", "--ipc"),
+            *("--propagation", "private", "--mount-proc", "--wd=/", "--"),
+            *(self._python, "-m", "amphora_agent.supervisor", str(spec)),
+        ]
+        environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        process = spawn(
+            argv, {**environment, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}, folder / "console.log"
+        )
+        _write(folder / "process.json", msgspec.json.encode(process))
+
+    def _process(self, amphora_id: str) -> Process | None:
+        """The outermost process, from its record or, where the record was never written, by its arguments."""
+        folder = self._path(amphora_id)
+        try:
+            return msgspec.json.decode((folder / "process.json").read_bytes(), type=Process)
+        except FileNotFoundError:
+            # The outermost was started before its child. Whoever boots this amphora just now writes the record soon.
+            found = sorted(find(str(folder / "spec.json")), key=lambda process: process.started)
+            return found[0] if found else None
+
+    def _stop(self, amphora_id: str) -> None:
+        process = self._process(amphora_id)
+        if process is None:
+            return
+        # The first process of a process-id namespace takes all others with it, and is gone only after them.
+        if not end([*process.children(), process], signal.SIGKILL, _KILL_SECONDS):
+            raise ComputeError(f"stop amphora {amphora_id}", f"process {process.pid} does not end")
+        (self._path(amphora_id) / "process.json").unlink(missing_ok=True)
+
+    def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
+        """Whether it is there, still outside or (the agent moves it in this direction only) inside."""
+        if bridges.has_mac(self._place(amphora_id), mac):
+            return True
+        return any(
+            bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children()
+        )
+
+    # --- folders --------------------------------------------------------------------------------------------------
+
+    def _place(self, amphora_id: str) -> Path:
+        return namespaces.path(self.namespace(amphora_id))
+
+    def _path(self, amphora_id: str) -> Path:
+        if not _ID.fullmatch(amphora_id):
+            raise ComputeError(
+                f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora"
+            )
+        return self._directory / amphora_id
+
+    @contextmanager
+    def _folder(self, amphora_id: str, *, make: bool = False) -> Iterator[Path]:
+        """The amphora's folder, locked for this thread alone; where there is none, there is no lock."""
+        folder = self._path(amphora_id)
+        descriptor = _lock(folder, make=make)
+        try:
+            yield folder
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _lock(folder: Path, *, make: bool) -> int | None:
+    while True:
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if make:
+                continue
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Whoever had the lock before may have removed the folder: then this is the lock of nothing.
+        if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+        os.close(descriptor)
+
+
+def _write_files(folder: Path, order: BootOrder, address: str) -> None:
+    etc = folder / "etc"
+    for place in (etc, folder / "var"):
+        place.mkdir(mode=0o700, exist_ok=True)
+    for name, content in order.files.items():
+        text = content.reveal()
+        if name == "agent.conf":
+            text = text.replace(b"{management_address}", address.encode())
+        if Path(name).name != name:
+            raise ComputeError(f"boot amphora {order.amphora_id}", f"{name} is not the name of a file")
+        _write(etc / name, text)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, and readable by root only: there are keys among these files."""
+    temporary = path.with_name(f".{path.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    temporary.replace(path)
+
+
+def _last_words(folder: Path) -> str:
+    try:
+        text = (folder / "console.log").read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        text = ""
+    return text[-_LOG_TAIL:] or "it said nothing"
+
+
+@contextmanager
+def _explained(wanted: str) -> Iterator[None]:
+    """Say of an error of the operating system what it kept from happening."""
+    try:
+        yield
+    except OSError as error:
+        raise ComputeError(wanted, str(error)) from error

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that outlive whoever started them, and are found again.
+
+Invariant: a process is known by its number *and* the moment it started, so that a number the kernel has given to
+somebody else since is never signalled; signals travel through a pidfd that was opened before that was checked.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process: its number, the clock tick it started at, and the boot that tick counts from."""
+
+    pid: int
+    started: int
+    boot: str
+
+    def alive(self) -> bool:
+        """Whether it runs; a zombie does not."""
+        _reap(self.pid)
+        found = _stat(self.pid)
+        return found is not None and found[0] not in {"Z", "X"} and self._is(found)
+
+    def children(self) -> list[Process]:
+        """The processes it started itself."""
+        try:
+            numbers = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="ascii").split()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        found = [identify(int(number)) for number in numbers]
+        return [child for child in found if child is not None] if self.alive() else []
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal; False if the process has ended."""
+        descriptor = self._open()
+        if descriptor is None:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end, woken by the kernel; False if it still runs after so many seconds."""
+        descriptor = self._open()
+        if descriptor is None:
+            return True
+        with closing(select.epoll()) as events:
+            events.register(descriptor, select.EPOLLIN)
+            ended = bool(events.poll(seconds))
+        os.close(descriptor)
+        _reap(self.pid)
+        return ended
+
+    def _is(self, found: tuple[str, int]) -> bool:
+        return found[1] == self.started and _boot() == self.boot
+
+    def _open(self) -> int | None:
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        if self.alive():
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+def identify(pid: int) -> Process | None:
+    """The process that has this number now."""
+    found = _stat(pid)
+    return None if found is None else Process(pid, found[1], _boot())
+
+
+def spawn(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None
+) -> Process:
+    """Start a program in a session of its own, with its output appended to a log.
+
+    Args:
+        argv: program, looked up on PATH, and arguments.
+        environment: all of it; nothing is inherited.
+        log: file for standard output and error.
+        pass_as_3: a descriptor the program finds as its number 3.
+    """
+    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    if pass_as_3 is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, pass_as_3, 3))
+    pid = os.posix_spawnp(argv[0], list(argv), dict(environment), file_actions=actions, setsid=True)
+    process = identify(pid)
+    if process is None:
+        raise ProcessLookupError(f"{argv[0]} was reaped by somebody else")
+    return process
+
+
+def find(last_argument: str) -> list[Process]:
+    """Every process with this last argument, for one who could not write down what was started."""
+    wanted = last_argument.encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                arguments = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                if arguments[-1] == wanted:
+                    found.append(identify(int(entry.name)))
+    return [process for process in found if process is not None]
+
+
+def end(processes: Sequence[Process], number: signal.Signals, seconds: float) -> bool:
+    """Signal them and wait for all of them; False if one still runs after so many seconds."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.signal(number)
+    # No early end: every one is waited for, and reaped.
+    ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    return all(ended)
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may hold anything, spaces and parentheses too.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _boot() -> str:
+    return _BOOT.read_text(encoding="ascii").strip()
+
+
+def _reap(pid: int) -> None:
+    """Let go of a child of this process that has ended; others have their own parents."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)

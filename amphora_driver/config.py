@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option an operator can set, in one place.
+
+Invariant: our options live in a `ConfigOpts` of our own, never in the global one: inside octavia-api that one belongs
+to Octavia. The file is `$AMPHORA_DRIVER_CONFIG` or, without it, `/etc/amphora-driver/amphora-driver.conf`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from oslo_config import cfg
+from oslo_log import log
+
+from amphora_driver.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
+FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
+
+STORE = [
+    cfg.StrOpt(
+        "connection",
+        default="sqlite:////var/lib/amphora-driver/amphora-driver.sqlite",
+        secret=True,
+        help="SQLAlchemy URL of the database that holds wanted states, jobs and amphorae.",
+    ),
+    cfg.StrOpt(
+        "encryption_key_file",
+        default="/etc/amphora-driver/encryption.keys",
+        help="File with one Fernet key a line. The first one encrypts, all of them decrypt.",
+    ),
+]
+QUEUE = [
+    cfg.StrOpt("engine", default="embedded", choices=["embedded"], help="How a job reaches a controller."),
+    cfg.StrOpt(
+        "doorbell_dir",
+        default="/run/amphora-driver",
+        help="Directory of the unix sockets through which processes of one host wake each other.",
+    ),
+    cfg.FloatOpt(
+        "poll_interval", default=1.0, min=0.01, help="Seconds between looks at the database when nobody rings."
+    ),
+]
+CONTROLLER = [
+    cfg.IntOpt("threads", default=8, min=1, help="Load balancers worked on at once by one controller."),
+    cfg.FloatOpt(
+        "lease",
+        default=15.0,
+        min=1.0,
+        help="Seconds after which another controller may take over from one that stopped renewing.",
+    ),
+    cfg.FloatOpt(
+        "boot_timeout", default=300.0, help="Seconds an amphora may take from boot to its agent's first answer."
+    ),
+    cfg.FloatOpt("retry_first", default=0.5, help="Seconds before the first retry of a failed job; doubles each time."),
+    cfg.FloatOpt("retry_most", default=60.0, help="Longest pause between retries, in seconds."),
+    cfg.IntOpt(
+        "give_up_after",
+        default=8,
+        min=1,
+        help="Failed attempts after which the load balancer is reported in ERROR; retries go on.",
+    ),
+]
+AGENT = [
+    cfg.PortOpt("port", default=9443, help="Port of the agents' interface."),
+    cfg.FloatOpt("connect_timeout", default=3.0, help="Seconds to wait for a TCP and TLS connection to an agent."),
+    cfg.FloatOpt("request_timeout", default=60.0, help="Seconds to wait for an agent's answer."),
+    cfg.StrOpt(
+        "services",
+        default="systemd",
+        choices=["systemd", "supervisor"],
+        help="What runs daemons inside an amphora: systemd in a VM, the supervisor in a namespace.",
+    ),
+]
+OCTAVIA = [
+    cfg.StrOpt("status_socket", default="/var/run/octavia/status.sock", help="octavia-driver-agent's status socket."),
+    cfg.StrOpt("stats_socket", default="/var/run/octavia/stats.sock", help="octavia-driver-agent's statistics socket."),
+    cfg.StrOpt("get_socket", default="/var/run/octavia/get.sock", help="octavia-driver-agent's read socket."),
+]
+HEALTH = [
+    cfg.StrOpt("bind_address", default="0.0.0.0", help="Address on which heartbeats are received."),
+    cfg.PortOpt("bind_port", default=5555, help="UDP port on which heartbeats are received."),
+    cfg.ListOpt("targets", default=[], help="address:port of every health manager; amphorae report to all of them."),
+    cfg.FloatOpt("interval", default=3.0, min=0.1, help="Seconds between an amphora's heartbeats."),
+    cfg.FloatOpt(
+        "flush_interval",
+        default=0.5,
+        min=0.05,
+        help="Seconds for which changes are collected before they are written down together.",
+    ),
+]
+COMPUTE = [
+    cfg.StrOpt("driver", default="netns", help="Name of the compute backend (entry point amphora_driver.compute)."),
+]
+COMPUTE_NETNS = [
+    cfg.StrOpt(
+        "directory",
+        default="/var/lib/amphora-driver/amphorae",
+        help="Directory with one folder for each amphora: its /etc, /var/lib and log.",
+    ),
+    cfg.StrOpt("prefix", default="amp", help="Beginning of the names of namespaces; at most 6 characters."),
+    cfg.StrOpt(
+        "agent_python",
+        default="/opt/amphora-agent/bin/python",
+        help="Python interpreter of the environment in which the agent is installed.",
+    ),
+    cfg.StrOpt("management_network", default="management", help="Id of the network the agents are reached on."),
+]
+NETWORK = [
+    cfg.StrOpt("driver", default="local", help="Name of the network backend (entry point amphora_driver.network)."),
+]
+NETWORK_LOCAL = [
+    cfg.StrOpt("switch", default="amp-switch", help="Network namespace that holds the bridges."),
+]
+CERTIFICATES = [
+    cfg.StrOpt(
+        "ca_certificate",
+        default="/etc/amphora-driver/amphora_ca.pem",
+        help="Certificate of the authority that signs the amphorae's certificates.",
+    ),
+    cfg.StrOpt("ca_private_key", default="/etc/amphora-driver/amphora_ca.key", help="Its private key."),
+    cfg.StrOpt(
+        "client_ca",
+        default="/etc/amphora-driver/controller_ca.pem",
+        help="Certificate of the authority that signs the controllers' certificates; amphorae trust no other.",
+    ),
+    cfg.StrOpt(
+        "client_certificate",
+        default="/etc/amphora-driver/controller.pem",
+        help="The controllers' own certificate and private key, in one PEM file.",
+    ),
+    cfg.IntOpt("validity_days", default=7, min=1, help="Days for which an amphora's certificate is valid."),
+]
+GROUPS: dict[str, list[cfg.Opt]] = {
+    "store": STORE,
+    "queue": QUEUE,
+    "controller": CONTROLLER,
+    "agent": AGENT,
+    "octavia": OCTAVIA,
+    "health": HEALTH,
+    "compute": COMPUTE,
+    "compute_netns": COMPUTE_NETNS,
+    "network": NETWORK,
+    "network_local": NETWORK_LOCAL,
+    "certificates": CERTIFICATES,
+}
+
+
+def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
+    """Read the options.
+
+    Args:
+        files: configuration files; None for the one named in the environment, or the default one.
+
+    Raises:
+        ConfigurationError: a file that was asked for is missing or not understood.
+    """
+    conf = cfg.ConfigOpts()
+    log.register_options(conf)
+    for group, options in GROUPS.items():
+        conf.register_opts(options, group=group)
+    named = os.environ.get(FILE_VARIABLE)
+    if files is None:
+        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - text paths for oslo.config
+    try:
+        conf([], project="amphora-driver", default_config_files=list(files), default_config_dirs=[])
+    except cfg.Error as error:
+        raise ConfigurationError("read the configuration", str(error), f"See {', '.join(files)}.") from error
+    return conf
+
+
+@lru_cache(maxsize=1)
+def shared() -> cfg.ConfigOpts:
+    """The options of this process, read once."""
+    return load()
+
+
+def list_opts() -> list[tuple[str, list[cfg.Opt]]]:
+    """All options by group, for oslo-config-generator."""
+    return list(GROUPS.items())

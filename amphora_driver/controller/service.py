@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller process.
+
+Invariant: a thread claims due load balancers while there are hands free, others make them as recorded. All that is
+lost when the process dies is time: leases run out, and another controller, or this one started anew, finds the same
+rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import cotyledon
+from oslo_log import log
+from stevedore import DriverManager
+
+from amphora_driver import config
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.certificates.authority import Authority
+from amphora_driver.controller.reconcile import Reconciler
+from amphora_driver.controller.steps import Backends
+from amphora_driver.errors import StoreError
+from amphora_driver.queue import doorbell
+from amphora_driver.queue.jobs import Jobs, Lease, process_name
+from amphora_driver.store.engine import Database
+from amphora_driver.store.vault import Vault
+
+if TYPE_CHECKING:
+    from oslo_config.cfg import ConfigOpts
+
+LOG = logging.getLogger(__name__)
+
+
+def backends(conf: ConfigOpts, database: Database) -> Backends:
+    """Everything a controller works through, as configured.
+
+    Raises:
+        ConfigurationError, CertificateError: a file is missing or wrong.
+    """
+    network = DriverManager(
+        "amphora_driver.network", conf.network.driver, invoke_on_load=True, invoke_args=(conf, database)
+    ).driver
+    compute = DriverManager(
+        "amphora_driver.compute", conf.compute.driver, invoke_on_load=True, invoke_args=(conf, network)
+    ).driver
+    return Backends(
+        conf=conf,
+        database=database,
+        compute=compute,
+        network=network,
+        agents=AgentClient(conf),
+        authority=Authority.load(conf.certificates.ca_certificate, conf.certificates.ca_private_key),
+        vault=Vault.load(conf.store.encryption_key_file),
+    )
+
+
+class Controller:
+    """Claims leases and has them worked off, until told to stop."""
+
+    def __init__(self, conf: ConfigOpts) -> None:
+        self._conf = conf
+        self._database = Database(conf.store.connection, durable=False)
+        self._jobs = Jobs(self._database, process_name(), conf.controller.lease)
+        self._reconciler = Reconciler(
+            backends(conf, self._database),
+            self._jobs,
+            lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.REPORTER),
+        )
+        self._stopping = threading.Event()
+        self._hands = threading.BoundedSemaphore(conf.controller.threads)
+        self._busy = 0
+        self._counting = threading.Lock()
+        self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
+
+    def run(self) -> None:
+        """Work until `stop`; returns when the last job has ended."""
+        renewing = threading.Thread(target=self._renew, name="renew", daemon=True)
+        renewing.start()
+        with self._bell, ThreadPoolExecutor(self._conf.controller.threads, "work") as pool:
+            while not self._stopping.is_set():
+                try:
+                    pause = self._dispatch(pool)
+                except StoreError as error:
+                    LOG.warning("the database is away, trying again: %s", error)
+                    pause = self._conf.queue.poll_interval
+                self._bell.wait(pause)
+        renewing.join()
+        self._jobs.release_all()
+
+    def stop(self) -> None:
+        """Take no new job; `run` returns when those begun have ended."""
+        self._stopping.set()
+        self._bell.press()
+
+    def _dispatch(self, pool: ThreadPoolExecutor) -> float:
+        """Claim what is due, as far as there are hands; returns after how many seconds to look again."""
+        while self._hands.acquire(blocking=False):
+            lease = None
+            try:
+                lease = self._jobs.claim()
+            finally:
+                if lease is None:
+                    self._hands.release()
+            if lease is None:
+                break
+            pool.submit(self._work, lease)
+        due = self._jobs.next_due()
+        poll = float(self._conf.queue.poll_interval)
+        return poll if due is None else min(max(due - time.time(), 0.02), poll)
+
+    def _work(self, lease: Lease) -> None:
+        with self._counting:
+            self._busy += 1
+        try:
+            self._reconciler.reconcile(lease)
+        finally:
+            with self._counting:
+                self._busy -= 1
+            self._hands.release()
+            self._bell.press()
+
+    def _renew(self) -> None:
+        """Keep the leases of running jobs; a job outlives its lease only if this process could not run at all."""
+        while not self._stopping.wait(self._conf.controller.lease / 3) or self._busy:
+            if self._stopping.is_set():
+                time.sleep(0.05)
+            if self._busy:
+                try:
+                    self._jobs.renew()
+                except StoreError as error:
+                    LOG.warning("could not renew leases: %s", error)
+
+
+class ControllerService(cotyledon.Service):
+    """One controller as a process of cotyledon's, restarted when it dies."""
+
+    name = "amphora-controller"
+
+    def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
+        super().__init__(worker_id)
+        log.setup(conf, self.name)
+        self._controller = Controller(conf)
+
+    def run(self) -> None:
+        self._controller.run()
+
+    def terminate(self) -> None:
+        self._controller.stop()
+
+
+def main() -> int:
+    """Console entry: run controllers until told to end."""
+    conf = config.load()
+    log.setup(conf, ControllerService.name)
+    manager = cotyledon.ServiceManager()
+    manager.add(ControllerService, workers=1, args=(conf,))
+    manager.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

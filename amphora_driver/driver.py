@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia's door.
+
+Invariant: a call translates, validates, records intent and job in one SQL transaction, rings a bell and returns. It
+never waits for an amphora, never talks to Octavia (whose transaction is still open, so that anything reported now
+would be lost), and costs the same whatever the size of the load balancer. What cannot be served is refused here, by
+name.
+
+Octavia makes a new instance for every request: all that lasts is kept in the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from octavia_lib.api.drivers import data_models, exceptions, provider_base
+from stevedore import DriverManager
+
+from amphora_driver import config
+from amphora_driver.capabilities import flavors, options, zones
+from amphora_driver.errors import (
+    AmphoraDriverError,
+    Conflict,
+    ModelError,
+    UnknownObject,
+    UnsupportedOption,
+)
+from amphora_driver.model import from_octavia
+from amphora_driver.model.loadbalancer import Node
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.network.interface import Network, VipRequest
+from amphora_driver.queue import doorbell
+from amphora_driver.store import wanted
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oslo_config.cfg import ConfigOpts
+
+LOG = logging.getLogger(__name__)
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+_CHECKS: dict[Kind, Callable[[Any], None]] = {
+    Kind.LOAD_BALANCER: options.check_loadbalancer,
+    Kind.LISTENER: options.check_listener,
+    Kind.POOL: options.check_pool,
+    Kind.MEMBER: options.check_member,
+    Kind.HEALTH_MONITOR: options.check_healthmonitor,
+    Kind.L7POLICY: options.check_l7policy,
+    Kind.L7RULE: options.check_l7rule,
+}
+
+
+def _check(node: Node) -> None:
+    """Refuse what cannot be served, whatever kind of object it is."""
+    _CHECKS[wanted.kind_of(node)](node)
+
+
+class _Shared:
+    """What every instance of one process shares, made at the first call."""
+
+    def __init__(self, conf: ConfigOpts) -> None:
+        self.conf = conf
+        self.database = Database(conf.store.connection)
+        self.intents = Intents(self.database, _check)
+        manager = DriverManager(
+            "amphora_driver.network", conf.network.driver, invoke_on_load=True, invoke_args=(conf, self.database)
+        )
+        self.network: Network = manager.driver
+
+
+@functools.lru_cache(maxsize=1)
+def _shared() -> _Shared:
+    return _Shared(config.shared())
+
+
+def _answering(method: F) -> F:
+    """Turn our errors into the ones Octavia understands: a sentence for the user, one more for the operator's log."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except UnsupportedOption as error:
+            raise exceptions.UnsupportedOptionError(**_fault(error)) from error
+        except Conflict as error:
+            raise exceptions.Conflict(**_fault(error)) from error
+        except ModelError as error:
+            raise exceptions.UnsupportedOptionError(**_fault(error)) from error
+        except UnknownObject as error:
+            raise exceptions.NotFound(**_fault(error)) from error
+        except AmphoraDriverError as error:
+            LOG.exception("%s failed", method.__name__)
+            raise exceptions.DriverError(**_fault(error)) from error
+
+    return call  # type: ignore[return-value]
+
+
+def _fault(error: AmphoraDriverError) -> dict[str, str]:
+    return {"user_fault_string": str(error), "operator_fault_string": f"{type(error).__name__}: {error}"}
+
+
+class AmphoraProviderDriver(provider_base.ProviderDriver):
+    """The provider ``haproxy``. Method names, arguments and errors are those of octavia_lib 3.12's `ProviderDriver`."""
+
+    # --- load balancers -----------------------------------------------------------------------------------------------
+
+    @_answering
+    def create_vip_port(
+        self,
+        loadbalancer_id: str,
+        project_id: str,
+        vip_dictionary: dict[str, Any],
+        additional_vip_dicts: list[dict[str, Any]] | None = None,
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Take the addresses of a load balancer that is about to be created; again for the same one: the same."""
+        primary = VipRequest(
+            subnet_id=vip_dictionary.get("vip_subnet_id"),
+            network_id=vip_dictionary.get("vip_network_id"),
+            address=vip_dictionary.get("vip_address"),
+            port_id=vip_dictionary.get("vip_port_id"),
+        )
+        more = [
+            VipRequest(
+                subnet_id=one.get("subnet_id"),
+                network_id=one.get("network_id"),
+                address=one.get("ip_address"),
+                port_id=one.get("port_id"),
+            )
+            for one in additional_vip_dicts or ()
+        ]
+        first, *others = _shared().network.allocate_vip(loadbalancer_id, project_id, [primary, *more])
+        answer = {
+            **vip_dictionary,
+            "vip_address": first.address,
+            "vip_network_id": first.network_id,
+            "vip_port_id": first.port_id,
+            "vip_subnet_id": first.subnet_id,
+        }
+        return answer, [
+            {
+                "ip_address": one.address,
+                "network_id": one.network_id,
+                "port_id": one.port_id,
+                "subnet_id": one.subnet_id,
+            }
+            for one in others
+        ]
+
+    @_answering
+    def loadbalancer_create(self, loadbalancer: data_models.LoadBalancer) -> None:
+        """A new load balancer, alone or with everything in it.
+
+        A fully populated one arrives without its L7 policies and with half of its nested lists: it is read back
+        from Octavia once that has committed it.
+        """
+        shared = _shared()
+        try:
+            flavors.validate(from_octavia.given(loadbalancer, "flavor"))
+            zones.validate(from_octavia.given(loadbalancer, "availability_zone"))
+            tree = from_octavia.load_balancer(loadbalancer)
+            shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
+        except AmphoraDriverError:
+            # Octavia forgets the load balancer; its addresses must not stay taken.
+            shared.network.release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+            raise
+        _ring()
+
+    @_answering
+    def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
+        """The load balancer goes, with all children: without `cascade`, Octavia itself made sure that it has none."""
+        _shared().intents.delete_load_balancer(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+        _ring()
+
+    @_answering
+    def loadbalancer_failover(self, loadbalancer_id: str) -> None:
+        """Every amphora of the load balancer is replaced by a new one."""
+        _shared().intents.fail_over(loadbalancer_id)
+        _ring()
+
+    @_answering
+    def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str) -> None:
+        """Resizing by fail-over is not served."""
+        raise UnsupportedOption(
+            f"fail over load balancer {loadbalancer_id} to flavor {flavor_id}",
+            "changing the flavor is not supported",
+            "Fail over without a flavor, or create a load balancer with the flavor you want.",
+        )
+
+    @_answering
+    def loadbalancer_update(
+        self, old_loadbalancer: data_models.LoadBalancer, new_loadbalancer: data_models.LoadBalancer
+    ) -> None:
+        """Attributes of a load balancer change."""
+        self._update(Kind.LOAD_BALANCER, new_loadbalancer)
+
+    # --- listeners ----------------------------------------------------------------------------------------------------
+
+    @_answering
+    def listener_create(self, listener: data_models.Listener) -> None:
+        """A new listener."""
+        self._create(Kind.LISTENER, listener)
+
+    @_answering
+    def listener_update(self, old_listener: data_models.Listener, new_listener: data_models.Listener) -> None:
+        """Attributes of a listener change."""
+        self._update(Kind.LISTENER, new_listener)
+
+    @_answering
+    def listener_delete(self, listener: data_models.Listener) -> None:
+        """A listener goes, with its policies."""
+        self._delete(Kind.LISTENER, listener)
+
+    # --- pools --------------------------------------------------------------------------------------------------------
+
+    @_answering
+    def pool_create(self, pool: data_models.Pool) -> None:
+        """A new pool; given a listener, it becomes its default pool (Octavia makes no other call for that)."""
+        _shared().intents.create(
+            Kind.POOL, from_octavia.pool(pool), for_listener=from_octavia.given(pool, "listener_id") or None
+        )
+        _ring()
+
+    @_answering
+    def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:
+        """Attributes of a pool change."""
+        self._update(Kind.POOL, new_pool)
+
+    @_answering
+    def pool_delete(self, pool: data_models.Pool) -> None:
+        """A pool goes, with members and health monitor."""
+        self._delete(Kind.POOL, pool)
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    @_answering
+    def member_create(self, member: data_models.Member) -> None:
+        """A new member."""
+        self._create(Kind.MEMBER, member)
+
+    @_answering
+    def member_update(self, old_member: data_models.Member, new_member: data_models.Member) -> None:
+        """Attributes of a member change."""
+        self._update(Kind.MEMBER, new_member)
+
+    @_answering
+    def member_delete(self, member: data_models.Member) -> None:
+        """A member goes."""
+        self._delete(Kind.MEMBER, member)
+
+    @_answering
+    def member_batch_update(self, pool_id: str, members: Sequence[data_models.Member]) -> None:
+        """The members of a pool become exactly these; those already known carry changed fields only."""
+        _shared().intents.set_members(
+            pool_id,
+            [
+                (
+                    from_octavia.identifier(Kind.MEMBER, one),
+                    functools.partial(_member_of, pool_id, one),
+                    from_octavia.changes(Kind.MEMBER, one),
+                )
+                for one in members
+            ],
+        )
+        _ring()
+
+    # --- health monitors ----------------------------------------------------------------------------------------------
+
+    @_answering
+    def health_monitor_create(self, healthmonitor: data_models.HealthMonitor) -> None:
+        """A new health monitor."""
+        self._create(Kind.HEALTH_MONITOR, healthmonitor)
+
+    @_answering
+    def health_monitor_update(
+        self, old_healthmonitor: data_models.HealthMonitor, new_healthmonitor: data_models.HealthMonitor
+    ) -> None:
+        """Attributes of a health monitor change."""
+        self._update(Kind.HEALTH_MONITOR, new_healthmonitor)
+
+    @_answering
+    def health_monitor_delete(self, healthmonitor: data_models.HealthMonitor) -> None:
+        """A health monitor goes."""
+        self._delete(Kind.HEALTH_MONITOR, healthmonitor)
+
+    # --- L7 -----------------------------------------------------------------------------------------------------------
+
+    @_answering
+    def l7policy_create(self, l7policy: data_models.L7Policy) -> None:
+        """A new L7 policy."""
+        self._create(Kind.L7POLICY, l7policy)
+
+    @_answering
+    def l7policy_update(self, old_l7policy: data_models.L7Policy, new_l7policy: data_models.L7Policy) -> None:
+        """Attributes of an L7 policy change."""
+        self._update(Kind.L7POLICY, new_l7policy)
+
+    @_answering
+    def l7policy_delete(self, l7policy: data_models.L7Policy) -> None:
+        """An L7 policy goes, with its rules."""
+        self._delete(Kind.L7POLICY, l7policy)
+
+    @_answering
+    def l7rule_create(self, l7rule: data_models.L7Rule) -> None:
+        """A new L7 rule."""
+        self._create(Kind.L7RULE, l7rule)
+
+    @_answering
+    def l7rule_update(self, old_l7rule: data_models.L7Rule, new_l7rule: data_models.L7Rule) -> None:
+        """Attributes of an L7 rule change."""
+        self._update(Kind.L7RULE, new_l7rule)
+
+    @_answering
+    def l7rule_delete(self, l7rule: data_models.L7Rule) -> None:
+        """An L7 rule goes."""
+        self._delete(Kind.L7RULE, l7rule)
+
+    # --- flavors and availability zones -------------------------------------------------------------------------------
+
+    @_answering
+    def get_supported_flavor_metadata(self) -> dict[str, str]:
+        """The flavor keys this provider serves, with descriptions."""
+        return flavors.supported()
+
+    @_answering
+    def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
+        """Refuse flavor keys or values that are not served."""
+        flavors.validate(flavor_metadata)
+
+    @_answering
+    def get_supported_availability_zone_metadata(self) -> dict[str, str]:
+        """The availability-zone keys this provider serves, with descriptions."""
+        return zones.supported()
+
+    @_answering
+    def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
+        """Refuse availability-zone keys or values that are not served."""
+        zones.validate(availability_zone_metadata)
+
+    # --- the three verbs everything below a load balancer knows -------------------------------------------------------
+
+    def _create(self, kind: Kind, source: object) -> None:
+        _shared().intents.create(kind, from_octavia.node(kind, source))
+        _ring()
+
+    def _update(self, kind: Kind, new: object) -> None:
+        _shared().intents.update(kind, from_octavia.identifier(kind, new), from_octavia.changes(kind, new))
+        _ring()
+
+    def _delete(self, kind: Kind, source: object) -> None:
+        _shared().intents.delete(kind, from_octavia.identifier(kind, source))
+        _ring()
+
+
+def _member_of(pool_id: str, source: data_models.Member) -> Any:
+    """A new member of a batch, which may not name the pool the batch is for."""
+    source.pool_id = pool_id
+    return from_octavia.member(source)
+
+
+def _ring() -> None:
+    """Wake whoever makes the world match, and whoever tells Octavia about it."""
+    directory = _shared().conf.queue.doorbell_dir
+    doorbell.ring(directory, doorbell.CONTROLLER)
+    doorbell.ring(directory, doorbell.REPORTER)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of every amphora, from its heartbeats.
+
+Invariant: an amphora's heartbeats are taken in the order it sent them, each at most once; a datagram says
+nothing of what it does not name; and nothing is believed longer than `expiry` seconds after it was last said.
+All of it is in memory: what is lost with this process is said again a few seconds later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from amphora_driver.health.heartbeat import Heartbeat
+from amphora_driver.health.status import ListenerReport, PoolReport, Report
+
+# Names remembered for one amphora. One that names ever new objects loses what it said before, not our memory.
+_MOST_NAMES = 50_000
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """When an amphora was heard last, on `time.monotonic()`'s clock and in seconds since 1970.
+
+    `generation` is what it said to serve; 0 for nothing yet.
+    """
+
+    monotonic: float
+    wall: float
+    generation: int
+
+
+class Ledger:
+    """Usable from any thread.
+
+    Args:
+        expiry: seconds after which what was said and not repeated is no longer believed.
+        wall_clock: the current time in seconds since 1970.
+    """
+
+    def __init__(self, expiry: float = 15.0, wall_clock: Callable[[], float] = time.time) -> None:
+        self._expiry = expiry
+        self._wall_clock = wall_clock
+        self._pages: dict[str, _Page] = {}
+        self._heard: set[str] = set()
+        self._lock = threading.Lock()
+
+    def accept(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Take a heartbeat in.
+
+        Args:
+            heartbeat: its signature has been checked.
+            now: on `time.monotonic()`'s clock.
+
+        Returns:
+            False if it is not newer than what this amphora already said: a replay, or overtaken on its way.
+        """
+        order = (heartbeat.epoch, heartbeat.sequence)
+        with self._lock:
+            page = self._pages.get(heartbeat.amphora_id)
+            if page is None:
+                page = self._pages[heartbeat.amphora_id] = _Page(order)
+            elif order <= page.order:
+                return False
+            page.order = order
+            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0)
+            page.merge(heartbeat.report, now)
+            self._heard.add(heartbeat.amphora_id)
+        return True
+
+    def reports(self, amphora_ids: Iterable[str], now: float) -> dict[str, Report]:
+        """What these amphorae say at the moment, by amphora id; those that say nothing are left out.
+
+        Args:
+            amphora_ids: usually those of one load balancer.
+            now: on `time.monotonic()`'s clock.
+        """
+        earliest = now - self._expiry
+        with self._lock:
+            pages = [(amphora_id, self._pages.get(amphora_id)) for amphora_id in amphora_ids]
+            return {
+                amphora_id: page.report(amphora_id, earliest)
+                for amphora_id, page in pages
+                if page is not None and page.seen.monotonic >= earliest
+            }
+
+    def last_seen(self, amphora_id: str) -> Seen | None:
+        """When this amphora was heard last; None if never, since this process began."""
+        with self._lock:
+            page = self._pages.get(amphora_id)
+            return None if page is None else page.seen
+
+    def silent_since(self, amphora_ids: Iterable[str], moment: float) -> set[str]:
+        """Those of these amphorae not heard after `moment` (on `time.monotonic()`'s clock), or never."""
+        with self._lock:
+            return {
+                amphora_id
+                for amphora_id in amphora_ids
+                if (page := self._pages.get(amphora_id)) is None or page.seen.monotonic <= moment
+            }
+
+    def take_heard(self) -> dict[str, Seen]:
+        """The amphorae heard since this was asked last: what a batch has to write down or compute again."""
+        with self._lock:
+            heard = {amphora_id: self._pages[amphora_id].seen for amphora_id in self._heard}
+            self._heard.clear()
+        return heard
+
+    def forget(self, amphora_ids: Iterable[str]) -> None:
+        """Drop amphorae that are gone."""
+        with self._lock:
+            for amphora_id in amphora_ids:
+                self._pages.pop(amphora_id, None)
+                self._heard.discard(amphora_id)
+
+    def known(self) -> Mapping[str, Seen]:
+        """Every amphora that was ever heard and not forgotten."""
+        with self._lock:
+            return {amphora_id: page.seen for amphora_id, page in self._pages.items()}
+
+
+class _Page:
+    """One amphora's page: each thing it named, with the moment it did."""
+
+    __slots__ = ("_listeners", "_pools", "generation", "order", "seen")
+
+    def __init__(self, order: tuple[int, int]) -> None:
+        self.order = order
+        self.seen = Seen(0.0, 0.0, 0)
+        self.generation: int | None = None
+        self._listeners: dict[str, tuple[float, ListenerReport]] = {}
+        self._pools: dict[str, _PoolPage] = {}
+
+    def merge(self, report: Report, now: float) -> None:
+        """Add what a newer datagram says; what belongs to another generation is forgotten."""
+        if report.generation != self.generation or self._names() > _MOST_NAMES:
+            self.generation = report.generation
+            self._listeners.clear()
+            self._pools.clear()
+        for listener_id, listener in report.listeners.items():
+            self._listeners[listener_id] = (now, listener)
+        for key, pool in report.pools.items():
+            page = self._pools.get(key)
+            if page is None:
+                page = self._pools[key] = _PoolPage()
+            page.seen, page.status = now, pool.status
+            # One tuple per member costs more than all the rest: the members of one datagram share its time.
+            page.parts = [part for part in page.parts if not part[1].keys() <= pool.members.keys()]
+            page.parts.append((now, pool.members))
+
+    def report(self, amphora_id: str, earliest: float) -> Report:
+        """All that was said since `earliest`; what was said before that is dropped for good."""
+        self._listeners = {key: said for key, said in self._listeners.items() if said[0] >= earliest}
+        self._pools = {key: pool for key, pool in self._pools.items() if pool.seen >= earliest}
+        return Report(
+            generation=self.generation,
+            listeners={key: listener for key, (_, listener) in self._listeners.items()},
+            pools={key: pool.report(earliest) for key, pool in self._pools.items()},
+            amphora_id=amphora_id,
+        )
+
+    def _names(self) -> int:
+        return len(self._listeners) + sum(pool.names() for pool in self._pools.values())
+
+
+class _PoolPage:
+    """One pool: its members may be spread over several datagrams, of which the later one is right."""
+
+    __slots__ = ("parts", "seen", "status")
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+        self.status = ""
+        self.parts: list[tuple[float, dict[str, str]]] = []
+
+    def report(self, earliest: float) -> PoolReport:
+        self.parts = [part for part in self.parts if part[0] >= earliest]
+        members: dict[str, str] = {}
+        for _, part in self.parts:
+            members.update(part)
+        return PoolReport(status=self.status, members=members)
+
+    def names(self) -> int:
+        # A part counts even if it names nobody: parts are what takes memory.
+        return sum(len(members) + 1 for _, members in self.parts) + 1

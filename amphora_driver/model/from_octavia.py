@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what Octavia hands over to the model.
+
+Invariant: only ids and fields that were really given are trusted. Octavia's own objects say `Unset` for what they do
+not carry and drop lists when turned into dictionaries, so attributes are read one by one; what Octavia *reads back*
+(`DriverLibrary.get_*`) says None instead and nests plain dictionaries. Both arrive here and leave as the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+from octavia_lib.api.drivers import data_models
+
+from amphora_driver.errors import ModelError
+from amphora_driver.model.loadbalancer import (
+    SHAPES,
+    HealthMonitor,
+    L7Policy,
+    L7Rule,
+    Listener,
+    LoadBalancer,
+    Member,
+    Node,
+    Pool,
+)
+from amphora_driver.model.vocabulary import Kind
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+# The name Octavia gives to an object's own id.
+ID_NAMES: dict[Kind, str] = {
+    Kind.LOAD_BALANCER: "loadbalancer_id",
+    Kind.LISTENER: "listener_id",
+    Kind.POOL: "pool_id",
+    Kind.MEMBER: "member_id",
+    Kind.HEALTH_MONITOR: "healthmonitor_id",
+    Kind.L7POLICY: "l7policy_id",
+    Kind.L7RULE: "l7rule_id",
+}
+_CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}
+_VIP_FIELDS = {
+    "address": "vip_address",
+    "network_id": "vip_network_id",
+    "port_id": "vip_port_id",
+    "subnet_id": "vip_subnet_id",
+}
+
+
+def identifier(kind: Kind, source: Any) -> str:
+    """The id of an object Octavia handed over."""
+    return str(_get(source, ID_NAMES[kind]))
+
+
+def given(source: Any, name: str) -> Any:
+    """One attribute as Octavia gave it; None where it said nothing."""
+    value = _get(source, name)
+    return None if value is data_models.Unset else value
+
+
+def changes(kind: Kind, new: Any) -> dict[str, Any]:
+    """The fields an update really names, by the model's own names.
+
+    A value of None means "back to the default", which for a field without one means "leave it".
+    """
+    named: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SHAPES[kind]):
+        if field.name in _CHILDREN or field.name in ("id", "vip", "additional_vips"):
+            continue
+        value = _get(new, field.name)
+        if value is data_models.Unset:
+            continue
+        if value is None:
+            if field.default is not msgspec.NODEFAULT:
+                named[field.name] = field.default
+            continue
+        named[field.name] = _plain(value)
+    return named
+
+
+def changed(node: S, named: Mapping[str, Any]) -> S:
+    """The object with these fields changed, checked against its shape."""
+    known = {field: getattr(node, field) for field in node.__struct_fields__}
+    children = {name: known.pop(name) for name in list(known) if name in _CHILDREN}
+    built = _shape(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
+    return msgspec.structs.replace(built, **children)
+
+
+def load_balancer(source: Any) -> LoadBalancer:
+    """A load balancer with all children that were given."""
+    fields = _fields(Kind.LOAD_BALANCER, source)
+    fields["vip"] = {name: _text(given(source, theirs)) for name, theirs in _VIP_FIELDS.items()}
+    fields["additional_vips"] = [
+        {
+            "address": _text(vip.get("ip_address")),
+            "network_id": _text(vip.get("network_id")),
+            "port_id": _text(vip.get("port_id")),
+            "subnet_id": _text(vip.get("subnet_id")),
+        }
+        for vip in given(source, "additional_vips") or ()
+    ]
+    # Read back, the zone is a name; handed over, a dictionary. Only the dictionary says something to us.
+    if not isinstance(fields.get("availability_zone"), dict):
+        fields.pop("availability_zone", None)
+    whole = _shape(LoadBalancer, fields)
+    return msgspec.structs.replace(
+        whole,
+        listeners=tuple(listener(child) for child in _items(source, "listeners")),
+        pools=tuple(pool(child) for child in _items(source, "pools")),
+    )
+
+
+def listener(source: Any) -> Listener:
+    """A listener with its L7 policies, where they were given."""
+    built = _shape(Listener, _fields(Kind.LISTENER, source))
+    return msgspec.structs.replace(built, l7policies=tuple(l7policy(child) for child in _items(source, "l7policies")))
+
+
+def pool(source: Any) -> Pool:
+    """A pool with its members and health monitor, where they were given."""
+    built = _shape(Pool, _fields(Kind.POOL, source))
+    monitor = given(source, "healthmonitor")
+    return msgspec.structs.replace(
+        built,
+        members=tuple(member(child) for child in _items(source, "members")),
+        healthmonitor=healthmonitor(monitor) if monitor else None,
+    )
+
+
+def member(source: Any) -> Member:
+    """A member."""
+    return _shape(Member, _fields(Kind.MEMBER, source))
+
+
+def healthmonitor(source: Any) -> HealthMonitor:
+    """A health monitor."""
+    return _shape(HealthMonitor, _fields(Kind.HEALTH_MONITOR, source))
+
+
+def l7policy(source: Any) -> L7Policy:
+    """An L7 policy with its rules, where they were given."""
+    built = _shape(L7Policy, _fields(Kind.L7POLICY, source))
+    return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
+
+
+def l7rule(source: Any) -> L7Rule:
+    """An L7 rule."""
+    return _shape(L7Rule, _fields(Kind.L7RULE, source))
+
+
+def node(kind: Kind, source: Any) -> Node:
+    """Any object by its kind."""
+    return cast("Node", _BUILDERS[kind](source))
+
+
+_BUILDERS: dict[Kind, Any] = {
+    Kind.LOAD_BALANCER: load_balancer,
+    Kind.LISTENER: listener,
+    Kind.POOL: pool,
+    Kind.MEMBER: member,
+    Kind.HEALTH_MONITOR: healthmonitor,
+    Kind.L7POLICY: l7policy,
+    Kind.L7RULE: l7rule,
+}
+
+
+def _get(source: Any, name: str) -> Any:
+    if isinstance(source, Mapping):
+        return source.get(name, data_models.Unset)
+    return getattr(source, name, data_models.Unset)
+
+
+def _items(source: Any, name: str) -> Iterable[Any]:
+    return given(source, name) or ()
+
+
+def _fields(kind: Kind, source: Any) -> dict[str, Any]:
+    """The fields that were given with a value; for a whole object None and Unset both mean the default."""
+    fields = {"id": identifier(kind, source)}
+    for field in SHAPES[kind].__struct_fields__:
+        if field in _CHILDREN or field in ("id", "vip", "additional_vips"):
+            continue
+        value = given(source, field)
+        if value is not None:
+            fields[field] = _plain(value)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items() if item is not None}
+    return value
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _shape(shape: type[S], fields: Mapping[str, Any]) -> S:
+    try:
+        # Not strict: numbers sometimes arrive as text ("redirect_http_code"), which is no reason to refuse them.
+        return msgspec.convert(fields, shape, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            f"understand the {shape.__name__.lower()} that Octavia sent", str(error), object_id=str(fields.get("id"))
+        ) from error

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one shape of a load balancer.
+
+Invariant: values are immutable, carry the names of the Octavia v2 API, and hold no secret: certificates and
+keys are known here by reference only.  `None` always means "not given, use the default", never "unknown".
+A tree is complete: every child hangs where it belongs (members under their pool, policies under their listener).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from amphora_driver.model.vocabulary import (
+    Algorithm,
+    Kind,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Common behaviour of all model classes: frozen, keyword-only, small when written down."""
+
+
+class Vip(Shape, frozen=True):
+    """One address of a load balancer, on one subnet."""
+
+    address: str
+    subnet_id: str
+    network_id: str
+    port_id: str
+
+
+class SessionPersistence(Shape, frozen=True):
+    """What keeps a client on its member. Timeout in seconds and granularity (a mask) belong to UDP and SCTP."""
+
+    type: PersistenceType
+    cookie_name: str | None = None
+    persistence_timeout: int | None = None
+    persistence_granularity: str | None = None
+
+
+class Member(Shape, frozen=True):
+    """One server behind a pool."""
+
+    id: str
+    pool_id: str
+    address: str
+    protocol_port: int
+    weight: int = 1
+    backup: bool = False
+    admin_state_up: bool = True
+    name: str | None = None
+    subnet_id: str | None = None
+    monitor_address: str | None = None
+    monitor_port: int | None = None
+    vnic_type: str | None = None
+
+
+class HealthMonitor(Shape, frozen=True):
+    """How a pool's members are checked. Delay and timeout in seconds; max_retries is rise, max_retries_down fall."""
+
+    id: str
+    pool_id: str
+    type: MonitorType
+    delay: int
+    timeout: int
+    max_retries: int
+    max_retries_down: int = 3
+    admin_state_up: bool = True
+    name: str | None = None
+    http_method: str | None = None
+    url_path: str | None = None
+    expected_codes: str | None = None
+    http_version: float | None = None
+    domain_name: str | None = None
+
+
+class Pool(Shape, frozen=True):
+    """Members that serve the same thing, and how one of them is chosen."""
+
+    id: str
+    loadbalancer_id: str
+    protocol: PoolProtocol
+    lb_algorithm: Algorithm = Algorithm.ROUND_ROBIN
+    admin_state_up: bool = True
+    name: str | None = None
+    session_persistence: SessionPersistence | None = None
+    tls_enabled: bool = False
+    tls_container_ref: str | None = None
+    ca_tls_container_ref: str | None = None
+    crl_container_ref: str | None = None
+    tls_versions: tuple[str, ...] | None = None
+    tls_ciphers: str | None = None
+    alpn_protocols: tuple[str, ...] | None = None
+    members: tuple[Member, ...] = ()
+    healthmonitor: HealthMonitor | None = None
+
+
+class L7Rule(Shape, frozen=True):
+    """One condition of an L7 policy."""
+
+    id: str
+    l7policy_id: str
+    type: str
+    compare_type: str
+    value: str
+    key: str | None = None
+    invert: bool = False
+    admin_state_up: bool = True
+
+
+class L7Policy(Shape, frozen=True):
+    """What happens to requests that match all of its rules."""
+
+    id: str
+    listener_id: str
+    action: str
+    position: int
+    admin_state_up: bool = True
+    name: str | None = None
+    redirect_pool_id: str | None = None
+    redirect_url: str | None = None
+    redirect_prefix: str | None = None
+    redirect_http_code: int | None = None
+    rules: tuple[L7Rule, ...] = ()
+
+
+class Listener(Shape, frozen=True):
+    """One port of a load balancer. Timeouts in milliseconds; connection_limit -1 is "no limit of its own"."""
+
+    id: str
+    loadbalancer_id: str
+    protocol: ListenerProtocol
+    protocol_port: int
+    admin_state_up: bool = True
+    name: str | None = None
+    connection_limit: int = -1
+    default_pool_id: str | None = None
+    timeout_client_data: int | None = None
+    timeout_member_connect: int | None = None
+    timeout_member_data: int | None = None
+    timeout_tcp_inspect: int | None = None
+    insert_headers: dict[str, str] | None = None
+    allowed_cidrs: tuple[str, ...] | None = None
+    default_tls_container_ref: str | None = None
+    sni_container_refs: tuple[str, ...] | None = None
+    client_ca_tls_container_ref: str | None = None
+    client_authentication: str | None = None
+    client_crl_container_ref: str | None = None
+    tls_versions: tuple[str, ...] | None = None
+    tls_ciphers: str | None = None
+    alpn_protocols: tuple[str, ...] | None = None
+    hsts_max_age: int | None = None
+    hsts_include_subdomains: bool = False
+    hsts_preload: bool = False
+    l7policies: tuple[L7Policy, ...] = ()
+
+
+class LoadBalancer(Shape, frozen=True):
+    """The whole: addresses, listeners and pools."""
+
+    id: str
+    project_id: str
+    vip: Vip
+    admin_state_up: bool = True
+    name: str | None = None
+    description: str | None = None
+    additional_vips: tuple[Vip, ...] = ()
+    vip_qos_policy_id: str | None = None
+    vip_sg_ids: tuple[str, ...] | None = None
+    flavor: dict[str, object] | None = None
+    availability_zone: dict[str, object] | None = None
+    listeners: tuple[Listener, ...] = ()
+    pools: tuple[Pool, ...] = ()
+
+    @property
+    def vips(self) -> tuple[Vip, ...]:
+        """Every VIP, the primary one first."""
+        return (self.vip, *self.additional_vips)
+
+    def pool(self, pool_id: str | None) -> Pool | None:
+        """The pool with this id, or None."""
+        return next((pool for pool in self.pools if pool.id == pool_id), None)
+
+
+Node = LoadBalancer | Listener | Pool | Member | HealthMonitor | L7Policy | L7Rule
+
+SHAPES: dict[Kind, type[Node]] = {
+    Kind.LOAD_BALANCER: LoadBalancer,
+    Kind.LISTENER: Listener,
+    Kind.POOL: Pool,
+    Kind.MEMBER: Member,
+    Kind.HEALTH_MONITOR: HealthMonitor,
+    Kind.L7POLICY: L7Policy,
+    Kind.L7RULE: L7Rule,
+}

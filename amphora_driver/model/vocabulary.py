@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words Octavia's v2 API uses, as enumerations: one word for one thing.
+
+Invariant: every member's value is exactly the text that travels in the API.
+Source: Octavia API reference v2 and `octavia_lib.common.constants`.
+"""
+
+from enum import Enum
+
+
+class Word(str, Enum):
+    """A string enumeration that formats as its value on every supported Python."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Kind(Word):
+    """The object kinds of a load balancer; values are the keys of the status interface."""
+
+    LOAD_BALANCER = "loadbalancers"
+    LISTENER = "listeners"
+    POOL = "pools"
+    MEMBER = "members"
+    HEALTH_MONITOR = "healthmonitors"
+    L7POLICY = "l7policies"
+    L7RULE = "l7rules"
+
+
+class ListenerProtocol(Word):
+    """What a listener speaks with its clients."""
+
+    TCP = "TCP"
+    HTTP = "HTTP"
+    HTTPS = "HTTPS"
+    TERMINATED_HTTPS = "TERMINATED_HTTPS"
+    UDP = "UDP"
+    SCTP = "SCTP"
+    PROMETHEUS = "PROMETHEUS"
+
+
+class PoolProtocol(Word):
+    """What a pool speaks with its members."""
+
+    TCP = "TCP"
+    HTTP = "HTTP"
+    HTTPS = "HTTPS"
+    PROXY = "PROXY"
+    PROXYV2 = "PROXYV2"
+    UDP = "UDP"
+    SCTP = "SCTP"
+
+
+class Algorithm(Word):
+    """How a pool chooses a member."""
+
+    ROUND_ROBIN = "ROUND_ROBIN"
+    LEAST_CONNECTIONS = "LEAST_CONNECTIONS"
+    SOURCE_IP = "SOURCE_IP"
+    SOURCE_IP_PORT = "SOURCE_IP_PORT"
+
+
+class MonitorType(Word):
+    """How a health monitor asks a member whether it is well."""
+
+    HTTP = "HTTP"
+    HTTPS = "HTTPS"
+    PING = "PING"
+    TCP = "TCP"
+    TLS_HELLO = "TLS-HELLO"
+    UDP_CONNECT = "UDP-CONNECT"
+    SCTP = "SCTP"
+
+
+class PersistenceType(Word):
+    """What keeps a client on its member."""
+
+    SOURCE_IP = "SOURCE_IP"
+    HTTP_COOKIE = "HTTP_COOKIE"
+    APP_COOKIE = "APP_COOKIE"
+
+
+class Provisioning(Word):
+    """Provisioning statuses a provider reports."""
+
+    ACTIVE = "ACTIVE"
+    DELETED = "DELETED"
+    ERROR = "ERROR"
+
+
+class Operating(Word):
+    """Operating statuses a provider reports."""
+
+    ONLINE = "ONLINE"
+    OFFLINE = "OFFLINE"
+    DEGRADED = "DEGRADED"
+    ERROR = "ERROR"
+    DRAINING = "DRAINING"
+    NO_MONITOR = "NO_MONITOR"
+
+
+class Topology(Word):
+    """How many amphorae serve one load balancer, and how."""
+
+    SINGLE = "SINGLE"
+    ACTIVE_STANDBY = "ACTIVE_STANDBY"

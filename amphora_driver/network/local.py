@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded network backend: networks, subnets and ports are rows of our own database.
+
+Invariant: an address belongs to one port, which the primary key of `local_address` guarantees, and every
+method is one transaction: after a crash a port has all its addresses or does not exist. No call touches the
+kernel (`bridges` does that where amphorae run), so that octavia-api can use this class.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
+from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.network import addresses, rows
+from amphora_driver.network.addresses import AddressRange, Segment
+from amphora_driver.network.interface import FixedAddress, Port, Subnet, VipRequest
+from amphora_driver.store.tables import local_network, local_port, local_subnet
+
+if TYPE_CHECKING:
+    from oslo_config import cfg
+
+    from amphora_driver.store.engine import Database
+
+
+def vip_owner(load_balancer_id: str) -> str:
+    """The owner of a load balancer's VIP port."""
+    return f"lb-{load_balancer_id}"
+
+
+class LocalNetwork:
+    """Networks of one machine.
+
+    Args:
+        conf: our options; `[compute_netns] management_network` is not for VIPs.
+        database: where the rows are.
+    """
+
+    def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
+        self._database = database
+        self._management: str = conf.compute_netns.management_network
+
+    # --- the backend's interface -------------------------------------------------------------------------
+
+    def allocate_vip(
+        self,
+        load_balancer_id: str,
+        project_id: str,  # noqa: ARG002 - the interface's name; one machine has no projects
+        wanted: Sequence[VipRequest],
+    ) -> tuple[Vip, ...]:
+        """Take the addresses wanted, the primary VIP first, all on one port; again: the same VIPs."""
+        attempt = f"take a VIP for load balancer {load_balancer_id}"
+
+        def work(connection: sa.Connection) -> tuple[Vip, ...]:
+            row = rows.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
+            if row is not None and row.ours:
+                return rows.to_vips(rows.read_port(connection, row))
+            if row is not None or any(request.port_id for request in wanted):
+                return self._adopt(connection, load_balancer_id, wanted, attempt)
+            return self._take(connection, load_balancer_id, wanted, attempt)
+
+        return self._database.write(work)
+
+    def release_vip(self, load_balancer_id: str) -> None:
+        """Give back what `allocate_vip` took for this load balancer; a port the user brought stays."""
+
+        def work(connection: sa.Connection) -> None:
+            row = rows.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
+            if row is None:
+                return
+            if row.ours:
+                rows.drop_port(connection, row.id)
+            else:
+                rows.set_owner(connection, row.id, rows.user_owner(row.id))
+
+        self._database.write(work)
+
+    def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
+        """The port of this owner on this network with an address on each subnet; made if missing."""
+        attempt = f"make a port for {owner} on network {network_id}"
+
+        def find(connection: sa.Connection) -> Port | None:
+            row = rows.port_row(
+                connection, local_port.c.owner == owner, local_port.c.network_id == network_id
+            )
+            return None if row is None else rows.read_port(connection, row)
+
+        def work(connection: sa.Connection) -> Port:
+            segment = rows.lock_network(connection, network_id, attempt)
+            port = find(connection)
+            have = set() if port is None else {fixed.subnet_id for fixed in port.addresses}
+            missing = [
+                rows.subnet_range(connection, subnet_id, attempt)
+                for subnet_id in subnet_ids
+                if subnet_id not in have
+            ]
+            for subnet in missing:
+                rows.same_network(subnet, network_id, attempt)
+            fixed = [
+                FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt))
+                for s in missing
+            ]
+            if port is None:
+                return rows.make_port(connection, segment, owner, fixed)
+            rows.add_addresses(connection, port.id, fixed, len(have))
+            return find(connection) or port
+
+        # Nearly every call finds its port: those wait for no writer.
+        port = self._database.read(find)
+        if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
+            return port
+        return self._database.write(work)
+
+    def ports(self, owner: str) -> tuple[Port, ...]:
+        """Every port of this owner."""
+        return self._ports(local_port.c.owner == owner)
+
+    def delete_port(self, port_id: str) -> None:
+        """Remove a port of ours; no error if it is not there."""
+
+        def work(connection: sa.Connection) -> None:
+            if rows.port_row(connection, local_port.c.id == port_id, local_port.c.ours.is_(True)) is not None:
+                rows.drop_port(connection, port_id)
+
+        self._database.write(work)
+
+    def subnet(self, subnet_id: str) -> Subnet:
+        """What is known of a subnet."""
+        found = self._database.read(lambda c: rows.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
+        return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
+
+    # --- what the one machine's operator and its users say -----------------------------------------------
+
+    def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
+        """Write a network down; no error if it is there already."""
+        values = {"name": name, "bridge": bridge, "mtu": mtu}
+        self._database.write(lambda c: rows.upsert(c, local_network, network_id, values))
+        return Segment(id=network_id, name=name, bridge=bridge, mtu=mtu)
+
+    def define_subnet(self, subnet: AddressRange) -> None:
+        """Write a subnet down; no error if it is there already.
+
+        Raises:
+            NetworkError: the range or the gateway lies outside of the subnet.
+        """
+        wanted = f"define {subnet}"
+        for text in (subnet.first, subnet.last, *([subnet.gateway] if subnet.gateway else [])):
+            if addresses.read(text, wanted) not in subnet:
+                raise NetworkError(wanted, f"{text} lies outside of it")
+        values = {
+            "network_id": subnet.network_id,
+            "name": subnet.name,
+            "cidr": subnet.cidr,
+            "gateway": subnet.gateway,
+            "first_address": subnet.first,
+            "last_address": subnet.last,
+        }
+
+        def work(connection: sa.Connection) -> None:
+            rows.lock_network(connection, subnet.network_id, wanted)
+            rows.upsert(connection, local_subnet, subnet.id, values)
+
+        self._database.write(work)
+
+    def networks(self) -> tuple[Segment, ...]:
+        """Every network."""
+        query = sa.select(local_network).order_by(local_network.c.name)
+        return self._database.read(lambda c: tuple(rows.to_segment(row) for row in c.execute(query)))
+
+    def subnets(self, network_id: str | None = None) -> tuple[AddressRange, ...]:
+        """Every subnet, or those of one network; IPv4 first."""
+        return self._database.read(lambda c: rows.subnet_ranges(c, network_id))
+
+    def all_ports(self) -> tuple[Port, ...]:
+        """Every port of every owner."""
+        return self._ports(sa.true())
+
+    def port(self, port_id: str) -> Port | None:
+        """The port with this id."""
+        return next(iter(self._ports(local_port.c.id == port_id)), None)
+
+    def owner(self, port_id: str) -> str | None:
+        """Whose port this is."""
+        query = sa.select(local_port.c.owner).where(local_port.c.id == port_id)
+        return self._database.read(lambda c: c.execute(query).scalar())
+
+    def fixed_port(self, owner: str, network_id: str, wanted: Sequence[FixedAddress]) -> Port:
+        """The port of this owner on this network, with exactly these addresses if it has to be made."""
+        attempt = f"make a port for {owner} on network {network_id}"
+
+        def work(connection: sa.Connection) -> Port:
+            row = rows.port_row(
+                connection, local_port.c.owner == owner, local_port.c.network_id == network_id
+            )
+            if row is not None:
+                return rows.read_port(connection, row)
+            segment = rows.lock_network(connection, network_id, attempt)
+            return rows.make_port(
+                connection, segment, owner, rows.checked_addresses(connection, network_id, wanted, attempt)
+            )
+
+        return self._database.write(work)
+
+    def create_port(self, network_id: str, wanted: Sequence[FixedAddress] = ()) -> Port:
+        """A user's own port, good as a VIP port; where no address is wanted, it has one on each subnet."""
+        attempt = f"make a port on network {network_id}"
+        port_id = str(uuid.uuid4())
+
+        def work(connection: sa.Connection) -> Port:
+            segment = rows.lock_network(connection, network_id, attempt)
+            fixed = rows.checked_addresses(connection, network_id, wanted, attempt) or [
+                FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt))
+                for s in rows.subnet_ranges(connection, network_id)
+            ]
+            return rows.make_port(
+                connection, segment, rows.user_owner(port_id), fixed, port_id=port_id, ours=False
+            )
+
+        return self._database.write(work)
+
+    def remove_user_port(self, port_id: str) -> None:
+        """Remove a port its user made; no error if it is not there.
+
+        Raises:
+            Conflict: a load balancer uses it.
+        """
+
+        def work(connection: sa.Connection) -> None:
+            row = rows.port_row(connection, local_port.c.id == port_id)
+            if row is None:
+                return
+            if row.owner != rows.user_owner(port_id):
+                raise Conflict(f"delete port {port_id}", f"{row.owner} uses it")
+            rows.drop_port(connection, port_id)
+
+        self._database.write(work)
+
+    # --- inside one transaction --------------------------------------------------------------------------
+
+    def _ports(self, condition: Any) -> tuple[Port, ...]:
+        query = rows.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
+        return self._database.read(lambda c: tuple(rows.read_port(c, row) for row in c.execute(query).all()))
+
+    def _take(
+        self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
+    ) -> tuple[Vip, ...]:
+        subnets = [rows.choose_subnet(connection, request, attempt) for request in wanted]
+        networks = {subnet.network_id for subnet in subnets}
+        if len(networks) != 1:
+            names = ", ".join(str(subnet) for subnet in subnets) or "none"
+            raise UnsupportedOption(
+                attempt, f"its VIPs must be on one network, and these subnets are not: {names}"
+            )
+        self._refuse_management(networks, attempt)
+        segment = rows.lock_network(connection, networks.pop(), attempt)
+        fixed: list[FixedAddress] = []
+        for request, subnet in zip(wanted, subnets, strict=True):
+            mine = [have.address for have in fixed]
+            fixed.append(rows.choose_address(connection, subnet, request.address, attempt, mine))
+        return rows.to_vips(rows.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
+
+    def _adopt(
+        self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
+    ) -> tuple[Vip, ...]:
+        """Use the port a user brought as it is: its addresses are the user's to choose."""
+        port_ids = {request.port_id for request in wanted if request.port_id}
+        if len(port_ids) > 1:
+            raise UnsupportedOption(attempt, f"its VIPs must be on one port, not on {len(port_ids)}")
+        row = rows.port_row(connection, local_port.c.id == next(iter(port_ids), None))
+        if row is None:
+            raise UnsupportedOption(attempt, f"port {next(iter(port_ids), None)} does not exist")
+        owner = vip_owner(load_balancer_id)
+        if row.ours or row.owner not in {owner, rows.user_owner(row.id)}:
+            raise Conflict(attempt, f"port {row.id} is in use by {row.owner}")
+        self._refuse_management({row.network_id}, attempt)
+        port = rows.read_port(connection, row)
+        vips = tuple(rows.matching_vip(connection, port, request, attempt) for request in wanted)
+        rows.set_owner(connection, row.id, owner)
+        return vips
+
+    def _refuse_management(self, networks: set[str], attempt: str) -> None:
+        if self._management in networks:
+            raise UnsupportedOption(
+                attempt,
+                "the management network is for the amphorae's agents only",
+                "Choose a subnet of another network.",
+            )

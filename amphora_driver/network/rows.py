@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the embedded network backend reads and writes inside one transaction.
+
+Invariant: nothing here begins or ends a transaction. Whoever hands out addresses has locked their network's
+row first (`lock_network`), so two processes never choose the same free one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from amphora_driver.errors import Conflict, UnsupportedOption
+from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.network import addresses
+from amphora_driver.network.addresses import AddressRange, Segment
+from amphora_driver.network.interface import FixedAddress, Port, VipRequest
+from amphora_driver.store.tables import local_address, local_network, local_port, local_subnet
+
+PORTS = sa.select(local_port, local_network.c.mtu).join(
+    local_network, local_network.c.id == local_port.c.network_id
+)
+
+
+def user_owner(port_id: str) -> str:
+    """The owner of a port that a user made and no load balancer uses."""
+    return f"user-{port_id}"
+
+
+def to_segment(row: Any) -> Segment:
+    """A row as a network."""
+    return Segment(id=row.id, name=row.name, bridge=row.bridge, mtu=row.mtu)
+
+
+def to_range(row: Any) -> AddressRange:
+    """A row as a subnet."""
+    return AddressRange(
+        id=row.id,
+        network_id=row.network_id,
+        name=row.name,
+        cidr=row.cidr,
+        gateway=row.gateway,
+        first=row.first_address,
+        last=row.last_address,
+    )
+
+
+def lock_network(connection: sa.Connection, network_id: str, attempt: str) -> Segment:
+    """The network, locked: whoever hands out its addresses waits here for the one before."""
+    row = connection.execute(
+        sa.select(local_network).where(local_network.c.id == network_id).with_for_update()
+    ).first()
+    if row is None:
+        raise UnsupportedOption(attempt, f"network {network_id} does not exist")
+    return to_segment(row)
+
+
+def subnet_range(connection: sa.Connection, subnet_id: str, attempt: str) -> AddressRange:
+    """The subnet with this id."""
+    row = connection.execute(sa.select(local_subnet).where(local_subnet.c.id == subnet_id)).first()
+    if row is None:
+        raise UnsupportedOption(attempt, f"subnet {subnet_id} does not exist")
+    return to_range(row)
+
+
+def subnet_ranges(connection: sa.Connection, network_id: str | None) -> tuple[AddressRange, ...]:
+    """Every subnet, or those of one network; IPv4 first."""
+    query = sa.select(local_subnet).order_by(local_subnet.c.name)
+    if network_id is not None:
+        query = query.where(local_subnet.c.network_id == network_id)
+    return tuple(
+        sorted((to_range(row) for row in connection.execute(query)), key=lambda found: found.version)
+    )
+
+
+def same_network(subnet: AddressRange, network_id: str, attempt: str) -> None:
+    """Refuse a subnet of another network."""
+    if subnet.network_id != network_id:
+        raise UnsupportedOption(attempt, f"{subnet} is not a subnet of network {network_id}")
+
+
+def choose_subnet(connection: sa.Connection, request: VipRequest, attempt: str) -> AddressRange:
+    """The subnet a request for a VIP means."""
+    if request.subnet_id:
+        subnet = subnet_range(connection, request.subnet_id, attempt)
+        if request.network_id:
+            same_network(subnet, request.network_id, attempt)
+        return subnet
+    if not request.network_id:
+        raise UnsupportedOption(attempt, "neither a subnet nor a network nor a port was given for it")
+    segment = lock_network(connection, request.network_id, attempt)
+    subnets = subnet_ranges(connection, request.network_id)
+    if request.address:
+        address = addresses.read(request.address, attempt)
+        subnets = tuple(subnet for subnet in subnets if address in subnet)
+    if not subnets:
+        suited = f" that contains {request.address}" if request.address else ""
+        raise UnsupportedOption(attempt, f"network {segment.name} has no subnet{suited}")
+    return subnets[0]
+
+
+def choose_address(
+    connection: sa.Connection,
+    subnet: AddressRange,
+    address: str | None,
+    attempt: str,
+    also_taken: Sequence[str] = (),
+) -> FixedAddress:
+    """The address asked for, if it can be had, or a free one."""
+    if not address:
+        return FixedAddress(
+            subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken)
+        )
+    text = addresses.check(addresses.read(address, attempt), subnet, attempt)
+    if text in {*taken_addresses(connection, subnet), *also_taken}:
+        raise Conflict(
+            attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider."
+        )
+    return FixedAddress(subnet_id=subnet.id, address=text)
+
+
+def checked_addresses(
+    connection: sa.Connection, network_id: str, wanted: Sequence[FixedAddress], attempt: str
+) -> list[FixedAddress]:
+    """What was asked for; an empty address means any."""
+    fixed: list[FixedAddress] = []
+    for one in wanted:
+        subnet = subnet_range(connection, one.subnet_id, attempt)
+        same_network(subnet, network_id, attempt)
+        fixed.append(
+            choose_address(connection, subnet, one.address, attempt, [have.address for have in fixed])
+        )
+    return fixed
+
+
+def taken_addresses(connection: sa.Connection, subnet: AddressRange) -> set[str]:
+    """The addresses in use on a subnet."""
+    query = sa.select(local_address.c.address).where(local_address.c.subnet_id == subnet.id)
+    return set(connection.execute(query).scalars())
+
+
+def free_address(
+    connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()
+) -> str:
+    """An address nobody has."""
+    return addresses.lowest_free(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
+
+
+def port_row(connection: sa.Connection, *conditions: Any) -> Any:
+    """The one port that meets the conditions, or None."""
+    return connection.execute(PORTS.where(*conditions)).first()
+
+
+def read_port(connection: sa.Connection, row: Any) -> Port:
+    """A row and its addresses as a port."""
+    query = (
+        sa.select(local_address.c.subnet_id, local_address.c.address)
+        .where(local_address.c.port_id == row.id)
+        .order_by(local_address.c.ordinal)
+    )
+    fixed = tuple(
+        FixedAddress(subnet_id=found.subnet_id, address=found.address) for found in connection.execute(query)
+    )
+    return Port(id=row.id, network_id=row.network_id, mac=row.mac, mtu=row.mtu, addresses=fixed)
+
+
+def make_port(
+    connection: sa.Connection,
+    segment: Segment,
+    owner: str,
+    fixed: Sequence[FixedAddress],
+    *,
+    port_id: str | None = None,
+    ours: bool = True,
+) -> Port:
+    """Write a port and its addresses down."""
+    made = Port(
+        id=port_id or str(uuid.uuid4()),
+        network_id=segment.id,
+        mac=free_mac(connection, segment.id, fixed),
+        mtu=segment.mtu,
+        addresses=tuple(fixed),
+    )
+    connection.execute(
+        sa.insert(local_port).values(id=made.id, network_id=segment.id, owner=owner, mac=made.mac, ours=ours)
+    )
+    add_addresses(connection, made.id, fixed, 0)
+    return made
+
+
+def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAddress]) -> str:
+    """A MAC address nobody has."""
+    stands_for = fixed[0].address if fixed else str(uuid.uuid4())
+    attempt = 0
+    while True:
+        mac = addresses.mac_for(network_id, stands_for, attempt)
+        if connection.execute(sa.select(local_port.c.id).where(local_port.c.mac == mac)).first() is None:
+            return mac
+        attempt += 1
+
+
+def add_addresses(
+    connection: sa.Connection, port_id: str, fixed: Sequence[FixedAddress], ordinal: int
+) -> None:
+    """Give a port more addresses; the first of them has this ordinal."""
+    if fixed:
+        rows = [
+            {
+                "subnet_id": one.subnet_id,
+                "address": one.address,
+                "port_id": port_id,
+                "ordinal": ordinal + number,
+            }
+            for number, one in enumerate(fixed)
+        ]
+        connection.execute(sa.insert(local_address), rows)
+
+
+def drop_port(connection: sa.Connection, port_id: str) -> None:
+    """Remove a port and its addresses."""
+    connection.execute(sa.delete(local_address).where(local_address.c.port_id == port_id))
+    connection.execute(sa.delete(local_port).where(local_port.c.id == port_id))
+
+
+def set_owner(connection: sa.Connection, port_id: str, owner: str) -> None:
+    """Say whose port this is."""
+    connection.execute(sa.update(local_port).where(local_port.c.id == port_id).values(owner=owner))
+
+
+def matching_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
+    """The address of a user's port that this request means."""
+    wanted = str(addresses.read(request.address, attempt)) if request.address else None
+    found = [
+        fixed
+        for fixed in port.addresses
+        if request.subnet_id in {None, "", fixed.subnet_id} and wanted in {None, fixed.address}
+    ]
+    if not found:
+        have = ", ".join(fixed.address for fixed in port.addresses) or "no address"
+        asked = wanted or (f"an address on subnet {request.subnet_id}" if request.subnet_id else "an address")
+        raise UnsupportedOption(attempt, f"port {port.id} has {have}, not {asked}")
+    found.sort(key=lambda fixed: subnet_range(connection, fixed.subnet_id, attempt).version)
+    return to_vip(port, found[0])
+
+
+def to_vip(port: Port, fixed: FixedAddress) -> Vip:
+    """One address of a port as a VIP."""
+    return Vip(address=fixed.address, subnet_id=fixed.subnet_id, network_id=port.network_id, port_id=port.id)
+
+
+def to_vips(port: Port) -> tuple[Vip, ...]:
+    """All addresses of a port as VIPs."""
+    return tuple(to_vip(port, fixed) for fixed in port.addresses)
+
+
+def upsert(connection: sa.Connection, table: sa.Table, key: str, values: dict[str, Any]) -> None:
+    """Write a row down, or over the one with this id."""
+    if connection.execute(sa.update(table).where(table.c.id == key).values(**values)).rowcount == 0:
+        connection.execute(sa.insert(table).values(id=key, **values))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of this provider that lives beside Octavia and speaks to it.
+
+Invariant: Octavia hears of nothing before its own transaction has ended. Its driver methods run inside that
+transaction; a status sent then is lost (the row is not there yet) or overwritten (it becomes PENDING_UPDATE
+afterwards). So every accepted generation first passes a *barrier*: a status update of the load balancer's own row,
+which waits for the row's lock until Octavia has committed. Only then are statuses sent, from the outbox, until
+Octavia has taken them.
+
+octavia-driver-agent starts `run` in a process of its own (entry point octavia.driver_agent.provider_agents). One
+reporter at a time is enough; the duty moves when it dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from octavia_lib.api.drivers import driver_lib
+from octavia_lib.api.drivers import exceptions as octavia_errors
+
+from amphora_driver import config
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.model import from_octavia
+from amphora_driver.model.vocabulary import Kind, Provisioning
+from amphora_driver.queue import doorbell, jobs
+from amphora_driver.store import counters, statuses, wanted
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Op
+from amphora_driver.store.tables import request, work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.synchronize import Event
+
+    from oslo_config.cfg import ConfigOpts
+
+LOG = logging.getLogger(__name__)
+
+# A deleted row costs Octavia about 34 ms; a call is given up after 30 s. Others cost about 2 ms.
+_MOST_DELETED = 100
+_MOST_ROWS = 300
+_DUTY = "reporter"
+_DUTY_SECONDS = 10.0
+# How long Octavia may take to commit a load balancer it has handed over, before we believe that it never will.
+_COMMIT_PATIENCE = 120.0
+
+
+def run(exit_event: Event) -> None:
+    """Report to Octavia until told to stop.
+
+    Args:
+        exit_event: set when octavia-driver-agent ends.
+    """
+    conf = config.shared()
+    Reporter(conf, Database(conf.store.connection, durable=False)).run(exit_event)
+
+
+class Reporter:
+    """Passes barriers, reads trees back, and empties the outbox."""
+
+    def __init__(self, conf: ConfigOpts, database: Database) -> None:
+        self._conf = conf
+        self._database = database
+        self._name = jobs.process_name()
+        self._library: driver_lib.DriverLibrary | None = None
+        self._held_until = 0.0
+        # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
+        self._refused: dict[str, tuple[float, float]] = {}
+
+    def run(self, exit_event: Event) -> None:
+        """Work whenever somebody rings, and now and then anyway."""
+        with doorbell.Doorbell(self._conf.queue.doorbell_dir, doorbell.REPORTER) as bell:
+            pause = 0.0
+            while not exit_event.is_set():
+                # Short enough for the end to be noticed soon: an Event of another process cannot be selected on.
+                bell.wait(min(pause, 0.5))
+                try:
+                    pause = self.turn()
+                except (
+                    AmphoraDriverError,
+                    octavia_errors.DriverAgentNotFound,
+                    octavia_errors.DriverAgentTimeout,
+                    OSError,
+                ) as error:
+                    LOG.warning("Octavia could not be told, trying again: %s", error)
+                    pause = self._conf.queue.poll_interval
+        jobs.drop_duty(self._database, _DUTY, self._name)
+
+    def turn(self) -> float:
+        """Do all that is due; returns after how many seconds to look again if nobody rings."""
+        if not self._on_duty():
+            return float(self._conf.queue.poll_interval)
+        waiting = self._pass_barriers()
+        while self._report_statuses():
+            pass
+        self._report_statistics()
+        return 0.05 if waiting else float(self._conf.queue.poll_interval)
+
+    @property
+    def library(self) -> driver_lib.DriverLibrary:
+        """octavia_lib's client, made when the sockets are first needed."""
+        if self._library is None:
+            octavia = self._conf.octavia
+            self._library = driver_lib.DriverLibrary(
+                status_socket=octavia.status_socket, stats_socket=octavia.stats_socket, get_socket=octavia.get_socket
+            )
+        return self._library
+
+    def _on_duty(self) -> bool:
+        now = time.monotonic()
+        if now < self._held_until:
+            return True
+        if not jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
+            return False
+        self._held_until = now + _DUTY_SECONDS / 2
+        return True
+
+    # --- barriers ---------------------------------------------------------------------------------------------------
+
+    def _pass_barriers(self) -> bool:
+        """Wait for Octavia's transactions; True if one of them is still open."""
+        rows = self._database.read(_uncommitted)
+        if not rows:
+            return False
+        operating = self._database.read(
+            lambda connection: statuses.operating_of(connection, [row.load_balancer_id for row in rows])
+        )
+        self.library.update_loadbalancer_status(
+            {
+                "loadbalancers": [
+                    {"id": row.load_balancer_id, "operating_status": operating[row.load_balancer_id].value}
+                    for row in rows
+                ]
+            }
+        )
+        passed = []
+        for row in rows:
+            if row.committed == 0 and not self._created(row):
+                continue
+            passed.append((row.load_balancer_id, row.generation))
+        self._database.write(lambda connection: _mark_committed(connection, passed))
+        return len(passed) < len(rows)
+
+    def _created(self, row: Any) -> bool:
+        """Whether Octavia has committed a new load balancer; reads the tree back where it arrived incomplete."""
+        found = self.library.get_loadbalancer(row.load_balancer_id)
+        if found is None:
+            if time.time() - row.accepted_at > _COMMIT_PATIENCE:
+                LOG.warning("Octavia never committed load balancer %s: removing it", row.load_balancer_id)
+                self._database.write(lambda connection: _abandon(connection, row.load_balancer_id))
+                doorbell.ring(self._conf.queue.doorbell_dir, doorbell.CONTROLLER)
+            return False
+        if row.read_back:
+            tree = from_octavia.load_balancer(found)
+            self._database.write(lambda connection: _take_tree(connection, row.generation, tree))
+            doorbell.ring(self._conf.queue.doorbell_dir, doorbell.CONTROLLER)
+        return True
+
+    # --- the outbox ---------------------------------------------------------------------------------------------------
+
+    def _report_statuses(self) -> bool:
+        """Send one call's worth of statuses; True if there may be more."""
+        now = time.monotonic()
+        found = self._database.read(lambda connection: statuses.due(connection, _MOST_ROWS))
+        reports = _one_call([one for one in found if self._refused.get(one.object_id, (0.0, 0.0))[0] <= now])
+        if not reports:
+            return False
+        try:
+            self.library.update_loadbalancer_status(document(reports))
+            accepted = list(reports)
+        except octavia_errors.UpdateStatusError as error:
+            LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
+            accepted = [report for report in reports if self._report_alone(report)]
+        self._database.write(lambda connection: statuses.taken(connection, accepted))
+        return True
+
+    def _report_alone(self, report: statuses.Due) -> bool:
+        try:
+            self.library.update_loadbalancer_status(document([report]))
+        except octavia_errors.UpdateStatusError as error:
+            if report.kind is Kind.LOAD_BALANCER and self.library.get_loadbalancer(report.object_id) is None:
+                # Nothing is there to be told about: deleted before, or never committed.
+                return report.provisioning is Provisioning.DELETED
+            pause = min(2 * self._refused.get(report.object_id, (0.0, 0.5))[1], 60.0)
+            LOG.warning(
+                "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
+            )
+            self._refused[report.object_id] = (time.monotonic() + pause, pause)
+            return False
+        self._refused.pop(report.object_id, None)
+        return True
+
+    def _report_statistics(self) -> None:
+        totals = self._database.read(lambda connection: counters.due(connection, _MOST_ROWS))
+        if not totals:
+            return
+        try:
+            self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
+        except octavia_errors.UpdateStatisticsError as error:
+            LOG.warning("Octavia refused statistics: %s", error.fault_string)
+            return
+        self._database.write(lambda connection: counters.taken(connection, totals))
+
+
+def document(reports: Sequence[statuses.Due]) -> dict[str, list[dict[str, str]]]:
+    """The status document of octavia_lib for these reports."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for report in reports:
+        entry = {"id": report.object_id}
+        if report.provisioning is not None:
+            entry["provisioning_status"] = report.provisioning.value
+        if report.operating is not None and report.provisioning is not Provisioning.DELETED:
+            entry["operating_status"] = report.operating.value
+        found.setdefault(report.kind.value, []).append(entry)
+    return found
+
+
+def _one_call(reports: Sequence[statuses.Due]) -> list[statuses.Due]:
+    """The first reports that fit into one call."""
+    chosen: list[statuses.Due] = []
+    deleted = 0
+    for report in reports:
+        deleted += report.provisioning is Provisioning.DELETED
+        if deleted > _MOST_DELETED:
+            break
+        chosen.append(report)
+    return chosen
+
+
+def _uncommitted(connection: sa.Connection) -> Sequence[Any]:
+    """Load balancers with a generation whose transaction in Octavia may still be open."""
+    accepted = (
+        sa.select(sa.func.min(request.c.accepted_at))
+        .where(request.c.load_balancer_id == work.c.load_balancer_id)
+        .scalar_subquery()
+    )
+    return connection.execute(
+        sa.select(
+            work.c.load_balancer_id,
+            work.c.generation,
+            work.c.committed,
+            work.c.read_back,
+            accepted.label("accepted_at"),
+        ).where(work.c.committed < work.c.generation)
+    ).all()
+
+
+def _mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
+    for load_balancer_id, generation in passed:
+        connection.execute(
+            work.update()
+            .where(work.c.load_balancer_id == load_balancer_id, work.c.committed < generation)
+            .values(committed=generation)
+        )
+
+
+def _take_tree(connection: sa.Connection, generation: int, tree: Any) -> None:
+    """The tree Octavia has now is the wanted one; its new objects wait for the same generation."""
+    added = wanted.replace_tree(connection, generation, tree)
+    statuses.expect(connection, tree.id, generation, [(wanted.kind_of(node), node.id) for node in added])
+    connection.execute(
+        work.update().where(work.c.load_balancer_id == tree.id).values(read_back=False, dirty=True, free_at=0.0)
+    )
+
+
+def _abandon(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Octavia rolled the creation back: everything made for it goes again."""
+    generation = connection.execute(
+        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+    ).scalar_one()
+    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
+    wanted.remove(connection, generation + 1, [object_id for _, object_id in everything])
+    statuses.expect(connection, load_balancer_id, generation + 1, everything)
+    connection.execute(
+        work.update()
+        .where(work.c.load_balancer_id == load_balancer_id)
+        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=0.0)
+    )

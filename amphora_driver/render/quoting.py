@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only way a value gets into a template.
+
+Invariant: whatever a function here returns is read by HAProxy's configuration parser as exactly one word with
+exactly the given value, or the function refuses with `QuotingError`.  `finalize` closes the other door: a
+template that prints anything which did not come through here does not render.
+
+Source: HAProxy 2.6 configuration manual, sections 2.2 (quoting), 2.5 (time), 8.2.4 (log-format, where `%` is
+special).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NoReturn
+
+from amphora_driver.capabilities import addresses
+from amphora_driver.errors import QuotingError
+
+# HAProxy's proxy and server names (manual section 2.1: letters, digits, - _ . :). The colon is left out
+# because it separates pool and listener in backend names.
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
+# C0 and C1 controls, DEL, and the Unicode line and paragraph separators, which tools downstream take for line
+# ends; lone surrogates have no bytes at all.
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+MAX_TEXT = 2048
+"""Longest value in bytes: far above every column of the API, far below HAProxy's 16 KiB buffers."""
+
+MAX_INTEGER = 2**31 - 1
+"""HAProxy reads numbers and milliseconds into signed 32-bit integers (manual section 2.5)."""
+
+
+class Quoted(str):
+    """A word that is safe to print into the configuration. Only the functions of this module can make one."""
+
+    __slots__ = ()
+
+    def __init__(self, *_args: object) -> None:
+        """Refuse: a Quoted is the result of quoting, not a way around it."""
+        raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
+
+
+# `str.__new__` does not call `__init__`: the one way to make a Quoted.
+_quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
+
+
+def _refuse(where: str, value: object, reason: str, object_id: str | None) -> NoReturn:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
+    raise QuotingError(
+        f"write {where} {shown} into HAProxy's configuration",
+        reason,
+        "Change this value.",
+        object_id=object_id,
+    )
+
+
+def finalize(value: object) -> str:
+    """What Jinja2 calls with the value of every expression a template prints.
+
+    Args:
+        value: what the expression came to.
+
+    Returns:
+        The text to print.
+
+    Raises:
+        TypeError: the value is neither `Quoted` nor a plain integer. This is a mistake in our template or
+            renderer, never a user's, so it is loud.
+    """
+    kind = type(value)
+    if kind is Quoted:
+        return value  # type: ignore[return-value]
+    if kind is int:
+        return str(value)
+    raise TypeError(f"a template may not print the unquoted {kind.__name__} {value!r}")
+
+
+def identifier(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """An id that names a section or a server.
+
+    Args:
+        value: letters, digits, `_`, `.`, `-`; at most 64. Octavia's UUIDs are of this kind.
+        where: what the value is, for the error message.
+        object_id: the object at fault, for the error.
+
+    Raises:
+        QuotingError: any other value.
+    """
+    if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value):
+        _refuse(where, value, "an identifier is made of letters, digits, '_', '.' and '-' only", object_id)
+    return _quoted(value)
+
+
+def words(parts: Iterable[Quoted | int]) -> Quoted:
+    """Several words as one piece of a line, with a space between them.
+
+    Raises:
+        TypeError: one of them is neither `Quoted` nor an integer.
+    """
+    return _quoted(" ".join(map(finalize, parts)))
+
+
+def backend_name(pool_id: Quoted, listener_id: Quoted) -> Quoted:
+    """The name of the backend that serves a pool behind one listener."""
+    if type(pool_id) is not Quoted or type(listener_id) is not Quoted:
+        raise TypeError("a backend is named with quoted identifiers")
+    return _quoted(f"{pool_id}:{listener_id}")
+
+
+def token(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """A bare word: a method, a version, a list of status codes.
+
+    Args:
+        value: letters, digits and `_ . : / + -`; begins with a letter or digit, so never a flag; at most 128.
+        where: what the value is, for the error message.
+        object_id: the object at fault, for the error.
+
+    Raises:
+        QuotingError: any other value.
+    """
+    if not isinstance(value, str) or not _TOKEN.fullmatch(value):
+        _refuse(where, value, "only a plain word can stand here", object_id)
+    return _quoted(value)
+
+
+def integer(
+    value: int, where: str, *, low: int, high: int = MAX_INTEGER, object_id: str | None = None
+) -> int:
+    """A number between `low` and `high`, both included.
+
+    Raises:
+        QuotingError: not an integer (a bool is none), or out of range.
+    """
+    if type(value) is not int or not low <= value <= high:
+        _refuse(where, value, f"a whole number from {low} to {high} is needed", object_id)
+    return value
+
+
+def port(value: int, where: str, object_id: str | None = None) -> int:
+    """A TCP port, 1 to 65535. Zero would be "the client's own port" on a server line (manual section 5.2)."""
+    return integer(value, where, low=1, high=65535, object_id=object_id)
+
+
+def milliseconds(value: int, where: str, object_id: str | None = None) -> Quoted:
+    """A time in milliseconds, with its unit (manual section 2.5). Zero, HAProxy's "for ever", is refused."""
+    return _quoted(f"{integer(value, where, low=1, object_id=object_id)}ms")
+
+
+def seconds(value: int, where: str, object_id: str | None = None) -> Quoted:
+    """A time in seconds, with its unit; at most what fits HAProxy's milliseconds (24 days)."""
+    return _quoted(f"{integer(value, where, low=1, high=MAX_INTEGER // 1000, object_id=object_id)}s")
+
+
+def address(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """An IP address in canonical form, IPv6 in brackets: else its last group would be taken for a port.
+
+    Args:
+        value: IPv4 or IPv6 in text form, without port, prefix or scope.
+        where: what the value is, for the error message.
+        object_id: the object at fault, for the error.
+
+    Raises:
+        QuotingError: not an address, with a scope (`fe80::1%eth0`), or the unspecified address, which HAProxy
+            reads as "wherever the client wanted to go" (manual section 5.2).
+    """
+    try:
+        parsed = addresses.parse(value)
+    except (ValueError, TypeError):
+        _refuse(where, value, "it is not an IP address", object_id)
+    if parsed.is_unspecified:
+        _refuse(where, value, "the unspecified address is nobody's", object_id)
+    return _quoted(f"[{parsed.compressed}]" if parsed.version == 6 else str(parsed))
+
+
+def endpoint(host: str, port_number: int, where: str, object_id: str | None = None) -> Quoted:
+    """Address and port as one word: `198.51.100.5:80`, `[2001:db8::5]:80`."""
+    number = port(port_number, f"the port of {where}", object_id)
+    return _quoted(f"{address(host, where, object_id)}:{number}")
+
+
+def text(value: str, where: str, object_id: str | None = None, *, flag_position: bool = False) -> Quoted:
+    """Any string, in single quotes: inside them HAProxy interprets nothing (manual section 2.2).
+
+    A single quote itself has no form inside single quotes; it is written by closing, an escaped quote,
+    opening again.
+
+    Args:
+        value: printable text, up to `MAX_TEXT` bytes of UTF-8.
+        where: what the value is, for the error message.
+        object_id: the object at fault, for the error.
+        flag_position: True where HAProxy would take a word beginning with `-` for a flag; such values are
+            refused.
+
+    Raises:
+        QuotingError: empty (HAProxy takes an empty word for the end of the line and ignores what follows),
+            too long, with control characters or line separators, or flag-like where that matters.
+    """
+    if not isinstance(value, str) or not value:
+        _refuse(where, value, "it is empty", object_id)
+    if _FORBIDDEN.search(value):
+        _refuse(where, value, "it contains control characters", object_id)
+    if len(value.encode()) > MAX_TEXT:
+        _refuse(where, value, f"it is longer than {MAX_TEXT} bytes", object_id)
+    if flag_position and value.startswith("-"):
+        _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
+    return _quoted("'" + value.replace("'", "'\\''") + "'")
+
+
+def log_format(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """Any string where HAProxy expands `%x` and `%[...]` (manual 8.2.4): as `text`, with `%` doubled."""
+    if isinstance(value, str):
+        value = value.replace("%", "%%")
+    return text(value, where, object_id)

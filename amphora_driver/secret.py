@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A value that must never be read by accident.
+
+Invariant: no representation of a `Secret` (repr, str, format, pickle) shows what it holds; only `reveal()` does,
+so that every place where a secret leaves its wrapping can be found by searching for that word.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import NoReturn
+
+
+class Secret:
+    """Bytes that print as ``***``."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """The bytes themselves."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "***"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return "***"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._value))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Secret is not pickled: hand it over with reveal(), where it is really needed")

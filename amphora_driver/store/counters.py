@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listener statistics on their way to Octavia.
+
+Invariant: what is sent are totals over every amphora that ever served the listener, dead ones included, so that they
+never fall; only the active connections are those of the amphorae that still exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.store.tables import amphora, listener_statistics, work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """A listener's totals; `version` is the sum of its rows' versions, which grows with every change."""
+
+    listener_id: str
+    active_connections: int
+    bytes_in: int
+    bytes_out: int
+    request_errors: int
+    total_connections: int
+    version: int
+
+    def document(self) -> dict[str, int | str]:
+        """As octavia_lib's statistics interface wants it: all six keys, absolute values."""
+        return {
+            "id": self.listener_id,
+            "active_connections": self.active_connections,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "request_errors": self.request_errors,
+            "total_connections": self.total_connections,
+        }
+
+
+def due(connection: sa.Connection, limit: int) -> list[Totals]:
+    """Totals of listeners of which Octavia has not taken the newest ones."""
+    table = listener_statistics
+    changed = (
+        connection.execute(
+            sa.select(table.c.listener_id)
+            .join(work, work.c.load_balancer_id == table.c.load_balancer_id)
+            .where(table.c.version > table.c.reported, work.c.committed > 0)
+            .distinct()
+            .limit(limit)
+        )
+        .scalars()
+        .all()
+    )
+    if not changed:
+        return []
+    rows = connection.execute(
+        sa.select(
+            table.c.listener_id,
+            sa.func.sum(sa.case((amphora.c.id.is_(None), 0), else_=table.c.active_connections)).label("active"),
+            sa.func.sum(table.c.bytes_in).label("bytes_in"),
+            sa.func.sum(table.c.bytes_out).label("bytes_out"),
+            sa.func.sum(table.c.request_errors).label("errors"),
+            sa.func.sum(table.c.total_connections).label("total"),
+            sa.func.sum(table.c.version).label("version"),
+        )
+        .outerjoin(amphora, amphora.c.id == table.c.amphora_id)
+        .where(table.c.listener_id.in_(changed))
+        .group_by(table.c.listener_id)
+    )
+    return [
+        Totals(
+            listener_id=row.listener_id,
+            active_connections=int(row.active),
+            bytes_in=int(row.bytes_in),
+            bytes_out=int(row.bytes_out),
+            request_errors=int(row.errors),
+            total_connections=int(row.total),
+            version=int(row.version),
+        )
+        for row in rows
+    ]
+
+
+def taken(connection: sa.Connection, totals: Sequence[Totals]) -> None:
+    """Octavia has taken these; a listener whose counters moved on meanwhile stays due."""
+    table = listener_statistics
+    for one in totals:
+        now = connection.execute(
+            sa.select(sa.func.sum(table.c.version)).where(table.c.listener_id == one.listener_id)
+        ).scalar()
+        if now is not None and int(now) == one.version:
+            connection.execute(
+                table.update().where(table.c.listener_id == one.listener_id).values(reported=table.c.version)
+            )

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accepted call becomes wanted state and a job, in one transaction.
+
+Invariant: when a method returns, the wanted rows are complete, a new generation is due, every object Octavia has put
+PENDING is noted as waiting for exactly that generation, and the call stands in the history. When it raises, nothing
+was written.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.errors import UnknownObject
+from amphora_driver.model import from_octavia
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Node, Pool
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.store import statuses, wanted
+from amphora_driver.store.tables import amphora, request, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from amphora_driver.store.engine import Database
+
+    Check = Callable[[Node], None]
+
+
+class Op:
+    """What a job is to do; later words beat earlier ones."""
+
+    APPLY = "apply"
+    DELETE = "delete"
+
+
+class Intents:
+    """Records what users want.
+
+    Args:
+        database: where to.
+        check: raises `UnsupportedOption` for an object that cannot be served; called with what the object *becomes*.
+    """
+
+    def __init__(self, database: Database, check: Check) -> None:
+        self._database = database
+        self._check = check
+
+    def create_load_balancer(self, tree: LoadBalancer, *, read_back: bool) -> None:
+        """A new load balancer. `read_back`: the tree is incomplete, it is read from Octavia after the commit."""
+        nodes = list(wanted.flatten(tree))
+        for node in nodes:
+            self._check(node)
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(
+                work.insert().values(
+                    load_balancer_id=tree.id,
+                    project_id=tree.project_id,
+                    op=Op.APPLY,
+                    generation=1,
+                    committed=0,
+                    applied=0,
+                    read_back=read_back,
+                    dirty=True,
+                    free_at=0.0,
+                    attempts=0,
+                    epoch=0,
+                )
+            )
+            wanted.insert(connection, tree.id, 1, nodes)
+            statuses.expect(connection, tree.id, 1, [(wanted.kind_of(node), node.id) for node in nodes])
+            _remember(connection, tree.id, 1, "create loadbalancer", tree.id)
+
+        self._database.write(write)
+
+    def delete_load_balancer(self, load_balancer_id: str) -> None:
+        """The load balancer and everything in it."""
+
+        def write(connection: sa.Connection) -> None:
+            generation = _advance(connection, load_balancer_id, op=Op.DELETE)
+            everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
+            wanted.remove(connection, generation, [object_id for _, object_id in everything])
+            statuses.expect(connection, load_balancer_id, generation, everything)
+            _remember(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
+
+        self._database.write(write)
+
+    def fail_over(self, load_balancer_id: str) -> None:
+        """Every amphora of the load balancer is to be replaced by a new one."""
+
+        def write(connection: sa.Connection) -> None:
+            generation = _advance(connection, load_balancer_id)
+            connection.execute(
+                amphora.update()
+                .where(amphora.c.load_balancer_id == load_balancer_id)
+                .values(state="retiring", reason="fail-over was asked for")
+            )
+            statuses.expect(connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)])
+            _remember(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
+
+        self._database.write(write)
+
+    def create(self, kind: Kind, node: Node, *, for_listener: str | None = None) -> None:
+        """A new object below a load balancer.
+
+        Args:
+            kind: what it is.
+            node: the object, with children where it was given any.
+            for_listener: the listener a new pool becomes the default pool of.
+        """
+        nodes = list(wanted.flatten(node))
+        for one in nodes:
+            self._check(one)
+
+        def write(connection: sa.Connection) -> None:
+            load_balancer_id = wanted.load_balancer_of(connection, str(wanted.parent_id(node)))
+            generation = _advance(connection, load_balancer_id)
+            wanted.insert(connection, load_balancer_id, generation, nodes)
+            if for_listener is not None:
+                listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
+                wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
+            touched = [(wanted.kind_of(one), one.id) for one in nodes] + _ancestors(connection, node)
+            self._finish(connection, load_balancer_id, generation, touched, f"create {kind.value[:-1]}", node.id)
+
+        self._database.write(write)
+
+    def update(self, kind: Kind, object_id: str, named: Mapping[str, Any]) -> None:
+        """Some fields of an object change, by the names of the model."""
+
+        def write(connection: sa.Connection) -> None:
+            load_balancer_id = wanted.load_balancer_of(connection, object_id)
+            before = wanted.load(connection, kind, object_id)
+            after = from_octavia.changed(before, named)
+            self._check(after)
+            generation = _advance(connection, load_balancer_id)
+            wanted.update(connection, generation, [after])
+            touched = [(kind, object_id), *_ancestors(connection, after)]
+            self._finish(connection, load_balancer_id, generation, touched, f"update {kind.value[:-1]}", object_id)
+
+        self._database.write(write)
+
+    def delete(self, kind: Kind, object_id: str) -> None:
+        """An object and everything below it goes."""
+
+        def write(connection: sa.Connection) -> None:
+            load_balancer_id = wanted.load_balancer_of(connection, object_id)
+            node = wanted.load(connection, kind, object_id)
+            generation = _advance(connection, load_balancer_id)
+            gone = [(kind, object_id), *wanted.below(connection, [object_id])]
+            touched = gone + _ancestors(connection, node)
+            if isinstance(node, Pool):
+                _let_go_of_pool(connection, generation, node)
+            wanted.remove(connection, generation, [one for _, one in gone])
+            self._finish(connection, load_balancer_id, generation, touched, f"delete {kind.value[:-1]}", object_id)
+
+        self._database.write(write)
+
+    def set_members(self, pool_id: str, members: Sequence[tuple[str, Callable[[], Member], Mapping[str, Any]]]) -> None:
+        """The members of a pool become exactly these.
+
+        Args:
+            pool_id: the pool.
+            members: for each wanted member its id, a way to build it if it is new, and the fields named for it if not.
+        """
+
+        def write(connection: sa.Connection) -> None:
+            load_balancer_id = wanted.load_balancer_of(connection, pool_id)
+            pool: Pool = wanted.load(connection, Kind.POOL, pool_id)
+            before = wanted.children(connection, pool_id, Kind.MEMBER)
+            added: list[Node] = []
+            changed: list[Node] = []
+            for member_id, build, named in members:
+                if member_id not in before:
+                    added.append(build())
+                elif (after := from_octavia.changed(before[member_id], named)) != before[member_id]:
+                    changed.append(after)
+            for node in (*added, *changed):
+                self._check(node)
+            kept = {member_id for member_id, _, _ in members}
+            gone = [member_id for member_id in before if member_id not in kept]
+            generation = _advance(connection, load_balancer_id)
+            wanted.insert(connection, load_balancer_id, generation, added)
+            wanted.update(connection, generation, changed)
+            wanted.remove(connection, generation, gone)
+            # Octavia puts every member of the request PENDING, also those that come out unchanged.
+            touched = [(Kind.MEMBER, one) for one in (*kept, *gone)] + _ancestors(connection, pool)
+            touched.append((Kind.POOL, pool_id))
+            self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id)
+
+        self._database.write(write)
+
+    def _finish(
+        self,
+        connection: sa.Connection,
+        load_balancer_id: str,
+        generation: int,
+        touched: Iterable[tuple[Kind, str]],
+        action: str,
+        object_id: str,
+    ) -> None:
+        everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
+        statuses.expect(connection, load_balancer_id, generation, everything)
+        _remember(connection, load_balancer_id, generation, action, object_id)
+
+
+def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> int:
+    """The next generation of a load balancer, and its job made due at once."""
+    row = connection.execute(
+        sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
+    ).first()
+    if row is None:
+        raise UnknownObject(
+            f"change load balancer {load_balancer_id}",
+            "this provider has no record of it",
+            "An operator can read it in again from Octavia.",
+        )
+    generation = int(row.generation) + 1
+    connection.execute(
+        work.update()
+        .where(work.c.load_balancer_id == load_balancer_id)
+        .values(
+            generation=generation,
+            op=Op.DELETE if Op.DELETE in (row.op, op) else op,
+            dirty=True,
+            free_at=0.0,
+            attempts=0,
+            error=None,
+        )
+    )
+    return generation
+
+
+def _remember(connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str) -> None:
+    connection.execute(
+        request.insert().values(
+            load_balancer_id=load_balancer_id,
+            generation=generation,
+            action=action,
+            object_id=object_id,
+            accepted_at=time.time(),
+        )
+    )
+
+
+def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
+    """What Octavia puts PENDING_UPDATE together with this object: its pool, its policy, every listener that uses it."""
+    kind = wanted.kind_of(node)
+    parent = wanted.parent_id(node)
+    if kind in (Kind.MEMBER, Kind.HEALTH_MONITOR):
+        users = wanted.users_of_pool(connection, str(parent))
+        return [(Kind.POOL, str(parent)), *((Kind.LISTENER, listener) for _, _, listener in users)]
+    if kind is Kind.POOL:
+        return [(Kind.LISTENER, listener) for _, _, listener in wanted.users_of_pool(connection, node.id)]
+    if kind is Kind.L7POLICY:
+        return [(Kind.LISTENER, str(parent))]
+    if kind is Kind.L7RULE:
+        policy = wanted.load(connection, Kind.L7POLICY, str(parent))
+        return [(Kind.L7POLICY, policy.id), (Kind.LISTENER, policy.listener_id)]
+    return []
+
+
+def _let_go_of_pool(connection: sa.Connection, generation: int, pool: Pool) -> None:
+    """Octavia empties the references to a deleted pool without another call; so do we."""
+    for kind, object_id, _ in wanted.users_of_pool(connection, pool.id):
+        field = "default_pool_id" if kind is Kind.LISTENER else "redirect_pool_id"
+        node: Any = wanted.load(connection, kind, object_id)
+        wanted.update(connection, generation, [msgspec.structs.replace(node, **{field: None})])

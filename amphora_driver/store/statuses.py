@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Octavia is to be told: the outbox.
+
+Invariant: there is one row per object with its newest status; a row stays due until Octavia has taken exactly that
+version. So nothing is lost while a driver agent is away, nothing old overtakes something new, and many changes to one
+object become one report. Provisioning statuses of a load balancer are held back while a newer generation waits to be
+confirmed, and everything is held back until Octavia's own transaction is known to have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.model.vocabulary import Kind, Operating, Provisioning
+from amphora_driver.store.tables import listener_statistics, request, status, wanted_object, work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_CHUNK = 500
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True):
+    """One report Octavia has not taken yet."""
+
+    object_id: str
+    kind: Kind
+    load_balancer_id: str
+    provisioning: Provisioning | None
+    operating: Operating | None
+    version: int
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """An operating status somebody observed, and why."""
+
+    object_id: str
+    kind: Kind
+    operating: Operating
+    reason: str = ""
+
+
+def expect(
+    connection: sa.Connection, load_balancer_id: str, generation: int, objects: Iterable[tuple[Kind, str]]
+) -> None:
+    """Note that these objects are PENDING in Octavia until `generation` is confirmed."""
+    kinds = {object_id: kind for kind, object_id in objects}
+    ids = list(kinds)
+    for start in range(0, len(ids), _CHUNK):
+        chunk = ids[start : start + _CHUNK]
+        known = set(connection.execute(sa.select(status.c.object_id).where(status.c.object_id.in_(chunk))).scalars())
+        if known:
+            connection.execute(status.update().where(status.c.object_id.in_(sorted(known))).values(pending=generation))
+        fresh = [
+            {
+                "object_id": object_id,
+                "kind": kinds[object_id].value,
+                "load_balancer_id": load_balancer_id,
+                "pending": generation,
+                "version": 0,
+                "reported": 0,
+                "since": time.time(),
+            }
+            for object_id in chunk
+            if object_id not in known
+        ]
+        if fresh:
+            connection.execute(status.insert(), fresh)
+
+
+def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, failed: Mapping[str, str]) -> None:
+    """Every amphora serves `generation`: what waited for it becomes ACTIVE or DELETED, what failed becomes ERROR.
+
+    Args:
+        failed: reasons by object id, for objects that could not be served while the rest is.
+    """
+    waiting = (status.c.load_balancer_id == load_balancer_id, status.c.pending <= generation)
+    gone = sa.select(wanted_object.c.id).where(
+        wanted_object.c.load_balancer_id == load_balancer_id, wanted_object.c.removed
+    )
+    _settle(connection, (*waiting, status.c.object_id.in_(gone)), Provisioning.DELETED, None)
+    for object_id, reason in failed.items():
+        _settle(
+            connection,
+            (
+                status.c.load_balancer_id == load_balancer_id,
+                status.c.object_id == object_id,
+                sa.or_(status.c.pending <= generation, status.c.provisioning != Provisioning.ERROR.value),
+            ),
+            Provisioning.ERROR,
+            reason,
+        )
+    # What failed before and is served now is well again, whoever mended it.
+    well = [
+        status.c.load_balancer_id == load_balancer_id,
+        sa.or_(status.c.pending <= generation, status.c.provisioning == Provisioning.ERROR.value),
+    ]
+    if failed:
+        well.append(status.c.object_id.not_in(list(failed)))
+    _settle(connection, well, Provisioning.ACTIVE, None)
+
+
+def fail(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
+    """Nothing came of `generation` for now: what waited for it becomes ERROR, and still waits."""
+    _settle(
+        connection,
+        (status.c.load_balancer_id == load_balancer_id, status.c.pending <= generation),
+        Provisioning.ERROR,
+        reason,
+        settled=False,
+    )
+
+
+def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
+    """Write down operating statuses that differ from the recorded ones; returns how many did."""
+    recorded = {
+        row.object_id: row
+        for row in connection.execute(
+            sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
+                status.c.load_balancer_id == load_balancer_id
+            )
+        )
+    }
+    count = 0
+    for one in seen:
+        row = recorded.get(one.object_id)
+        if row is None or row.provisioning == Provisioning.DELETED.value or row.operating == one.operating.value:
+            continue
+        connection.execute(
+            status.update()
+            .where(status.c.object_id == one.object_id)
+            .values(
+                operating=one.operating.value,
+                reason=one.reason or None,
+                since=time.time(),
+                version=status.c.version + 1,
+            )
+        )
+        count += 1
+    return count
+
+
+def due(connection: sa.Connection, limit: int) -> list[Due]:
+    """What may be reported now, load balancer by load balancer, children before the load balancer itself."""
+    rows = connection.execute(
+        sa.select(status, work.c.generation.label("wanted"), work.c.applied)
+        .join(work, work.c.load_balancer_id == status.c.load_balancer_id)
+        .where(status.c.version > status.c.reported, work.c.committed >= work.c.generation)
+        .order_by(
+            status.c.load_balancer_id,
+            sa.case((status.c.kind == Kind.LOAD_BALANCER.value, 1), else_=0),
+            status.c.object_id,
+        )
+        .limit(limit)
+    )
+    found = []
+    for row in rows:
+        held = row.pending is not None and row.provisioning != Provisioning.ERROR.value
+        provisioning = None if held or row.provisioning is None else Provisioning(row.provisioning)
+        operating = None if row.operating is None else Operating(row.operating)
+        if provisioning is not None or operating is not None:
+            found.append(
+                Due(
+                    object_id=row.object_id,
+                    kind=Kind(row.kind),
+                    load_balancer_id=row.load_balancer_id,
+                    provisioning=provisioning,
+                    operating=operating,
+                    version=row.version,
+                )
+            )
+    return found
+
+
+def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
+    """Octavia has taken these; an object it was told is DELETED is forgotten."""
+    for report in reports:
+        connection.execute(
+            status.update()
+            .where(status.c.object_id == report.object_id, status.c.reported < report.version)
+            .values(reported=report.version)
+        )
+    deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
+    for report in deleted:
+        if report.kind is Kind.LOAD_BALANCER:
+            _forget(connection, report.object_id)
+    gone = [report.object_id for report in deleted]
+    for start in range(0, len(gone), _CHUNK):
+        chunk = gone[start : start + _CHUNK]
+        connection.execute(status.delete().where(status.c.object_id.in_(chunk)))
+        connection.execute(wanted_object.delete().where(wanted_object.c.id.in_(chunk)))
+
+
+def operating_of(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
+    """The recorded operating status of load balancers; OFFLINE, Octavia's own first word, where none is recorded."""
+    rows = connection.execute(
+        sa.select(status.c.object_id, status.c.operating).where(status.c.object_id.in_(load_balancer_ids))
+    )
+    known = {row.object_id: Operating(row.operating) for row in rows if row.operating}
+    return {one: known.get(one, Operating.OFFLINE) for one in load_balancer_ids}
+
+
+def _forget(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Octavia knows that the load balancer is gone: nothing of it is kept."""
+    for table in (status, wanted_object, work, request, listener_statistics):
+        connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))
+
+
+def _settle(
+    connection: sa.Connection,
+    where: Iterable[sa.ColumnElement[bool]],
+    provisioning: Provisioning,
+    reason: str | None,
+    *,
+    settled: bool = True,
+) -> None:
+    values: dict[str, object] = {
+        "provisioning": provisioning.value,
+        "since": time.time(),
+        "version": status.c.version + 1,
+    }
+    if settled:
+        values["pending"] = None
+    if reason is not None:
+        values["reason"] = reason
+    connection.execute(status.update().where(*where).values(**values))

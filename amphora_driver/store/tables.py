@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every table, in one place.
+
+Invariant: the rows are the truth. Whatever a process keeps in memory, a message says or a flow remembers may be lost
+at any moment; what these tables say may not. Times are seconds since 1970 (UTC) as floating point numbers: the same
+on every database.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.dialects import mysql
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+Id = String(36)
+# A load balancer with a thousand nested objects in one body must fit: MySQL's TEXT stops at 64 KiB.
+Body = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
+# SQLite counts up by itself only for INTEGER primary keys.
+Serial = BigInteger().with_variant(Integer(), "sqlite")
+
+# --- what users want ------------------------------------------------------------------------------------------------
+
+# One row per object of a load balancer, its own attributes only (JSON of the model class, children left out).
+# `refers_to` is the pool a listener or L7 policy points at, so that the listeners of a pool are found without reading
+# bodies. `removed` rows wait for the removal to be confirmed by every amphora and reported to Octavia.
+wanted_object = Table(
+    "wanted_object",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("parent_id", Id, nullable=True),
+    Column("refers_to", Id, nullable=True),
+    Column("created", BigInteger, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("removed", Boolean, nullable=False, default=False),
+    Column("body", Body, nullable=False),
+    Index("ix_wanted_object_load_balancer_id", "load_balancer_id"),
+    Index("ix_wanted_object_parent_id", "parent_id"),
+    Index("ix_wanted_object_refers_to", "refers_to"),
+)
+
+# One row per load balancer: what generation is wanted and served, and which controller works on it.
+# `committed` is the newest generation of which Octavia's own transaction is known to have ended;
+# `read_back` asks for the whole tree to be read from Octavia after that, because it arrived incomplete.
+work = Table(
+    "work",
+    metadata,
+    Column("load_balancer_id", Id, primary_key=True),
+    Column("project_id", String(64), nullable=True),
+    Column("op", String(16), nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("committed", BigInteger, nullable=False, default=0),
+    Column("applied", BigInteger, nullable=False, default=0),
+    Column("read_back", Boolean, nullable=False, default=False),
+    Column("dirty", Boolean, nullable=False, default=True),
+    Column("owner", String(128), nullable=True),
+    Column("epoch", BigInteger, nullable=False, default=0),
+    Column("leased_until", Double, nullable=True),
+    Column("free_at", Double, nullable=False, default=0.0),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("error", Text, nullable=True),
+    Index("ix_work_dirty_free_at", "dirty", "free_at"),
+)
+
+# One row per accepted call: the history of a load balancer, and the proof that nothing accepted was lost.
+request = Table(
+    "request",
+    metadata,
+    Column("id", Serial, primary_key=True, autoincrement=True),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("action", String(32), nullable=False),
+    Column("object_id", Id, nullable=False),
+    Column("accepted_at", Double, nullable=False),
+    Column("applied_at", Double, nullable=True),
+    Column("outcome", Text, nullable=True),
+    Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
+)
+
+# --- what Octavia is told -------------------------------------------------------------------------------------------
+
+# One row per object: the newest provisioning and operating status. `pending` is the generation whose confirmation the
+# object's PENDING_* waits for. `version` grows with every change, `reported` is the version Octavia has taken.
+status = Table(
+    "status",
+    metadata,
+    Column("object_id", Id, primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("provisioning", String(16), nullable=True),
+    Column("operating", String(16), nullable=True),
+    Column("reason", Text, nullable=True),
+    Column("since", Double, nullable=False, default=0.0),
+    Column("pending", BigInteger, nullable=True),
+    Column("version", BigInteger, nullable=False, default=0),
+    Column("reported", BigInteger, nullable=False, default=0),
+    Index("ix_status_load_balancer_id", "load_balancer_id"),
+)
+
+# One row per listener and amphora that ever served it: absolute counters, summed up for Octavia. Rows of amphorae
+# that are gone stay, so that totals never fall. `version`/`reported` as above.
+listener_statistics = Table(
+    "listener_statistics",
+    metadata,
+    Column("listener_id", Id, primary_key=True),
+    Column("amphora_id", Id, primary_key=True),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("active_connections", BigInteger, nullable=False, default=0),
+    Column("bytes_in", BigInteger, nullable=False, default=0),
+    Column("bytes_out", BigInteger, nullable=False, default=0),
+    Column("request_errors", BigInteger, nullable=False, default=0),
+    Column("total_connections", BigInteger, nullable=False, default=0),
+    Column("version", BigInteger, nullable=False, default=0),
+    Column("reported", BigInteger, nullable=False, default=0),
+    Index("ix_listener_statistics_load_balancer_id", "load_balancer_id"),
+)
+
+# --- amphorae -------------------------------------------------------------------------------------------------------
+
+# `confirmed` is the newest generation the agent itself said it serves; `heartbeat_key` is encrypted.
+amphora = Table(
+    "amphora",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("compute_id", String(128), nullable=True),
+    Column("management_address", String(64), nullable=True),
+    Column("confirmed", BigInteger, nullable=False, default=0),
+    Column("heartbeat_key", LargeBinary, nullable=False),
+    # The ports the machine has, with their subnets (JSON), as network and compute backends confirmed them.
+    Column("plugged", Body, nullable=True),
+    Column("certificate_expires_at", Double, nullable=True),
+    Column("created_at", Double, nullable=False),
+    Column("ready_at", Double, nullable=True),
+    Column("reason", Text, nullable=True),
+    Index("ix_amphora_load_balancer_id", "load_balancer_id"),
+)
+
+# Written in bulk by the health manager and read by everybody: kept apart from `amphora`, which changes seldom.
+amphora_seen = Table(
+    "amphora_seen",
+    metadata,
+    Column("amphora_id", Id, primary_key=True),
+    Column("seen_at", Double, nullable=False),
+    Column("generation", BigInteger, nullable=False, default=0),
+)
+
+# --- who does what --------------------------------------------------------------------------------------------------
+
+# A named duty that one process at a time performs (reporting to Octavia, for example).
+duty = Table(
+    "duty",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("owner", String(128), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("leased_until", Double, nullable=False),
+)
+
+# --- the embedded network backend (network/local.py) ----------------------------------------------------------------
+
+local_network = Table(
+    "local_network",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("bridge", String(15), nullable=False, unique=True),
+    Column("mtu", Integer, nullable=False, default=1500),
+)
+
+local_subnet = Table(
+    "local_subnet",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("network_id", Id, ForeignKey("local_network.id", ondelete="CASCADE"), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("cidr", String(64), nullable=False),
+    Column("gateway", String(64), nullable=True),
+    Column("first_address", String(64), nullable=False),
+    Column("last_address", String(64), nullable=False),
+)
+
+local_port = Table(
+    "local_port",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("network_id", Id, ForeignKey("local_network.id"), nullable=False),
+    # An amphora's id, "lb-<load balancer id>" for VIPs, or the name of a sandbox host.
+    Column("owner", String(64), nullable=False),
+    Column("mac", String(17), nullable=False, unique=True),
+    # False for a port a user brought: it is never deleted by us.
+    Column("ours", Boolean, nullable=False, default=True),
+    UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
+)
+
+local_address = Table(
+    "local_address",
+    metadata,
+    Column("subnet_id", Id, ForeignKey("local_subnet.id"), primary_key=True),
+    Column("address", String(64), primary_key=True),
+    Column("port_id", Id, ForeignKey("local_port.id", ondelete="CASCADE"), nullable=False),
+    Column("ordinal", Integer, nullable=False, default=0),
+    Index("ix_local_address_port_id", "port_id"),
+)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users want, row by row.
+
+Invariant: after every accepted call the rows of a load balancer are complete and right by themselves. One object is
+one row (its children are rows of their own), so that a small change to a large load balancer reads and writes a few
+small rows. All functions work inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.errors import UnknownObject
+from amphora_driver.model.loadbalancer import SHAPES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.store.tables import wanted_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from amphora_driver.model.loadbalancer import HealthMonitor, Node
+
+_KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in SHAPES.items()}
+_PARENT_FIELD: dict[Kind, str] = {
+    Kind.LISTENER: "loadbalancer_id",
+    Kind.POOL: "loadbalancer_id",
+    Kind.MEMBER: "pool_id",
+    Kind.HEALTH_MONITOR: "pool_id",
+    Kind.L7POLICY: "listener_id",
+    Kind.L7RULE: "l7policy_id",
+}
+_REFERENCE_FIELD: dict[Kind, str] = {Kind.LISTENER: "default_pool_id", Kind.L7POLICY: "redirect_pool_id"}
+_ENCODER = msgspec.json.Encoder()
+_DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(cast("type[Any]", shape)) for kind, shape in SHAPES.items()
+}
+# Databases limit the number of values in one IN (...).
+_CHUNK = 500
+
+
+def kind_of(node: Node) -> Kind:
+    """The kind of a model object."""
+    return _KIND_OF[type(node)]
+
+
+def parent_id(node: Node) -> str | None:
+    """The id of the object a node hangs under; None for a load balancer."""
+    field = _PARENT_FIELD.get(kind_of(node))
+    return None if field is None else cast("str", getattr(node, field))
+
+
+def flatten(node: Node) -> Iterator[Node]:
+    """A node and everything below it, parents first."""
+    yield node
+    children: Sequence[Node] = ()
+    if isinstance(node, LoadBalancer):
+        children = (*node.listeners, *node.pools)
+    elif isinstance(node, Listener):
+        children = node.l7policies
+    elif isinstance(node, L7Policy):
+        children = node.rules
+    elif isinstance(node, Pool):
+        children = (*node.members, *((node.healthmonitor,) if node.healthmonitor else ()))
+    for child in children:
+        yield from flatten(child)
+
+
+def load_balancer_of(connection: sa.Connection, object_id: str) -> str:
+    """The id of the load balancer an object belongs to.
+
+    Raises:
+        UnknownObject: nothing is recorded under this id, or it is removed.
+    """
+    row = connection.execute(
+        sa.select(wanted_object.c.load_balancer_id).where(wanted_object.c.id == object_id, ~wanted_object.c.removed)
+    ).first()
+    if row is None:
+        raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
+    return str(row[0])
+
+
+def insert(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
+    """Write down new objects, each without its children (list those too, `flatten` does)."""
+    rows = [_row(load_balancer_id, generation, node) for node in nodes]
+    for start in range(0, len(rows), _CHUNK):
+        connection.execute(wanted_object.insert(), rows[start : start + _CHUNK])
+
+
+def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
+    """One object without its children.
+
+    Raises:
+        UnknownObject: nothing is recorded under this id, or it is removed.
+    """
+    body = connection.execute(
+        sa.select(wanted_object.c.body).where(
+            wanted_object.c.id == object_id, wanted_object.c.kind == kind.value, ~wanted_object.c.removed
+        )
+    ).scalar()
+    if body is None:
+        raise UnknownObject(f"find {kind.value[:-1]} {object_id}", "nothing is recorded under this id")
+    return _DECODERS[kind].decode(body)
+
+
+def update(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
+    """Replace the attributes of recorded objects."""
+    for node in nodes:
+        row = _row("", generation, node)
+        connection.execute(
+            wanted_object.update()
+            .where(wanted_object.c.id == node.id)
+            .values(body=row["body"], generation=generation, refers_to=row["refers_to"])
+        )
+
+
+def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, Any]:
+    """The objects of one kind that hang under a parent, by id."""
+    rows = connection.execute(
+        sa.select(wanted_object.c.id, wanted_object.c.body).where(
+            wanted_object.c.parent_id == parent, wanted_object.c.kind == kind.value, ~wanted_object.c.removed
+        )
+    )
+    return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
+
+
+def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
+    """Everything that hangs below these objects, as (kind, id)."""
+    found: list[tuple[Kind, str]] = []
+    layer = list(object_ids)
+    while layer:
+        rows = connection.execute(
+            sa.select(wanted_object.c.kind, wanted_object.c.id).where(
+                wanted_object.c.parent_id.in_(layer[:_CHUNK]), ~wanted_object.c.removed
+            )
+        ).all()
+        layer = layer[_CHUNK:] + [row.id for row in rows]
+        found += [(Kind(row.kind), row.id) for row in rows]
+    return found
+
+
+def remove(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
+    """Mark objects as no longer wanted. The rows stay until the removal is confirmed and reported."""
+    for start in range(0, len(object_ids), _CHUNK):
+        connection.execute(
+            wanted_object.update()
+            .where(wanted_object.c.id.in_(object_ids[start : start + _CHUNK]))
+            .values(removed=True, generation=generation, refers_to=None)
+        )
+
+
+def purge(connection: sa.Connection, object_ids: Sequence[str]) -> None:
+    """Forget removed objects for good."""
+    for start in range(0, len(object_ids), _CHUNK):
+        connection.execute(wanted_object.delete().where(wanted_object.c.id.in_(object_ids[start : start + _CHUNK])))
+
+
+def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, str, str]]:
+    """Listeners and L7 policies that point at a pool, as (kind, id, id of the listener)."""
+    rows = connection.execute(
+        sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
+            wanted_object.c.refers_to == pool_id, ~wanted_object.c.removed
+        )
+    )
+    return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
+
+
+def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
+    """The whole load balancer with everything that is wanted of it, children in the order they were made.
+
+    Raises:
+        UnknownObject: nothing is recorded under this id, or it is removed.
+    """
+    rows = connection.execute(
+        sa.select(wanted_object.c.kind, wanted_object.c.parent_id, wanted_object.c.body)
+        .where(wanted_object.c.load_balancer_id == load_balancer_id, ~wanted_object.c.removed)
+        .order_by(wanted_object.c.created, wanted_object.c.id)
+    )
+    by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
+    for row in rows:
+        kind = Kind(row.kind)
+        by_parent[kind, row.parent_id].append(_DECODERS[kind].decode(row.body))
+    roots = by_parent[Kind.LOAD_BALANCER, None]
+    if not roots:
+        raise UnknownObject(f"read load balancer {load_balancer_id}", "nothing is recorded under this id")
+
+    def policy(bare: L7Policy) -> L7Policy:
+        rules: list[L7Rule] = by_parent[Kind.L7RULE, bare.id]
+        return msgspec.structs.replace(bare, rules=tuple(rules))
+
+    def listener(bare: Listener) -> Listener:
+        policies = [policy(child) for child in by_parent[Kind.L7POLICY, bare.id]]
+        return msgspec.structs.replace(bare, l7policies=tuple(sorted(policies, key=lambda one: one.position)))
+
+    def pool(bare: Pool) -> Pool:
+        members: list[Member] = by_parent[Kind.MEMBER, bare.id]
+        monitors: list[HealthMonitor] = by_parent[Kind.HEALTH_MONITOR, bare.id]
+        return msgspec.structs.replace(bare, members=tuple(members), healthmonitor=monitors[0] if monitors else None)
+
+    root: LoadBalancer = roots[0]
+    return msgspec.structs.replace(
+        root,
+        listeners=tuple(listener(bare) for bare in by_parent[Kind.LISTENER, load_balancer_id]),
+        pools=tuple(pool(bare) for bare in by_parent[Kind.POOL, load_balancer_id]),
+    )
+
+
+def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
+    """Make the rows say exactly this tree, and return its objects that were not recorded before."""
+    recorded = {
+        row.id: row.body
+        for row in connection.execute(
+            sa.select(wanted_object.c.id, wanted_object.c.body).where(
+                wanted_object.c.load_balancer_id == tree.id, ~wanted_object.c.removed
+            )
+        )
+    }
+    nodes = {node.id: node for node in flatten(tree)}
+    purge(connection, [object_id for object_id in recorded if object_id not in nodes])
+    added = [node for object_id, node in nodes.items() if object_id not in recorded]
+    insert(connection, tree.id, generation, added)
+    update(
+        connection,
+        generation,
+        [node for object_id, node in nodes.items() if object_id in recorded and _body(node) != recorded[object_id]],
+    )
+    return added
+
+
+def _body(node: Node) -> str:
+    bare: Any = node
+    if isinstance(node, LoadBalancer):
+        bare = msgspec.structs.replace(node, listeners=(), pools=())
+    elif isinstance(node, Listener):
+        bare = msgspec.structs.replace(node, l7policies=())
+    elif isinstance(node, Pool):
+        bare = msgspec.structs.replace(node, members=(), healthmonitor=None)
+    elif isinstance(node, L7Policy):
+        bare = msgspec.structs.replace(node, rules=())
+    return _ENCODER.encode(bare).decode()
+
+
+def _row(load_balancer_id: str, generation: int, node: Node) -> dict[str, Any]:
+    kind = kind_of(node)
+    reference = _REFERENCE_FIELD.get(kind)
+    return {
+        "id": node.id,
+        "kind": kind.value,
+        "load_balancer_id": load_balancer_id,
+        "parent_id": parent_id(node),
+        "refers_to": getattr(node, reference) if reference else None,
+        "created": generation,
+        "generation": generation,
+        "removed": False,
+        "body": _body(node),
+    }

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of Octavia's leaves behind: complete wanted state, a job, and who waits for it."""
+
+import inspect
+import time
+
+import pytest
+import sqlalchemy as sa
+from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET, SUBNET6, listener, load_balancer, member, pool
+from octavia_lib.api.drivers import data_models, exceptions, provider_base
+
+from amphora_driver.driver import AmphoraProviderDriver
+from amphora_driver.store import tables, wanted
+
+
+def tree(database):
+    return database.read(lambda connection: wanted.load_tree(connection, LB))
+
+
+def pending(database):
+    """Kind and id of everything that waits for the newest generation."""
+    newest = sa.select(tables.work.c.generation).scalar_subquery()
+    rows = database.read(
+        lambda connection: connection.execute(
+            sa.select(tables.status.c.kind, tables.status.c.object_id).where(tables.status.c.pending == newest)
+        ).all()
+    )
+    return {(row.kind, row.object_id) for row in rows}
+
+
+def work(database):
+    return database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
+
+
+def test_every_method_of_the_interface_is_ours_with_the_same_arguments():
+    for name, method in inspect.getmembers(provider_base.ProviderDriver, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        ours = getattr(AmphoraProviderDriver, name)
+        assert ours is not method, name
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(method).parameters), name
+
+
+def test_step_by_step_equals_one_fully_populated_call(served, database, provider):
+    stepwise = tree(database)
+    served.loadbalancer_delete(load_balancer())
+    database.write(lambda connection: [connection.execute(t.delete()) for t in (tables.wanted_object, tables.work, tables.status)])
+    provider.loadbalancer_create(
+        load_balancer(
+            listeners=[listener(default_pool_id=POOL)], pools=[pool(listener_id=data_models.Unset, members=[member(1)])]
+        )
+    )
+    assert tree(database) == stepwise
+    assert work(database).read_back
+
+
+def test_a_pool_for_a_listener_becomes_its_default_pool(served, database):
+    assert tree(database).listeners[0].default_pool_id == POOL
+    served.pool_delete(pool())
+    assert tree(database).listeners[0].default_pool_id is None
+    assert tree(database).pools == ()
+
+
+def test_member_create_waits_with_its_pool_listener_and_load_balancer(served, database):
+    served.member_create(member(2))
+    assert pending(database) == {
+        ("members", member(2).member_id), ("pools", POOL), ("listeners", LISTENER), ("loadbalancers", LB),
+    }
+    row = work(database)
+    assert (row.generation, row.dirty, row.op) == (5, True, "apply")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"weight": 7}, {"weight": 7, "name": "one"}),
+        ({"name": None}, {"weight": 1, "name": None}),
+        ({"weight": None, "monitor_port": 81}, {"weight": 1, "monitor_port": 81, "name": "one"}),
+        ({}, {"weight": 1, "name": "one"}),
+    ],
+)
+def test_update_tells_unset_none_and_value_apart(served, database, change, expected):
+    served.member_create(member(2, name="one"))
+    served.member_update(member(2), data_models.Member(member_id=member(2).member_id, **change))
+    found = next(one for one in tree(database).pools[0].members if one.id == member(2).member_id)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_batch_adds_changes_and_removes(served, database):
+    served.member_create(member(2))
+    served.member_create(member(3))
+    kept = data_models.Member(member_id=member(2).member_id, address="192.0.2.2", protocol_port=8080, weight=9)
+    served.member_batch_update(POOL, [member(4), kept, member(3)])
+    found = {one.address: one.weight for one in tree(database).pools[0].members}
+    assert found == {"192.0.2.2": 9, "192.0.2.3": 1, "192.0.2.4": 1}
+    assert ("members", member(1).member_id) in pending(database), "a member that goes is reported too"
+
+
+def test_delete_takes_everything_below(served, database):
+    monitor = data_models.HealthMonitor(
+        healthmonitor_id=MONITOR, pool_id=POOL, type="HTTP", delay=5, timeout=3, max_retries=2, max_retries_down=3,
+        admin_state_up=True, project_id="demo",
+    )
+    served.health_monitor_create(monitor)
+    assert tree(database).pools[0].healthmonitor.id == MONITOR
+    served.pool_delete(pool())
+    assert {kind for kind, _ in pending(database)} == {
+        "pools", "members", "healthmonitors", "listeners", "loadbalancers",
+    }
+
+
+def test_deleting_the_load_balancer_makes_every_child_wait(served, database):
+    served.loadbalancer_delete(load_balancer(), cascade=True)
+    assert {kind for kind, _ in pending(database)} == {"members", "pools", "listeners", "loadbalancers"}
+    assert work(database).op == "delete"
+    with pytest.raises(exceptions.NotFound):
+        served.member_create(member(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda one: one.listener_create(listener(protocol="UDP")), "UDP"),
+        (lambda one: one.listener_create(listener(insert_headers={"X-Forwarded-For": "true"})), "insert_headers"),
+        (lambda one: one.listener_update(listener(), listener(allowed_cidrs=["192.0.2.0/24"])), "allowed_cidrs"),
+        (lambda one: one.pool_create(pool(lb_algorithm="SOURCE_IP_PORT")), "SOURCE_IP_PORT"),
+        (lambda one: one.pool_update(pool(), data_models.Pool(pool_id=POOL, tls_enabled=True)), "tls_enabled"),
+        (lambda one: one.validate_flavor({"colour": "blue"}), "colour"),
+        (lambda one: one.validate_availability_zone({"colour": "blue"}), "colour"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_and_leaves_nothing(served, database, call, word):
+    before, generation = tree(database), work(database).generation
+    with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
+        call(served)
+    assert word in refusal.value.user_fault_string
+    assert tree(database) == before
+    assert work(database).generation == generation
+
+
+def test_vip_is_taken_once_and_given_back_when_the_load_balancer_is_refused(provider, database):
+    wish = {"vip_subnet_id": SUBNET, "vip_network_id": NETWORK, "vip_address": "198.51.100.77"}
+    vip, others = provider.create_vip_port(LB, "demo", wish, [{"subnet_id": SUBNET6}])
+    assert vip["vip_address"] == "198.51.100.77"
+    assert others[0]["ip_address"].startswith("2001:db8:1::")
+    assert provider.create_vip_port(LB, "demo", wish, [{"subnet_id": SUBNET6}]) == (vip, others)
+    with pytest.raises(exceptions.Conflict):
+        provider.create_vip_port("10000000-0000-4000-8000-0000000000aa", "demo", wish, [])
+    with pytest.raises(exceptions.UnsupportedOptionError):
+        provider.loadbalancer_create(load_balancer(flavor={"colour": "blue"}))
+    assert provider.create_vip_port("10000000-0000-4000-8000-0000000000aa", "demo", wish, [])[0]["vip_address"]
+    with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
+        provider.create_vip_port("10000000-0000-4000-8000-0000000000ab", "demo", {**wish, "vip_address": "203.0.113.9"}, [])
+    assert "203.0.113.9" in refusal.value.user_fault_string
+
+
+def test_a_call_costs_the_same_whatever_the_size(served, database):
+    def statements(call):
+        seen = []
+        engine = _engine()
+        listen = lambda *args: seen.append(args[2])  # noqa: E731
+        sa.event.listen(engine, "before_cursor_execute", listen)
+        try:
+            call()
+        finally:
+            sa.event.remove(engine, "before_cursor_execute", listen)
+        return len(seen)
+
+    from amphora_driver.driver import _shared
+
+    def _engine():
+        return _shared().database.engine
+
+    small = statements(lambda: served.member_create(member(2)))
+    served.member_batch_update(POOL, [member(number) for number in range(1, 251)])
+    start = time.process_time()
+    large = statements(lambda: served.member_create(member(251)))
+    spent = time.process_time() - start
+    assert small == large <= 15
+    assert spent < 0.1, "generous: the figure is in the benchmark"

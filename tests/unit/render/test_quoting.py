@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import jinja2
+import pytest
+
+from amphora_driver.errors import QuotingError
+from amphora_driver.render import quoting
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("plain", "'plain'"),
+        ("two words", "'two words'"),
+        ("it's", "'it'\\''s'"),
+        ("''", "''\\'''\\'''"),
+        ('"$HOME"', "'\"$HOME\"'"),
+        ("a#b\\c", "'a#b\\c'"),
+        ("%[src]", "'%[src]'"),
+        ("ünïcode", "'ünïcode'"),
+        ("-f", "'-f'"),
+        ("x" * 2048, "'" + "x" * 2048 + "'"),
+    ],
+)
+def test_text(value, word):
+    assert quoting.text(value, "it") == word
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "a\nb", "a\rb", "a\0b", "a\tb", "\x7f", "\x85", "\u2028", "\ud800", "x" * 2049, "ü" * 1025, None, 5, b"x"],
+    ids=repr,
+)
+def test_text_refuses(value):
+    with pytest.raises(QuotingError) as caught:
+        quoting.text(value, "the field", "the-id")
+    assert "the field" in str(caught.value)
+    assert caught.value.object_id == "the-id"
+
+
+def test_what_looks_like_a_flag():
+    with pytest.raises(QuotingError, match="flag"):
+        quoting.text("-f", "it", flag_position=True)
+
+
+def test_log_format_doubles_percent():
+    assert quoting.log_format("100% %[src] %%", "it") == "'100%% %%[src] %%%%'"
+
+
+@pytest.mark.parametrize("value", ["a", "0b9d", "52cf5fb1-5a1e-4f0c-93a5-0f6a8b6d8f4d", "a.b_c-d", "x" * 64])
+def test_identifier(value):
+    assert quoting.identifier(value, "it") == value
+
+
+@pytest.mark.parametrize("value", ["", "-a", "a b", "a:b", "a\n", "a'", "é", "x" * 65, None, 7])
+def test_identifier_refuses(value):
+    with pytest.raises(QuotingError):
+        quoting.identifier(value, "it")
+
+
+@pytest.mark.parametrize("value", ["", "-a", "a b", "a\n", "a'", "a#", "a$", "a\\", None])
+def test_token_refuses(value):
+    with pytest.raises(QuotingError):
+        quoting.token(value, "it")
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("198.51.100.5", "198.51.100.5:80"),
+        ("2001:DB8:0:0::5", "[2001:db8::5]:80"),
+        ("::ffff:192.0.2.1", "[::ffff:c000:201]:80"),
+    ],
+)
+def test_endpoint(value, word):
+    assert quoting.endpoint(value, 80, "it") == word
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "host",
+        "0.0.0.0",
+        "::",
+        "1.2.3",
+        "1.2.3.4/24",
+        "1.2.3.4:80",
+        "1.2.3.4 ",
+        "1.2.3.4\n",
+        "010.1.1.1",
+        "fe80::1%eth0",
+        "fe80::1%a b\nbackend x",
+        "unix@/run/x",
+        "١.1.1.1",
+        None,
+        16909060,
+        [],
+    ],
+    ids=repr,
+)
+def test_address_refuses(value):
+    with pytest.raises(QuotingError):
+        quoting.address(value, "it")
+
+
+@pytest.mark.parametrize("value", [0, -1, 65536, True, "80", 80.0, None])
+def test_port_refuses(value):
+    with pytest.raises(QuotingError):
+        quoting.port(value, "it")
+
+
+def test_times():
+    assert quoting.milliseconds(50000, "it") == "50000ms"
+    assert quoting.seconds(5, "it") == "5s"
+    for make, value in [(quoting.milliseconds, 0), (quoting.milliseconds, 2**31), (quoting.seconds, 2147484)]:
+        with pytest.raises(QuotingError):
+            make(value, "it")
+
+
+def test_long_values_are_cut_in_messages():
+    with pytest.raises(QuotingError) as caught:
+        quoting.token("'" * 5000, "it")
+    assert len(str(caught.value)) < 300
+
+
+def environment() -> jinja2.Environment:
+    return jinja2.Environment(undefined=jinja2.StrictUndefined, finalize=quoting.finalize)
+
+
+@pytest.mark.parametrize("value", ["plain", 1.0, True, None, ["x"], b"x"], ids=repr)
+def test_a_template_cannot_print_what_is_not_quoted(value):
+    with pytest.raises(TypeError, match="unquoted"):
+        environment().from_string("{{ value }}").render(value=value)
+
+
+@pytest.mark.parametrize("expression", ["value ~ 'x'", "value | upper", "value.upper()", "'x'", "value ~ value"])
+def test_what_is_made_of_quoted_values_is_not_quoted(expression):
+    with pytest.raises(TypeError, match="unquoted"):
+        environment().from_string("{{ " + expression + " }}").render(value=quoting.token("a", "it"))
+
+
+def test_a_template_prints_quoted_values_and_integers():
+    text = environment().from_string("{{ a }} {{ b }}").render(a=quoting.text("x y", "it"), b=5)
+    assert text == "'x y' 5"
+
+
+def test_quoted_cannot_be_made_by_hand():
+    with pytest.raises(TypeError):
+        quoting.Quoted("evil")
+    with pytest.raises(TypeError):
+        quoting.backend_name("a", "b")
+    with pytest.raises(TypeError):
+        quoting.words([quoting.token("a", "it"), "b"])
