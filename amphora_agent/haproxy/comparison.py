@@ -45,10 +45,11 @@ class AddServer:
 
 @dataclass(frozen=True)
 class RemoveServer:
-    """A server that is no longer wanted."""
+    """A server that is no longer wanted; one that was disabled has nothing to drain."""
 
     backend: str
     name: str
+    disabled: bool
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,9 @@ def _servers(old: Section, new: Section, configuration: Configuration) -> Runtim
         if was.disabled != server.disabled:
             steps.append(SetMaintenance(new.name, name, server.disabled))
             reasons.append(f"member {name} {'disabled' if server.disabled else 'enabled'}")
-    for name in before:
+    for name, server in before.items():
         if name not in after:
-            steps.append(RemoveServer(new.name, name))
+            steps.append(RemoveServer(new.name, name, server.disabled))
             reasons.append(f"member {name} removed")
     return Runtime(tuple(steps), _shortened(reasons))
 

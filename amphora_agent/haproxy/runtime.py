@@ -113,7 +113,7 @@ def carry_out(steps: Iterable[Step], worker: Socket) -> None:
             case AddServer():
                 _add(worker, f"{step.backend}/{step.server.name}", step.server)
             case RemoveServer():
-                _remove(worker, f"{step.backend}/{step.name}")
+                _remove(worker, step)
             case SetWeight():
                 worker.order(f"set server {step.backend}/{step.name} weight {step.weight}")
             case SetMaintenance():
@@ -129,15 +129,28 @@ def _add(worker: Socket, name: str, server: Server) -> None:
         worker.order(f"enable server {name}")
 
 
-def _remove(worker: Socket, name: str) -> None:
-    """Take a server out, waiting a moment for the requests it still answers."""
-    worker.order(f"set server {name} state maint")
+def _remove(worker: Socket, step: RemoveServer) -> None:
+    """Take a server out, waiting a moment for the requests it still answers.
+
+    Draining comes first because maintenance closes the connections that are idle at that moment: one that becomes
+    idle later would keep the server from being deleted for another five seconds.
+    """
+    name = f"{step.backend}/{step.name}"
     deadline = time.monotonic() + REMOVAL_SECONDS
-    while True:
-        answer = worker.ask(f"del server {name}").strip()
-        if answer == _DELETED:
-            return
-        if time.monotonic() >= deadline:
-            raise HaproxyError(f"remove server {name} at run time", answer)
-        # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
-        time.sleep(_POLL_SECONDS)
+    if not step.disabled:
+        worker.order(f"set server {name} state drain")
+        while _connections(worker, step) and time.monotonic() < deadline:
+            # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
+            time.sleep(_POLL_SECONDS)
+    worker.order(f"set server {name} state maint")
+    worker.order(f"del server {name}", _DELETED)
+
+
+def _connections(worker: Socket, step: RemoveServer) -> int:
+    """The connections on which a server answers a request now."""
+    lines = [line.split() for line in worker.ask(f"show servers conn {step.backend}").splitlines()]
+    if not lines or "used_cur" not in lines[0]:
+        return 0
+    column = lines[0].index("used_cur") - 1  # the first word of the head is its '#'
+    used = [int(words[column]) for words in lines[1:] if words and words[0] == f"{step.backend}/{step.name}"]
+    return used[0] if used else 0

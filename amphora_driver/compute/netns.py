@@ -3,7 +3,8 @@
 
 Invariant: all that is known of an amphora lies in its folder, which is the first thing made and the last removed;
 every step in between finds what an earlier, interrupted attempt left. One process at a time works on an
-amphora (a lock on its folder), many amphorae are worked on at once. An amphora survives the process that booted it.
+amphora (a lock on its folder), many amphorae are worked on at once. An amphora survives the process that
+booted it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class NetnsCompute:
         self._management: str = options.management_network
         self._switch = Switch(conf.network_local.switch, options.management_network)
 
-    # --- the backend's interface --------------------------------------------------------------------------------
+    # --- the backend's interface ---------------------------------------------------------------------------
 
     def boot(self, order: BootOrder) -> Machine:
         """Boot the amphora, or find the one already booted under this id."""
@@ -112,7 +113,7 @@ class NetnsCompute:
             if folder.is_dir():
                 shutil.rmtree(folder)
 
-    # --- what the sandbox and tests ask besides -------------------------------------------------------------------
+    # --- what the sandbox and tests ask besides ------------------------------------------------------------
 
     def namespace(self, amphora_id: str) -> str:
         """The name of the amphora's management namespace."""
@@ -124,7 +125,7 @@ class NetnsCompute:
             return []
         return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ---------------------------------------------------------------------------------------------
 
     def _machine(self, amphora_id: str) -> Machine | None:
         folder = self._path(amphora_id)
@@ -161,9 +162,7 @@ class NetnsCompute:
         for segment in self._network.networks():
             if segment.id == network_id:
                 return segment
-        raise ComputeError(
-            wanted, f"network {network_id} does not exist", "See [compute_netns] management_network."
-        )
+        raise ComputeError(wanted, f"network {network_id} does not exist", "See [compute_netns] management_network.")
 
     def _start(self, amphora_id: str, folder: Path) -> None:
         spec = folder / "spec.json"
@@ -181,9 +180,7 @@ class NetnsCompute:
             *(self._python, "-m", "amphora_agent.supervisor", str(spec)),
         ]
         environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-        process = spawn(
-            argv, {**environment, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}, folder / "console.log"
-        )
+        process = spawn(argv, {**environment, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}, folder / "console.log")
         _write(folder / "process.json", msgspec.json.encode(process))
 
     def _process(self, amphora_id: str) -> Process | None:
@@ -192,7 +189,8 @@ class NetnsCompute:
         try:
             return msgspec.json.decode((folder / "process.json").read_bytes(), type=Process)
         except FileNotFoundError:
-            # The outermost was started before its child. Whoever boots this amphora just now writes the record soon.
+            # The outermost was started before its child. Whoever boots this amphora just now writes the
+            # record soon.
             found = sorted(find(str(folder / "spec.json")), key=lambda process: process.started)
             return found[0] if found else None
 
@@ -209,20 +207,16 @@ class NetnsCompute:
         """Whether it is there, still outside or (the agent moves it in this direction only) inside."""
         if bridges.has_mac(self._place(amphora_id), mac):
             return True
-        return any(
-            bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children()
-        )
+        return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())
 
-    # --- folders --------------------------------------------------------------------------------------------------
+    # --- folders -------------------------------------------------------------------------------------------
 
     def _place(self, amphora_id: str) -> Path:
         return namespaces.path(self.namespace(amphora_id))
 
     def _path(self, amphora_id: str) -> Path:
         if not _ID.fullmatch(amphora_id):
-            raise ComputeError(
-                f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora"
-            )
+            raise ComputeError(f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora")
         return self._directory / amphora_id
 
     @contextmanager

@@ -2,7 +2,8 @@
 """Processes that outlive whoever started them, and are found again.
 
 Invariant: a process is known by its number *and* the moment it started, so that a number the kernel has given to
-somebody else since is never signalled; signals travel through a pidfd that was opened before that was checked.
+somebody else since is never signalled; signals travel through a pidfd that was opened before that was
+checked.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ def identify(pid: int) -> Process | None:
     return None if found is None else Process(pid, found[1], _boot())
 
 
-def spawn(
-    argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None
-) -> Process:
+def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None) -> Process:
     """Start a program in a session of its own, with its output appended to a log.
 
     Args:

@@ -124,7 +124,7 @@ class Ledger:
 class _Page:
     """One amphora's page: each thing it named, with the moment it did."""
 
-    __slots__ = ("_listeners", "_pools", "generation", "order", "seen")
+    __slots__ = ("_at_most", "_listeners", "_pools", "generation", "order", "seen")
 
     def __init__(self, order: tuple[int, int]) -> None:
         self.order = order
@@ -132,23 +132,24 @@ class _Page:
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolPage] = {}
+        self._at_most = 0
 
     def merge(self, report: Report, now: float) -> None:
         """Add what a newer datagram says; what belongs to another generation is forgotten."""
-        if report.generation != self.generation or self._names() > _MOST_NAMES:
+        if report.generation != self.generation or self._too_many():
             self.generation = report.generation
             self._listeners.clear()
             self._pools.clear()
+            self._at_most = 0
         for listener_id, listener in report.listeners.items():
             self._listeners[listener_id] = (now, listener)
         for key, pool in report.pools.items():
             page = self._pools.get(key)
             if page is None:
                 page = self._pools[key] = _PoolPage()
-            page.seen, page.status = now, pool.status
-            # One tuple per member costs more than all the rest: the members of one datagram share its time.
-            page.parts = [part for part in page.parts if not part[1].keys() <= pool.members.keys()]
-            page.parts.append((now, pool.members))
+            page.say(now, pool)
+            self._at_most += len(pool.members) + 2
+        self._at_most += len(report.listeners)
 
     def report(self, amphora_id: str, earliest: float) -> Report:
         """All that was said since `earliest`; what was said before that is dropped for good."""
@@ -161,8 +162,12 @@ class _Page:
             amphora_id=amphora_id,
         )
 
-    def _names(self) -> int:
-        return len(self._listeners) + sum(pool.names() for pool in self._pools.values())
+    def _too_many(self) -> bool:
+        # Counting takes longer than merging: it is done only when the sum of all that came could be too much.
+        if self._at_most <= _MOST_NAMES:
+            return False
+        self._at_most = len(self._listeners) + sum(pool.names() for pool in self._pools.values())
+        return self._at_most > _MOST_NAMES // 2
 
 
 class _PoolPage:
@@ -174,6 +179,14 @@ class _PoolPage:
         self.seen = 0.0
         self.status = ""
         self.parts: list[tuple[float, dict[str, str]]] = []
+
+    def say(self, now: float, pool: PoolReport) -> None:
+        """Add what a newer datagram says; parts of which it names everything anew are of no use any more."""
+        self.seen, self.status = now, pool.status
+        names = pool.members.keys()
+        # The members of one datagram share its time: a time for each would cost more than all the rest.
+        self.parts = [part for part in self.parts if not part[1].keys() <= names]
+        self.parts.append((now, pool.members))
 
     def report(self, earliest: float) -> PoolReport:
         self.parts = [part for part in self.parts if part[0] >= earliest]

@@ -143,12 +143,17 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
                 connection.execute(_UPDATE, _bound(row))
 
 
+def _new(name: str) -> sa.BindParameter[int]:
+    # Typed: within CASE a database cannot always tell.
+    return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
+
+
 def _update() -> sa.Update:
     """Take the higher of each counter, and only if that makes a difference: a batch may be written twice."""
-    higher = [_TABLE.c[name] < sa.bindparam(f"new_{name}") for name in _COUNTERS]
-    active: sa.BindParameter[int] = sa.bindparam("new_active_connections")
+    higher = [_TABLE.c[name] < _new(name) for name in _COUNTERS]
+    active = _new("active_connections")
     values: dict[str, Any] = {
-        name: sa.case((condition, sa.bindparam(f"new_{name}")), else_=_TABLE.c[name])
+        name: sa.case((condition, _new(name)), else_=_TABLE.c[name])
         for name, condition in zip(_COUNTERS, higher, strict=True)
     }
     return (

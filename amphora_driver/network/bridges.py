@@ -55,9 +55,7 @@ class Switch:
 
         namespaces.routing(namespaces.path(self._name), work)
 
-    def connect(
-        self, port: Port, segment: Segment, owner: str, place: str | Path, interface: str | None
-    ) -> None:
+    def connect(self, port: Port, segment: Segment, owner: str, place: str | Path, interface: str | None) -> None:
         """Lay a cable from the port's bridge into the namespace at `place`, unless it is there.
 
         Args:
@@ -68,14 +66,13 @@ class Switch:
             interface: name of the far end; None for one made from the port's id.
         """
         near, far = near_end(port.id), interface or far_end(port.id)
+
         def work(kernel: Any) -> None:
             if not kernel.link_lookup(ifname=near):
                 self._lay(kernel, near, port, far, namespace.fileno())
             bridge = kernel.link_lookup(ifname=segment.bridge)
             if not bridge:
-                raise NetworkError(
-                    f"connect port {port.id}", f"there is no bridge {segment.bridge} in {self._name}"
-                )
+                raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {self._name}")
             index = kernel.link_lookup(ifname=near)[0]
             kernel.link("set", index=index, master=bridge[0], ifalias=owner, state="up")
 
@@ -135,9 +132,7 @@ def _try_add_veth(kernel: Any, near: str, mtu: int, peer: dict[str, Any]) -> boo
         kernel.link("add", kind="veth", ifname=near, mtu=mtu, peer=peer)
     except NetlinkError as error:
         if error.code != errno.EEXIST:
-            raise NetworkError(
-                f"make the cable {near} to {peer['ifname']}", os.strerror(error.code)
-            ) from error
+            raise NetworkError(f"make the cable {near} to {peer['ifname']}", os.strerror(error.code)) from error
         return False
     return True
 

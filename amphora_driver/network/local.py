@@ -44,7 +44,7 @@ class LocalNetwork:
         self._database = database
         self._management: str = conf.compute_netns.management_network
 
-    # --- the backend's interface -------------------------------------------------------------------------
+    # --- the backend's interface ---------------------------------------------------------------------------
 
     def allocate_vip(
         self,
@@ -84,9 +84,7 @@ class LocalNetwork:
         attempt = f"make a port for {owner} on network {network_id}"
 
         def find(connection: sa.Connection) -> Port | None:
-            row = rows.port_row(
-                connection, local_port.c.owner == owner, local_port.c.network_id == network_id
-            )
+            row = rows.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
             return None if row is None else rows.read_port(connection, row)
 
         def work(connection: sa.Connection) -> Port:
@@ -94,16 +92,11 @@ class LocalNetwork:
             port = find(connection)
             have = set() if port is None else {fixed.subnet_id for fixed in port.addresses}
             missing = [
-                rows.subnet_range(connection, subnet_id, attempt)
-                for subnet_id in subnet_ids
-                if subnet_id not in have
+                rows.subnet_range(connection, subnet_id, attempt) for subnet_id in subnet_ids if subnet_id not in have
             ]
             for subnet in missing:
                 rows.same_network(subnet, network_id, attempt)
-            fixed = [
-                FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt))
-                for s in missing
-            ]
+            fixed = [FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt)) for s in missing]
             if port is None:
                 return rows.make_port(connection, segment, owner, fixed)
             rows.add_addresses(connection, port.id, fixed, len(have))
@@ -133,7 +126,7 @@ class LocalNetwork:
         found = self._database.read(lambda c: rows.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
 
-    # --- what the one machine's operator and its users say -----------------------------------------------
+    # --- what the one machine's operator and its users say -------------------------------------------------
 
     def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
         """Write a network down; no error if it is there already."""
@@ -193,9 +186,7 @@ class LocalNetwork:
         attempt = f"make a port for {owner} on network {network_id}"
 
         def work(connection: sa.Connection) -> Port:
-            row = rows.port_row(
-                connection, local_port.c.owner == owner, local_port.c.network_id == network_id
-            )
+            row = rows.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
             if row is not None:
                 return rows.read_port(connection, row)
             segment = rows.lock_network(connection, network_id, attempt)
@@ -216,9 +207,7 @@ class LocalNetwork:
                 FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt))
                 for s in rows.subnet_ranges(connection, network_id)
             ]
-            return rows.make_port(
-                connection, segment, rows.user_owner(port_id), fixed, port_id=port_id, ours=False
-            )
+            return rows.make_port(connection, segment, rows.user_owner(port_id), fixed, port_id=port_id, ours=False)
 
         return self._database.write(work)
 
@@ -239,7 +228,7 @@ class LocalNetwork:
 
         self._database.write(work)
 
-    # --- inside one transaction --------------------------------------------------------------------------
+    # --- inside one transaction ----------------------------------------------------------------------------
 
     def _ports(self, condition: Any) -> tuple[Port, ...]:
         query = rows.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
@@ -252,9 +241,7 @@ class LocalNetwork:
         networks = {subnet.network_id for subnet in subnets}
         if len(networks) != 1:
             names = ", ".join(str(subnet) for subnet in subnets) or "none"
-            raise UnsupportedOption(
-                attempt, f"its VIPs must be on one network, and these subnets are not: {names}"
-            )
+            raise UnsupportedOption(attempt, f"its VIPs must be on one network, and these subnets are not: {names}")
         self._refuse_management(networks, attempt)
         segment = rows.lock_network(connection, networks.pop(), attempt)
         fixed: list[FixedAddress] = []

@@ -2,8 +2,8 @@
 """Network namespaces of this machine: made, entered for one function, removed.
 
 Invariant: no thread but one made for the purpose ever leaves its namespace, and nothing here forks: threads of
-a controller work beside each other. (pyroute2's own `NetNS` forks a child for each socket, `os.setns` is newer
-than our oldest Python.) A namespace has a name exactly as long as it is mounted under ``/run/netns``.
+a controller work beside each other. (pyroute2's own `NetNS` forks a child for each socket, `os.setns` is
+newer than our oldest Python.) A namespace has a name exactly as long as it is mounted under ``/run/netns``.
 """
 
 from __future__ import annotations

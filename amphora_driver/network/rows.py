@@ -20,9 +20,7 @@ from amphora_driver.network.addresses import AddressRange, Segment
 from amphora_driver.network.interface import FixedAddress, Port, VipRequest
 from amphora_driver.store.tables import local_address, local_network, local_port, local_subnet
 
-PORTS = sa.select(local_port, local_network.c.mtu).join(
-    local_network, local_network.c.id == local_port.c.network_id
-)
+PORTS = sa.select(local_port, local_network.c.mtu).join(local_network, local_network.c.id == local_port.c.network_id)
 
 
 def user_owner(port_id: str) -> str:
@@ -50,9 +48,7 @@ def to_range(row: Any) -> AddressRange:
 
 def lock_network(connection: sa.Connection, network_id: str, attempt: str) -> Segment:
     """The network, locked: whoever hands out its addresses waits here for the one before."""
-    row = connection.execute(
-        sa.select(local_network).where(local_network.c.id == network_id).with_for_update()
-    ).first()
+    row = connection.execute(sa.select(local_network).where(local_network.c.id == network_id).with_for_update()).first()
     if row is None:
         raise UnsupportedOption(attempt, f"network {network_id} does not exist")
     return to_segment(row)
@@ -71,9 +67,7 @@ def subnet_ranges(connection: sa.Connection, network_id: str | None) -> tuple[Ad
     query = sa.select(local_subnet).order_by(local_subnet.c.name)
     if network_id is not None:
         query = query.where(local_subnet.c.network_id == network_id)
-    return tuple(
-        sorted((to_range(row) for row in connection.execute(query)), key=lambda found: found.version)
-    )
+    return tuple(sorted((to_range(row) for row in connection.execute(query)), key=lambda found: found.version))
 
 
 def same_network(subnet: AddressRange, network_id: str, attempt: str) -> None:
@@ -111,14 +105,10 @@ def choose_address(
 ) -> FixedAddress:
     """The address asked for, if it can be had, or a free one."""
     if not address:
-        return FixedAddress(
-            subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken)
-        )
+        return FixedAddress(subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken))
     text = addresses.check(addresses.read(address, attempt), subnet, attempt)
     if text in {*taken_addresses(connection, subnet), *also_taken}:
-        raise Conflict(
-            attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider."
-        )
+        raise Conflict(attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider.")
     return FixedAddress(subnet_id=subnet.id, address=text)
 
 
@@ -130,9 +120,7 @@ def checked_addresses(
     for one in wanted:
         subnet = subnet_range(connection, one.subnet_id, attempt)
         same_network(subnet, network_id, attempt)
-        fixed.append(
-            choose_address(connection, subnet, one.address, attempt, [have.address for have in fixed])
-        )
+        fixed.append(choose_address(connection, subnet, one.address, attempt, [have.address for have in fixed]))
     return fixed
 
 
@@ -142,9 +130,7 @@ def taken_addresses(connection: sa.Connection, subnet: AddressRange) -> set[str]
     return set(connection.execute(query).scalars())
 
 
-def free_address(
-    connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()
-) -> str:
+def free_address(connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()) -> str:
     """An address nobody has."""
     return addresses.lowest_free(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
 
@@ -161,9 +147,7 @@ def read_port(connection: sa.Connection, row: Any) -> Port:
         .where(local_address.c.port_id == row.id)
         .order_by(local_address.c.ordinal)
     )
-    fixed = tuple(
-        FixedAddress(subnet_id=found.subnet_id, address=found.address) for found in connection.execute(query)
-    )
+    fixed = tuple(FixedAddress(subnet_id=found.subnet_id, address=found.address) for found in connection.execute(query))
     return Port(id=row.id, network_id=row.network_id, mac=row.mac, mtu=row.mtu, addresses=fixed)
 
 
@@ -202,9 +186,7 @@ def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAd
         attempt += 1
 
 
-def add_addresses(
-    connection: sa.Connection, port_id: str, fixed: Sequence[FixedAddress], ordinal: int
-) -> None:
+def add_addresses(connection: sa.Connection, port_id: str, fixed: Sequence[FixedAddress], ordinal: int) -> None:
     """Give a port more addresses; the first of them has this ordinal."""
     if fixed:
         rows = [

@@ -55,9 +55,7 @@ def member(number: int, address: str = "", **more) -> Member:
 
 def monitor(kind: str = "HTTP", **more) -> HealthMonitor:
     more = {"delay": 5, "timeout": 3, "max_retries": 2, "max_retries_down": 3, **more}
-    return HealthMonitor(
-        id="4ea17400-0000-4000-8000-000000000001", pool_id=pool_id(1), type=MonitorType(kind), **more
-    )
+    return HealthMonitor(id="4ea17400-0000-4000-8000-000000000001", pool_id=pool_id(1), type=MonitorType(kind), **more)
 
 
 def balancer(listeners=(), pools=(), **more) -> LoadBalancer:

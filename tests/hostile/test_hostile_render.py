@@ -44,26 +44,26 @@ def monitor(**changes) -> LoadBalancer:
     return change(LB, pools=(change(POOL, healthmonitor=change(MONITOR, **changes)),))
 
 
-# Every text of the model that reaches the configuration, or that somebody could think does: a load balancer with the
-# value in that field, and the object it belongs to.
+# Every text of the model that reaches the configuration, or that somebody could think does: a load balancer with
+# the value in that field, and the object it belongs to (None where the value is the object's id).
 FIELDS = {
-    "vip address": (lambda v: change(LB, additional_vips=(change(VIP, address=v),)), lambda v: "b"),
-    "listener id": (lambda v: change(LB, listeners=(change(LISTENER, id=v),)), lambda v: v),
-    "listener name": (lambda v: change(LB, listeners=(change(LISTENER, name=v),)), lambda v: "l1"),
+    "vip address": (lambda v: change(LB, additional_vips=(change(VIP, address=v),)), "b"),
+    "listener id": (lambda v: change(LB, listeners=(change(LISTENER, id=v),)), None),
+    "listener name": (lambda v: change(LB, listeners=(change(LISTENER, name=v),)), "l1"),
     "pool id": (
         lambda v: change(LB, listeners=(change(LISTENER, default_pool_id=v),), pools=(change(POOL, id=v),)),
-        lambda v: v,
+        None,
     ),
-    "pool name": (lambda v: change(LB, pools=(change(POOL, name=v),)), lambda v: "p1"),
-    "member id": (lambda v: member(id=v), lambda v: v),
-    "member name": (lambda v: member(name=v), lambda v: "m1"),
-    "member address": (lambda v: member(address=v), lambda v: "m1"),
-    "monitor address": (lambda v: member(monitor_address=v), lambda v: "m1"),
-    "http_method": (lambda v: monitor(http_method=v), lambda v: "h1"),
-    "url_path": (lambda v: monitor(url_path=v), lambda v: "h1"),
-    "url_path tail": (lambda v: monitor(url_path=f"/{v}"), lambda v: "h1"),
-    "expected_codes": (lambda v: monitor(expected_codes=v), lambda v: "h1"),
-    "domain_name": (lambda v: monitor(domain_name=v), lambda v: "h1"),
+    "pool name": (lambda v: change(LB, pools=(change(POOL, name=v),)), "p1"),
+    "member id": (lambda v: member(id=v), None),
+    "member name": (lambda v: member(name=v), "m1"),
+    "member address": (lambda v: member(address=v), "m1"),
+    "monitor address": (lambda v: member(monitor_address=v), "m1"),
+    "http_method": (lambda v: monitor(http_method=v), "h1"),
+    "url_path": (lambda v: monitor(url_path=v), "h1"),
+    "url_path tail": (lambda v: monitor(url_path=f"/{v}"), "h1"),
+    "expected_codes": (lambda v: monitor(expected_codes=v), "h1"),
+    "domain_name": (lambda v: monitor(domain_name=v), "h1"),
 }
 
 # Where the value stands in the directives when it is taken; what stands around it never changes.
@@ -82,7 +82,7 @@ def check(field: str, value: str) -> str | None:
     make, at_fault = FIELDS[field]
     rendered = render(make(value))
     if rendered.refused:
-        assert at_fault(value) in {error.object_id for error in rendered.refused}
+        assert (at_fault or value) in {error.object_id for error in rendered.refused}
         for found in directives(rendered.text or ""):
             assert found in BASE or found[0] == "server", "a refused value left a trace"
         return None
@@ -95,7 +95,9 @@ def check(field: str, value: str) -> str | None:
         (line,) = (line for line in found if line[:2] == start.split())
         (base,) = (line for line in BASE if line[:2] == start.split())
         wanted = f"/{value}" if field == "url_path tail" else value
-        assert line[index].replace(" ", "") == wanted.replace(" ", "")
+        if field == "expected_codes":
+            wanted = wanted.replace(" ", "")
+        assert line[index] == wanted
         assert line[:index] + line[index + 1 :] == base[:index] + base[index + 1 :]
     return rendered.text
 

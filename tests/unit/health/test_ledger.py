@@ -131,12 +131,14 @@ def test_forget(ledger):
 
 def test_an_amphora_cannot_fill_our_memory(ledger, monkeypatch):
     monkeypatch.setattr("amphora_driver.health.ledger._MOST_NAMES", 100)
+    most = 0
     for number in range(1000):
         listeners = {f"l{number}": OPEN}
         pools = {"p": pool(**{f"m{number}": "UP"}), f"p{number}": pool()}
         ledger.accept(heartbeat(number, Report(1, listeners, pools)), 0)
-    page = ledger._pages["a"]
-    assert page._names() < 110
+        held = ledger.reports(["a"], 0)["a"]
+        most = max(most, len(held.listeners) + len(held.pools["p"].members))
+    assert 20 < most < 250
 
 
 def test_repeating_the_same_takes_no_more_memory(ledger):
@@ -171,5 +173,5 @@ def test_speed(capsys):
         ledger.accept(heartbeat(number, report), number / 1000)
     each = (time.process_time() - begin) / 2000
     with capsys.disabled():
-        print(f"\nledger: {each * 1e6:.1f} us for 7 listeners, 56 members")
+        print(f"\nledger: {each * 1e6:.1f} us for 7 listeners, 56 members")  # noqa: T201 - the figure is what it is for
     assert each < 500e-6

@@ -93,7 +93,7 @@ def test_endpoint(value, word):
         "fe80::1%eth0",
         "fe80::1%a b\nbackend x",
         "unix@/run/x",
-        "١.1.1.1",
+        "\u0661.1.1.1",
         None,
         16909060,
         [],

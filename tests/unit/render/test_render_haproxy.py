@@ -170,7 +170,10 @@ def test_a_refused_monitor_leaves_the_pool_without_checks():
         ({"backup": True}, "server m1 192.0.2.1:80 weight 1 check inter 5s fall 3 rise 2 backup"),
         ({"admin_state_up": False}, "server m1 192.0.2.1:80 weight 1 check inter 5s fall 3 rise 2 disabled"),
         ({"monitor_port": 9}, "server m1 192.0.2.1:80 weight 1 check inter 5s fall 3 rise 2 port 9"),
-        ({"monitor_address": "2001:db8::1"}, "server m1 192.0.2.1:80 weight 1 check inter 5s fall 3 rise 2 addr [2001:db8::1]"),  # noqa: E501
+        (
+            {"monitor_address": "2001:db8::1"},
+            "server m1 192.0.2.1:80 weight 1 check inter 5s fall 3 rise 2 addr [2001:db8::1]",
+        ),
         ({"address": "2001:db8::1"}, "server m1 [2001:db8::1]:80 weight 1 check inter 5s fall 3 rise 2"),
     ],
 )

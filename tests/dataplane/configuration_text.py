@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration texts as a controller writes them.
+
+Invariant: names are those of docs/agent-api.md: listeners, pools and members by their ids.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from amphora_lab import MEMBERS, VIP, VIP6
+
+LISTENER, SECOND, POOL = (str(uuid.uuid5(uuid.NAMESPACE_DNS, name)) for name in ("one", "two", "pool"))
+MEMBER_IDS = {name: str(uuid.uuid5(uuid.NAMESPACE_DNS, name)) for name in MEMBERS}
+DEFAULTS = """defaults
+    mode http
+    balance roundrobin
+    retries 3
+    option redispatch
+    option idle-close-on-response
+    timeout connect 2s
+    timeout client 10s
+    timeout server 10s
+"""
+
+
+def server(name: str, keywords: str = "weight 1 check inter 200 fall 1 rise 1") -> str:
+    return f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 {keywords}\n"
+
+
+def listener(members, *, listener_id: str = LISTENER, port: int = 80, extra: str = "", **keywords: str) -> str:
+    lines = "".join(server(name, keywords[name]) if name in keywords else server(name) for name in members)
+    return (
+        f"frontend {listener_id}\n    bind {VIP}:{port}\n    bind [{VIP6}]:{port}\n"
+        f"    default_backend {POOL}:{listener_id}\n"
+        f"backend {POOL}:{listener_id}\n    option httpchk GET /health\n{extra}{lines}"
+    )
+
+
+def text(*listeners: str) -> str:
+    return DEFAULTS + "".join(listeners)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: one network for the run, one amphora for each test."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
+from throwaway_authority import Authority
+
+from amphora_agent.stats.codec import decode
+
+
+@pytest.fixture(scope="session")
+def network():
+    made = Network(f"dp{os.getpid()}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def authority():
+    return Authority("controllers")
+
+
+@pytest.fixture
+def amphora(network, authority, tmp_path):
+    network.plug()
+    made = Amphora(network, tmp_path, authority)
+    try:
+        made.start()
+        eventually(made.answers, "the agent answers")
+        yield made
+    finally:
+        made.power_off()
+        network.unplug()
+
+
+class Mailbox:
+    """The controller's end of the heartbeats."""
+
+    def __init__(self, amphora: Amphora) -> None:
+        self._key = amphora.key
+        self._socket = amphora.network.thread("ctl").run(self._open)
+
+    @staticmethod
+    def _open():
+        opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        opened.bind((CONTROLLER, HEARTBEATS))
+        opened.settimeout(10)
+        return opened
+
+    def next(self):
+        return decode(self._socket.recv(65536), self._key)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def mailbox(amphora):
+    made = Mailbox(amphora)
+    yield made
+    made.close()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever dies, the rest lives, and what died comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from amphora_lab import VIP, Client, alive, children, descendants, eventually, get
+from configuration_text import LISTENER, listener, text
+
+pytestmark = pytest.mark.root
+
+
+def serves(amphora) -> bool:
+    try:
+        return amphora.network.thread("cl").run(get, VIP, 80, "/", 1.0)[0] == 200
+    except OSError:
+        return False
+
+
+def test_haproxy_killed_comes_back(amphora):
+    amphora.push(1, text(listener(["m1"])))
+    before = amphora.status("haproxy")["pid"]
+    os.kill(amphora.outside_pid(before), signal.SIGKILL)
+    eventually(lambda: amphora.status("haproxy")["pid"] not in (None, before), "HAProxy is started again")
+    eventually(lambda: serves(amphora), "HAProxy serves again")
+    status, answer = amphora.push(2, text(listener(["m1", "m2"])))
+    assert (status, answer["how"]) == (200, "runtime")
+
+
+@pytest.mark.parametrize("victim", ["master", "worker"])
+def test_the_agent_killed_comes_back_and_haproxy_is_untouched(amphora, victim):
+    amphora.push(7, text(listener(["m1"])))
+    haproxy = amphora.status("haproxy")["pid"]
+    master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
+    (worker,) = children(master)
+    killed = master if victim == "master" else worker
+    with Client(amphora.network) as client:
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: not alive(killed), "it is dead")
+        eventually(amphora.answers, "the agent answers")
+        eventually(lambda: amphora.push(8, text(listener(["m1", "m2"])))[0] == 200, "it applies")
+        client.hears("m2")
+    assert client.failures == []
+    assert amphora.status("haproxy")["pid"] == haproxy
+
+
+def test_a_power_cut_leaves_the_last_confirmed_bundle(amphora, network):
+    amphora.push(7, text(listener(["m1", "m2"])))
+    assert amphora.push(8, text(listener(["m1"], m1="chek")))[0] == 422
+    amphora.power_off()
+    network.unplug()
+    amphora.start()
+    eventually(amphora.answers, "the agent answers")
+    assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 7
+    network.plug()
+    eventually(lambda: serves(amphora), "the last confirmed bundle is served")
+    assert amphora.push(6, text(listener(["m1"])))[0] == 409
+    assert amphora.push(7, text(listener(["m1", "m2"])))[1]["how"] == "unchanged"
+
+
+def test_termination_ends_everything(amphora):
+    amphora.push(1, text(listener(["m1"])))
+    everything = descendants(amphora.init())
+    assert len(everything) >= 4
+    started = time.monotonic()
+    amphora.terminate()
+    assert time.monotonic() - started < 4
+    assert not any(alive(pid) for pid in everything)
+
+
+def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, mailbox):
+    amphora.push(1, text(listener(["m1"])))
+    with Client(amphora.network) as client:
+        for generation in range(2, 7):
+            client.hears("m1")
+            extra = f"    fullconn {generation}\n"
+            status, answer = amphora.push(generation, text(listener(["m1"], extra=extra)))
+            assert (status, answer["how"]) == (200, "reload")
+    assert client.failures == []
+    requests = client.total
+
+    def total() -> int:
+        found = mailbox.next().document["listeners"].get(LISTENER)
+        return found["total_connections"] if found else 0
+
+    eventually(lambda: total() == requests, f"{requests} connections are reported")
+    (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
+    os.kill(worker, signal.SIGKILL)
+    eventually(lambda: not alive(worker), "the agent's worker is dead")
+    eventually(lambda: total() == requests, "the counters survive the agent")
+    os.kill(amphora.outside_pid(amphora.status("haproxy")["pid"]), signal.SIGKILL)
+    eventually(lambda: serves(amphora), "HAProxy serves again")
+    eventually(lambda: total() > requests, "the counters survive HAProxy")

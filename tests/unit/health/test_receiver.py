@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiver on a real socket: what gets through, what is refused, what a flood cannot do."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+import uuid
+import zlib
+from contextlib import contextmanager
+
+import pytest
+
+from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.health.receiver import Receiver
+from amphora_driver.secret import Secret
+
+AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
+KEY = bytes(range(32))
+
+
+def datagram(sequence=1, *, amphora_id=AMPHORA, key=KEY, generation=8):
+    content = b"AHB1" + uuid.UUID(amphora_id).bytes + struct.pack("!QQ", 1, sequence)
+    content += zlib.compress(json.dumps({"generation": generation}).encode())
+    return content + hmac.new(key, content, hashlib.sha256).digest()
+
+
+class Running:
+    """A receiver in a thread, what it handed on, what it asked for."""
+
+    def __init__(self, host, keys=None, **options):
+        self.received = []
+        self.asked = []
+        self.arrived = threading.Condition()
+        self.answers = {AMPHORA: Secret(KEY)}
+        self.receiver = Receiver(host, 0, keys or self.keys, self.take, **options)
+        self.sender = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+        self.target = (host, self.receiver.port)
+        self.thread = threading.Thread(target=self.receiver.run)
+        self.thread.start()
+
+    def keys(self, amphora_id):
+        self.asked.append(amphora_id)
+        return self.answers.get(amphora_id)
+
+    def take(self, heartbeat):
+        with self.arrived:
+            self.received.append(heartbeat)
+            self.arrived.notify()
+
+    def send(self, content):
+        self.sender.sendto(content, self.target)
+
+    def wait(self, condition, seconds=5):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, (self.received, self.receiver.refused)
+            time.sleep(0.002)
+
+
+@contextmanager
+def running(host="127.0.0.1", **options):
+    made = Running(host, **options)
+    try:
+        yield made
+    finally:
+        made.receiver.stop()
+        made.thread.join()
+        made.sender.close()
+
+
+def test_a_heartbeat_arrives_even_the_first_one():
+    with running() as made:
+        made.send(datagram(1))
+        made.wait(lambda: made.received)
+        made.send(datagram(2))
+        made.wait(lambda: len(made.received) == 2)
+        assert [heartbeat.sequence for heartbeat in made.received] == [1, 2]
+        assert made.receiver.accepted == 2
+        assert made.asked == [AMPHORA]
+        assert not made.receiver.refused
+
+
+def test_ipv6():
+    with running("::1") as made:
+        made.send(datagram())
+        made.wait(lambda: made.received)
+
+
+def test_refusals_are_counted_by_reason_and_logged_once(caplog):
+    with caplog.at_level(logging.WARNING), running() as made:
+        made.send(b"")
+        made.send(b"x" * 100)
+        made.send(datagram(key=b"wrong"))
+        made.send(datagram(generation="eight"))
+        made.send(datagram(2, amphora_id=str(uuid.uuid4())))
+        made.wait(lambda: sum(made.receiver.refused.values()) == 5)
+        assert made.receiver.refused == {
+            "short": 1, "magic": 1, "signature": 1, "document": 1, "unknown": 1,
+        }
+        made.send(datagram())
+        made.wait(lambda: made.received)
+    assert len([record for record in caplog.records if "Refused since" in record.message]) == 1
+
+
+def test_stop_wakes_at_once():
+    made = Running("127.0.0.1")
+    begin = time.monotonic()
+    made.receiver.stop()
+    made.receiver.stop()
+    made.thread.join(5)
+    assert not made.thread.is_alive()
+    assert time.monotonic() - begin < 1
+    made.sender.close()
+
+
+def test_stop_before_run():
+    receiver = Receiver("127.0.0.1", 0, lambda _id: None, print)
+    receiver.stop()
+    receiver.run()
+
+
+def test_the_port_is_given_back():
+    receiver = Receiver("127.0.0.1", 0, lambda _id: None, print)
+    with pytest.raises(ConfigurationError, match="bind_port"):
+        Receiver("127.0.0.1", receiver.port, lambda _id: None, print)
+    receiver.close()
+    Receiver("127.0.0.1", receiver.port, lambda _id: None, print).close()
+
+
+def test_an_address_that_is_not_ours():
+    with pytest.raises(ConfigurationError, match="bind_address"):
+        Receiver("192.0.2.1", 0, lambda _id: None, print)
+
+
+def test_unknown_amphorae_are_asked_for_once():
+    with running() as made:
+        stranger = str(uuid.uuid4())
+        for number in range(50):
+            made.send(datagram(number, amphora_id=stranger))
+        made.wait(lambda: made.receiver.refused["unknown"])
+        for number in range(50):
+            made.send(datagram(number, amphora_id=stranger))
+        made.send(datagram())
+        made.wait(lambda: made.received)
+        assert made.asked == [stranger, AMPHORA]
+
+
+def test_a_flood_does_not_make_the_database_work_nor_stop_the_others(monkeypatch):
+    monkeypatch.setattr("amphora_driver.health.receiver._MOST_WAITING", 20)
+    with running(lookups=20) as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        begin = time.monotonic()
+        for _ in range(10):
+            for _ in range(100):
+                made.send(datagram(amphora_id=str(uuid.uuid4())))
+            made.send(datagram())
+            time.sleep(0.02)
+        made.wait(lambda: len(made.received) == 10 and made.receiver.refused["busy"] > 900)
+        assert len(made.asked) <= 20 * (time.monotonic() - begin) + 2
+
+
+def test_a_hanging_database_stops_only_those_that_need_it():
+    release = threading.Event()
+
+    def hang(_amphora_id):
+        release.wait(10)
+
+    with running(keys=hang) as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        made.send(datagram(1, amphora_id=str(uuid.uuid4())))
+        for number in range(100):
+            made.send(datagram(number))
+        made.wait(lambda: len(made.received) == 100)
+        release.set()
+
+
+def test_a_lookup_that_fails_is_repeated_with_the_next_heartbeat(caplog):
+    failures = [StoreError("read from the database", "it is away"), ValueError("a bug")]
+
+    def sometimes(_amphora_id):
+        if failures:
+            raise failures.pop(0)
+        return Secret(KEY)
+
+    with running(keys=sometimes) as made:
+        for number in range(1, 3):
+            made.send(datagram(number))
+            made.wait(lambda expected=number: made.receiver.refused["lookup"] == expected)
+        made.send(datagram(3))
+        made.wait(lambda: made.received)
+    assert "it is away" in caplog.text
+
+
+def test_an_old_key_is_good_while_it_is_looked_up_again(monkeypatch):
+    monkeypatch.setattr("amphora_driver.health.receiver._KEY_AGE", 0.05)
+    with running() as made:
+        made.send(datagram(1))
+        made.wait(lambda: made.received)
+        time.sleep(0.1)
+        made.send(datagram(2))
+        made.wait(lambda: len(made.received) == 2)
+        made.wait(lambda: len(made.asked) == 2)
+        # The amphora is deleted: its key is good until that is known, and not a moment longer.
+        del made.answers[AMPHORA]
+        time.sleep(0.1)
+        made.send(datagram(3))
+        made.wait(lambda: len(made.asked) == 3)
+        made.wait(lambda: AMPHORA in made.receiver._keys._unknown)
+        made.send(datagram(4))
+        made.wait(lambda: made.receiver.refused["unknown"] == 1)
+        assert [heartbeat.sequence for heartbeat in made.received] == [1, 2, 3]
+
+
+def test_forget_asks_again():
+    with running() as made:
+        made.send(datagram(1))
+        made.wait(lambda: made.received)
+        made.receiver.forget(AMPHORA)
+        made.send(datagram(2))
+        made.wait(lambda: len(made.received) == 2)
+        assert made.asked == [AMPHORA, AMPHORA]
+
+
+def test_an_error_of_the_handler_does_not_end_the_loop(caplog):
+    with running() as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        made.receiver._on_heartbeat = lambda beat: 1 / 0 if beat.sequence == 1 else made.take(beat)
+        made.send(datagram(1))
+        made.send(datagram(2))
+        made.wait(lambda: made.received)
+        assert made.receiver.refused["handler"] == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_largest_datagram():
+    with running() as made:
+        content = b"AHB1" + uuid.UUID(AMPHORA).bytes + struct.pack("!QQ", 1, 1)
+        content += zlib.compress(json.dumps({"generation": 1, "more": "x" * 59_000}).encode(), 0)
+        made.send(content + hmac.new(KEY, content, hashlib.sha256).digest())
+        made.wait(lambda: made.received)
+
+
+def test_speed(capsys):
+    """CPU of everything: kernel, loop, keys, decoding; sender's share taken away by sending first."""
+    listeners = {
+        str(uuid.uuid4()): {"status": "OPEN", "bytes_in": 123456, "bytes_out": 7890123, "total_connections": 4}
+        for _ in range(7)
+    }
+    pools = {
+        f"{uuid.uuid4()}:{name}": {"status": "UP", "members": {str(uuid.uuid4()): "UP" for _ in range(8)}}
+        for name in listeners
+    }
+    document = json.dumps({"generation": 1, "listeners": listeners, "pools": pools}).encode()
+    content = b"AHB1" + uuid.UUID(AMPHORA).bytes + struct.pack("!QQ", 1, 1) + zlib.compress(document)
+    content += hmac.new(KEY, content, hashlib.sha256).digest()
+    count = [0]
+
+    def take(_heartbeat):
+        count[0] += 1
+        if count[0] == sent:
+            receiver.stop()
+
+    receiver = Receiver("127.0.0.1", 0, lambda _id: None, take)
+    receiver.preload({AMPHORA: Secret(KEY)})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sent = 1000 if receiver._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 8 << 20 else 20
+        for _ in range(sent):
+            sender.sendto(content, ("127.0.0.1", receiver.port))
+    begin = time.process_time()
+    receiver.run()
+    each = (time.process_time() - begin) / sent
+    with capsys.disabled():
+        figure = f"{each * 1e6:.1f} us for each of {sent}, {1 / each:,.0f}/s per core"
+        print(f"\nreceiver, {len(content)} byte datagrams: {figure}")  # noqa: T201 - the figure is what it is for
+    assert count == [sent]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transactions of several processes on one database."""
+
+import multiprocessing
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import StoreError
+from amphora_driver.store.tables import duty
+
+
+def _count_up(database, times):
+    def work(connection):
+        seen = connection.execute(sa.select(duty.c.epoch)).scalar_one()
+        connection.execute(duty.update().values(epoch=seen + 1))
+
+    for _ in range(times):
+        database.write(work)
+
+
+def test_no_update_of_several_processes_is_lost(database):
+    database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_count_up, args=(database, 50)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert database.read(lambda c: c.execute(sa.select(duty.c.epoch)).scalar_one()) == 200
+
+
+def test_a_failed_transaction_leaves_nothing_and_the_lock_free(database):
+    def half(connection):
+        connection.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        database.write(half)
+    assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+    database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
+
+
+def test_a_reader_waits_for_no_writer(database):
+    with database.engine.begin() as writing:
+        writing.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
+        assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+    assert len(database.read(lambda c: c.execute(sa.select(duty)).all())) == 1
+
+
+def test_an_error_of_the_database_says_what_was_wanted(database):
+    with pytest.raises(StoreError, match="write to the database"):
+        database.write(lambda c: c.exec_driver_sql("INSERT INTO nowhere VALUES (1)"))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases: one owner at a time, and none who lost it writes."""
+
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import LeaseLost
+from amphora_driver.queue import jobs
+from amphora_driver.store.tables import work
+
+
+def add(database, load_balancer_id="lb", **more):
+    values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "free_at": 0.0, "epoch": 0}
+    database.write(lambda c: c.execute(work.insert().values(**{**values, **more})))
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+def test_two_controllers_never_own_the_same_load_balancer(database):
+    add(database)
+    one, two = jobs.Jobs(database, "one", 30), jobs.Jobs(database, "two", 30)
+    lease = one.claim()
+    assert (lease.load_balancer_id, lease.epoch) == ("lb", 1)
+    assert two.claim() is None
+    assert one.claim() is None
+    one.finish(lease, 1)
+    assert two.claim() is not None, "what is wanted and not yet applied is due again"
+
+
+def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(database):
+    add(database)
+    one, two = jobs.Jobs(database, "one", 0.05), jobs.Jobs(database, "two", 30)
+    old = one.claim()
+    database.write(lambda c: c.execute(work.update().values(leased_until=time.time() - 1)))
+    new = two.claim()
+    assert new.epoch == old.epoch + 1
+    for late in (
+        lambda: one.finish(old, 1),
+        lambda: one.postpone(old, 1, "late"),
+        lambda: database.write(lambda c: jobs.guard(c, old)),
+    ):
+        with pytest.raises(LeaseLost):
+            late()
+    assert (row(database).owner, row(database).epoch) == ("two", new.epoch)
+
+
+def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database):
+    add(database)
+    one = jobs.Jobs(database, "one", 30)
+    lease = one.claim()
+    database.write(lambda c: c.execute(work.update().values(generation=2, applied=1)))
+    one.finish(lease, 1)
+    assert one.claim() is not None
+    lease = jobs.Lease(load_balancer_id="lb", owner="one", epoch=row(database).epoch, attempts=0)
+    database.write(lambda c: c.execute(work.update().values(applied=2)))
+    one.finish(lease, 2)
+    assert one.claim() is None
+
+
+def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database):
+    add(database, read_back=True)
+    one = jobs.Jobs(database, "one", 30)
+    one.finish(one.claim(), 1)
+    assert one.claim() is None, "somebody else moves next"
+    database.write(lambda c: c.execute(work.update().values(read_back=True, dirty=True)))
+    lease = one.claim()
+    database.write(lambda c: c.execute(work.update().values(read_back=False, dirty=True)))
+    one.finish(lease, 1)
+    assert one.claim() is not None, "it came while the job was ending"
+
+
+def test_a_failed_job_waits_its_pause(database):
+    add(database)
+    one = jobs.Jobs(database, "one", 30)
+    one.postpone(one.claim(), 60, "no answer")
+    assert one.claim() is None
+    assert (row(database).attempts, row(database).error) == (1, "no answer")
+    assert one.next_due() == pytest.approx(time.time() + 60, abs=5)
+
+
+def test_a_duty_has_one_holder_and_moves_when_it_is_dropped(database):
+    assert jobs.hold_duty(database, "reporter", "one", 30)
+    assert not jobs.hold_duty(database, "reporter", "two", 30)
+    assert jobs.hold_duty(database, "reporter", "one", 30)
+    jobs.drop_duty(database, "reporter", "one")
+    assert jobs.hold_duty(database, "reporter", "two", 30)
+    assert not jobs.hold_duty(database, "reporter", "one", 30)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outbox: what is due, what is held back, what is never said."""
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol, Operating, Provisioning
+from amphora_driver.store import statuses, wanted
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
+
+
+@pytest.fixture
+def intents(database):
+    intents = Intents(database, lambda node: None)
+    intents.create_load_balancer(TREE, read_back=False)
+    return intents
+
+
+def commit(database):
+    """Octavia's transactions have ended."""
+    database.write(lambda c: c.execute(work.update().values(committed=work.c.generation)))
+
+
+def serve(database, generation, failed=None):
+    def write(connection):
+        connection.execute(work.update().values(applied=generation))
+        statuses.confirm(connection, "lb", generation, failed or {})
+
+    database.write(write)
+
+
+def due(database):
+    return database.read(lambda c: statuses.due(c, 100))
+
+
+def said(database):
+    return [(one.object_id, one.provisioning, one.operating) for one in due(database)]
+
+
+def test_nothing_is_said_before_octavia_has_committed(intents, database):
+    serve(database, 1)
+    assert due(database) == []
+    commit(database)
+    assert said(database) == [("lb", Provisioning.ACTIVE, None)]
+
+
+def test_nothing_is_active_before_it_was_confirmed(intents, database):
+    commit(database)
+    assert due(database) == []
+    intents.create(Kind.LISTENER, LISTENER)
+    serve(database, 1)
+    commit(database)
+    assert due(database) == [], "the load balancer waits for generation 2 now"
+    serve(database, 2)
+    assert said(database) == [("li", Provisioning.ACTIVE, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_only_the_version_that_was_taken_is_done(intents, database):
+    commit(database)
+    serve(database, 1)
+    first = due(database)
+    database.write(
+        lambda c: statuses.observe(
+            c, "lb", [statuses.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
+        )
+    )
+    database.write(lambda c: statuses.taken(c, first))
+    assert said(database) == [("lb", Provisioning.ACTIVE, Operating.ONLINE)]
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    assert due(database) == []
+
+
+def due_now(connection):
+    return statuses.due(connection, 100)
+
+
+def test_the_same_observation_again_is_no_news(intents, database):
+    seen = [statuses.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
+    assert database.write(lambda c: statuses.observe(c, "lb", seen)) == 1
+    assert database.write(lambda c: statuses.observe(c, "lb", seen)) == 0
+
+
+def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2, {"li": "no such thing"})
+    assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    serve(database, 2, {"li": "no such thing"})
+    assert due(database) == [], "said once"
+    serve(database, 2)
+    assert said(database) == [("li", Provisioning.ACTIVE, None)]
+
+
+def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    intents.delete(Kind.LISTENER, "li")
+    commit(database)
+    serve(database, 3)
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+    late = [statuses.Observation(object_id="li", kind=Kind.LISTENER, operating=Operating.ONLINE)]
+    assert database.write(lambda c: statuses.observe(c, "lb", late)) == 0, "nothing is said after DELETED"
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    assert due(database) == []
+    assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(status)).scalar()) == 1
+
+
+def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, database):
+    commit(database)
+    database.write(lambda c: statuses.fail(c, "lb", 1, "no amphora"))
+    assert said(database) == [("lb", Provisioning.ERROR, None)]
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    serve(database, 1)
+    assert said(database) == [("lb", Provisioning.ACTIVE, None)]
+
+
+def test_a_deleted_load_balancer_leaves_no_row(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    intents.delete_load_balancer("lb")
+    commit(database)
+    serve(database, 3)
+    assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    for table in (status, work, wanted.wanted_object):
+        assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []
