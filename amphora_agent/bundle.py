@@ -72,7 +72,7 @@ def parse(body: bytes) -> Bundle:
     """
     try:
         return _bundle(json.loads(body, object_pairs_hook=_without_repetition))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MalformedBundleError(
             "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for its shape."
         ) from error

@@ -42,6 +42,17 @@ LOG = logging.getLogger(__name__)
 # A deleted row costs Octavia about 34 ms; a call is given up after 30 s. Others cost about 2 ms.
 _MOST_DELETED = 100
 _MOST_ROWS = 300
+# What it means that Octavia is away for now: its agent is not there, does not answer, or hangs up. octavia_lib raises
+# the same error for "not reached" and for "refused"; only the latter names an object.
+_AWAY = (
+    AmphoraDriverError,
+    octavia_errors.DriverAgentNotFound,
+    octavia_errors.DriverAgentTimeout,
+    octavia_errors.DriverError,
+    octavia_errors.UpdateStatusError,
+    octavia_errors.UpdateStatisticsError,
+    OSError,
+)
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
 # How long Octavia may take to commit a load balancer it has handed over, before we believe that it never will.
@@ -79,12 +90,7 @@ class Reporter:
                 bell.wait(min(pause, 0.5))
                 try:
                     pause = self.turn()
-                except (
-                    AmphoraDriverError,
-                    octavia_errors.DriverAgentNotFound,
-                    octavia_errors.DriverAgentTimeout,
-                    OSError,
-                ) as error:
+                except _AWAY as error:
                     LOG.warning("Octavia could not be told, trying again: %s", error)
                     pause = self._conf.queue.poll_interval
         jobs.drop_duty(self._database, _DUTY, self._name)
@@ -128,21 +134,37 @@ class Reporter:
         operating = self._database.read(
             lambda connection: statuses.operating_of(connection, [row.load_balancer_id for row in rows])
         )
-        self.library.update_loadbalancer_status(
-            {
-                "loadbalancers": [
-                    {"id": row.load_balancer_id, "operating_status": operating[row.load_balancer_id].value}
-                    for row in rows
-                ]
-            }
-        )
+        barriers = {
+            row.load_balancer_id: {"id": row.load_balancer_id, "operating_status": operating[row.load_balancer_id].value}
+            for row in rows
+        }
+        held = self._barrier(barriers)
         passed = []
         for row in rows:
-            if row.committed == 0 and not self._created(row):
+            if row.load_balancer_id in held or (row.committed == 0 and not self._created(row)):
                 continue
             passed.append((row.load_balancer_id, row.generation))
         self._database.write(lambda connection: _mark_committed(connection, passed))
         return len(passed) < len(rows)
+
+    def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
+        """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
+        try:
+            self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
+        except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None or len(barriers) == 1:
+                raise
+            LOG.warning("Octavia refused a barrier (%s): waiting on the load balancers one by one", error.fault_string)
+        else:
+            return set()
+        held = set()
+        for load_balancer_id, barrier in barriers.items():
+            try:
+                self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
+            except octavia_errors.UpdateStatusError as error:
+                LOG.warning("no barrier for load balancer %s: %s", load_balancer_id, error.fault_string)
+                held.add(load_balancer_id)
+        return held
 
     def _created(self, row: Any) -> bool:
         """Whether Octavia has committed a new load balancer; reads the tree back where it arrived incomplete."""
@@ -172,6 +194,8 @@ class Reporter:
             self.library.update_loadbalancer_status(document(reports))
             accepted = list(reports)
         except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None:
+                raise
             LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
             accepted = [report for report in reports if self._report_alone(report)]
         self._database.write(lambda connection: statuses.taken(connection, accepted))
@@ -181,6 +205,8 @@ class Reporter:
         try:
             self.library.update_loadbalancer_status(document([report]))
         except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None:
+                raise
             if report.kind is Kind.LOAD_BALANCER and self.library.get_loadbalancer(report.object_id) is None:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return report.provisioning is Provisioning.DELETED
@@ -197,11 +223,7 @@ class Reporter:
         totals = self._database.read(lambda connection: counters.due(connection, _MOST_ROWS))
         if not totals:
             return
-        try:
-            self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
-        except octavia_errors.UpdateStatisticsError as error:
-            LOG.warning("Octavia refused statistics: %s", error.fault_string)
-            return
+        self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
         self._database.write(lambda connection: counters.taken(connection, totals))
 
 

@@ -56,13 +56,17 @@ NOTHING = Loaded(frozenset(), {})
 
 
 def largest_maxconn(configuration: Configuration) -> int:
-    """The connections that the limit on files leaves room for: two files each, and some for the rest."""
+    """The connections that the limit on files leaves room for.
+
+    Two files each, half a file for the pipes of spliced connections (HAProxy sets aside a pipe for every fourth
+    connection, manual 3.2 "maxpipes"), and some for the rest.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
         return LARGEST_MAXCONN
     binds = sum(line.words[0] == "bind" for section in configuration.sections for line in section.lines)
     spare = 500 + 2 * (len(configuration.servers) + binds)
-    return max(100, min(LARGEST_MAXCONN, (hard - spare) // 200 * 100))
+    return max(100, min(LARGEST_MAXCONN, (hard - spare) // 250 * 100))
 
 
 class Haproxy:

@@ -76,6 +76,7 @@ class HeldWorker:
 
     def __init__(self, path: Path, identity: str) -> None:
         self.identity = identity
+        self.was_idle = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(ANSWER_SECONDS)

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, fields
 
 QUESTION = "show info;show stat -1 7 -1"
-FRONTENDS_QUESTION = "show info;show stat -1 1 -1"
+# A held connection puts its prompt between the answers to one line: there, one question at a time.
+HELD_QUESTIONS = ("show info", "show stat -1 1 -1")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Sample:
     """One answer of one worker. ``other_jobs`` counts the connections besides the one that asked."""
 
     pid: int
+    stopping: bool
     other_jobs: int
     listeners: dict[str, Listener]
     pools: dict[str, str]
@@ -72,7 +74,7 @@ def parse(answer: str) -> Sample | None:
         else:
             members.setdefault(proxy, {})[name] = status
     jobs = int(info.get("Jobs", 0)) - int(info.get("Unstoppable Jobs", 0)) - 1
-    return Sample(int(info["Pid"]), jobs, listeners, pools, members)
+    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members)
 
 
 def _listener(row: list[str], columns: dict[str, int], status: str) -> Listener:

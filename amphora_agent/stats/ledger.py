@@ -82,7 +82,7 @@ class Ledger:
         self._leaving_connections.clear()
         for held in list(self._held):
             try:
-                sample = collect.parse(held.ask(collect.FRONTENDS_QUESTION))
+                sample = collect.parse("".join(map(held.ask, collect.HELD_QUESTIONS)))
             except HaproxyError:
                 sample = None  # hard-stop-after, or a crash, was faster
             if sample is not None:
@@ -91,10 +91,13 @@ class Ledger:
                     for name, found in sample.listeners.items():
                         active = self._leaving_connections.get(name, 0) + found.active_connections
                         self._leaving_connections[name] = active
-            if sample is None or (sample.other_jobs <= 0 and _is_stopping(held)):
+            # Twice in a row: a connection that one thread has accepted for another is no job of anybody's yet.
+            idle = sample is not None and sample.stopping and sample.other_jobs <= 0
+            if sample is None or (idle and held.was_idle):
                 self._held.remove(held)
                 held.close()
                 continue
+            held.was_idle = idle
             living.add(held.identity)
         return living
 
@@ -142,12 +145,6 @@ class Ledger:
             if text != self._written:
                 write_atomically(self._paths.totals, text)
                 self._written = text
-
-
-def _is_stopping(held: HeldWorker) -> bool:
-    with suppress(HaproxyError):
-        return "\nStopping: 1" in held.ask("show info")
-    return True
 
 
 def _identity(pid: int) -> str:

@@ -35,9 +35,7 @@ class Schema:
         self._what = what
         self._served = served
         self._properties: dict[str, dict[str, Any]] = document["properties"]
-        self._validators = {
-            key: jsonschema.Draft7Validator(schema) for key, schema in self._properties.items()
-        }
+        self._validators = {key: jsonschema.Draft7Validator(schema) for key, schema in self._properties.items()}
 
     def supported(self) -> dict[str, str]:
         """Served keys and their meanings, without commas: Octavia's client joins lists with those."""

@@ -58,9 +58,7 @@ def http_request(monitor: HealthMonitor) -> HTTPRequest:
         )
     version = VERSIONS.get(monitor.http_version or 1.0)
     if version is None:
-        raise _refusal(
-            "http_version", str(monitor.http_version), "there is no such version", "Use 1.0 or 1.1."
-        )
+        raise _refusal("http_version", str(monitor.http_version), "there is no such version", "Use 1.0 or 1.1.")
     host = monitor.domain_name or None
     if host is not None and not _DOMAIN.fullmatch(host):
         raise _refusal("domain_name", host, "it is not a domain name", "Use letters, digits, '-' and '.'.")

@@ -57,9 +57,7 @@ def _absent(option: str, value: object) -> None:
 
 def _between(option: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        _refuse(
-            option, value, f"it is not a whole number from {low} to {high}", "Choose a value in that range."
-        )
+        _refuse(option, value, f"it is not a whole number from {low} to {high}", "Choose a value in that range.")
 
 
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
@@ -118,9 +116,7 @@ def check_pool(pool: Pool) -> None:
     _one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
     _one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        _refuse(
-            "pool option session_persistence", str(pool.session_persistence.type), NOT_YET, "Leave it out."
-        )
+        _refuse("pool option session_persistence", str(pool.session_persistence.type), NOT_YET, "Leave it out.")
     _absent("pool option tls_enabled", pool.tls_enabled)
 
 

@@ -94,7 +94,10 @@ class Reconciler:
     def _failed(self, lease: Lease, error: Exception) -> None:
         """Try again later; tell the user at once what will not mend itself, and in the end everything else too."""
         conf = self._backends.conf.controller
-        hopeless = isinstance(error, (ModelError, RequestError, AgentRefused))
+        # An agent whose machine failed (5xx) may do better next time; one that understood and refused will not.
+        hopeless = isinstance(error, (ModelError, RequestError)) or (
+            isinstance(error, AgentRefused) and 400 <= error.status < 500
+        )
         pause = conf.retry_most if hopeless else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
         pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
         LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)

@@ -194,9 +194,7 @@ def _pool(
         result[monitor.id] = StatusOfObject(Kind.HEALTH_MONITOR, Operating.ONLINE, "enabled")
 
 
-def _member(
-    member: Member, pool: Pool, views: Sequence[_View], *, pool_up: bool, used: bool
-) -> StatusOfObject | None:
+def _member(member: Member, pool: Pool, views: Sequence[_View], *, pool_up: bool, used: bool) -> StatusOfObject | None:
     if not (pool_up and member.admin_state_up):
         return _disabled(Kind.MEMBER, own=not member.admin_state_up)
     if not used:
@@ -225,9 +223,7 @@ def _of_members(pool: Pool, result: Statuses) -> StatusOfObject:
     if enabled and down == len(enabled):
         return StatusOfObject(Kind.POOL, Operating.ERROR, "all enabled members are down")
     if down:
-        return StatusOfObject(
-            Kind.POOL, Operating.DEGRADED, f"{down} of {len(enabled)} enabled members are down"
-        )
+        return StatusOfObject(Kind.POOL, Operating.DEGRADED, f"{down} of {len(enabled)} enabled members are down")
     partly = known.count(Operating.DEGRADED)
     if partly:
         reason = f"{partly} of {len(enabled)} enabled members are down for some amphorae"
@@ -235,9 +231,7 @@ def _of_members(pool: Pool, result: Statuses) -> StatusOfObject:
     return StatusOfObject(Kind.POOL, Operating.ONLINE, "no enabled member is down")
 
 
-def _load_balancer(
-    load_balancer: LoadBalancer, reports: Sequence[Report], below: Statuses
-) -> StatusOfObject | None:
+def _load_balancer(load_balancer: LoadBalancer, reports: Sequence[Report], below: Statuses) -> StatusOfObject | None:
     if not load_balancer.admin_state_up:
         return _disabled(Kind.LOAD_BALANCER, own=True)
     served = [listener.id for listener in load_balancer.listeners if listener.admin_state_up]

@@ -19,7 +19,7 @@ from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.network import addresses, rows
 from amphora_driver.network.addresses import AddressRange, Segment
 from amphora_driver.network.interface import FixedAddress, Port, Subnet, VipRequest
-from amphora_driver.store.tables import local_network, local_port, local_subnet
+from amphora_driver.store.tables import local_address, local_network, local_port, local_subnet
 
 if TYPE_CHECKING:
     from oslo_config import cfg
@@ -180,6 +180,11 @@ class LocalNetwork:
         """Whose port this is."""
         query = sa.select(local_port.c.owner).where(local_port.c.id == port_id)
         return self._database.read(lambda c: c.execute(query).scalar())
+
+    def taken(self, subnet_id: str) -> int:
+        """How many addresses of a subnet are in use."""
+        query = sa.select(sa.func.count()).where(local_address.c.subnet_id == subnet_id)
+        return int(self._database.read(lambda c: c.execute(query).scalar_one()))
 
     def fixed_port(self, owner: str, network_id: str, wanted: Sequence[FixedAddress]) -> Port:
         """The port of this owner on this network, with exactly these addresses if it has to be made."""

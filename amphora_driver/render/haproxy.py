@@ -366,9 +366,7 @@ def _check_listener(listener: Listener, known: set[str], services: dict[str, _Se
     if pool_id is None:
         return True
     if pool_id not in known:
-        raise _model_error(
-            listener.id, f"its default pool {pool_id!r} is not recorded", "Set another default pool."
-        )
+        raise _model_error(listener.id, f"its default pool {pool_id!r} is not recorded", "Set another default pool.")
     service = services.get(pool_id)
     if listener.protocol is ListenerProtocol.HTTP and service is not None and not service.http:
         # HAProxy refuses the whole file for it (manual: `mode`); the other way round it upgrades the
@@ -390,9 +388,7 @@ def _policies(listener: Listener, refused: Refusals) -> bool:
         if _attempt(partial(_check_policy, policy), policy.id, refused) is None and policy.admin_state_up:
             sound = False
     if not sound:
-        refused.append(
-            _model_error(listener.id, "one of its L7 policies cannot be expressed", "Remove the policy.")
-        )
+        refused.append(_model_error(listener.id, "one of its L7 policies cannot be expressed", "Remove the policy."))
     return sound
 
 
@@ -422,12 +418,8 @@ def _sections(
             http=service.http,
             balance=service.balance,
             consistent=service.consistent,
-            timeout_connect=millis(
-                listener.timeout_member_connect or DEFAULT_TIMEOUT_CONNECT, "the connect timeout"
-            ),
-            timeout_server=millis(
-                listener.timeout_member_data or DEFAULT_TIMEOUT_MEMBER, "the member timeout"
-            ),
+            timeout_connect=millis(listener.timeout_member_connect or DEFAULT_TIMEOUT_CONNECT, "the connect timeout"),
+            timeout_server=millis(listener.timeout_member_data or DEFAULT_TIMEOUT_MEMBER, "the member timeout"),
             monitor=service.monitor,
             servers=service.servers,
         )
@@ -436,12 +428,9 @@ def _sections(
         name=name,
         http=listener.protocol is ListenerProtocol.HTTP,
         endpoints=tuple(
-            quoting.endpoint(address, listener.protocol_port, "the VIP address", listener.id)
-            for address in addresses
+            quoting.endpoint(address, listener.protocol_port, "the VIP address", listener.id) for address in addresses
         ),
-        maxconn=None
-        if limit == -1
-        else quoting.integer(limit, "the connection limit", low=1, object_id=listener.id),
+        maxconn=None if limit == -1 else quoting.integer(limit, "the connection limit", low=1, object_id=listener.id),
         timeout_client=millis(listener.timeout_client_data or DEFAULT_TIMEOUT_CLIENT, "the client timeout"),
         inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
         default_backend=backend.name if backend else None,

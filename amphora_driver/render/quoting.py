@@ -129,9 +129,7 @@ def token(value: str, where: str, object_id: str | None = None) -> Quoted:
     return _quoted(value)
 
 
-def integer(
-    value: int, where: str, *, low: int, high: int = MAX_INTEGER, object_id: str | None = None
-) -> int:
+def integer(value: int, where: str, *, low: int, high: int = MAX_INTEGER, object_id: str | None = None) -> int:
     """A number between `low` and `high`, both included.
 
     Raises:

@@ -225,6 +225,6 @@ def _settle(
     }
     if settled:
         values["pending"] = None
-    if reason is not None:
+    if reason is not None or provisioning is Provisioning.ACTIVE:
         values["reason"] = reason
     connection.execute(status.update().where(*where).values(**values))

@@ -127,8 +127,10 @@ class Network:
             ip(f"-n {self.name(short)} link set lo up")
         switch = self.name("sw")
         for bridge in ("mgmt", "vip"):
-            ip(f"-n {switch} link add {bridge} type bridge forward_delay 0 stp_state 0 mcast_snooping 0",
-               f"-n {switch} link set {bridge} up")
+            ip(
+                f"-n {switch} link add {bridge} type bridge forward_delay 0 stp_state 0 mcast_snooping 0",
+                f"-n {switch} link set {bridge} up",
+            )
         self.thread("sw").run(_no_filter)
         self.connect("ctl", "mgmt", [f"{CONTROLLER}/24"])
         self.connect("amp", "mgmt", [f"{AMPHORA}/24"])
@@ -139,15 +141,20 @@ class Network:
 
     def connect(self, short: str, bridge: str, addresses) -> None:
         namespace, switch = self.name(short), self.name("sw")
-        ip(f"-n {switch} link add {short} type veth peer name eth0 netns {namespace}",
-           f"-n {switch} link set {short} master {bridge} up", f"-n {namespace} link set eth0 up")
+        ip(
+            f"-n {switch} link add {short} type veth peer name eth0 netns {namespace}",
+            f"-n {switch} link set {short} master {bridge} up",
+            f"-n {namespace} link set eth0 up",
+        )
         for address in addresses:
             ip(f"-n {namespace} addr add {address} dev eth0" + (" nodad" if ":" in address else ""))
 
     def plug(self) -> None:
         """Give the amphora its interface on the VIP's network, as the compute backend does."""
-        ip(f"-n {self.name('sw')} link add port type veth peer name new0 netns {self.name('amp')} address {MAC}",
-           f"-n {self.name('sw')} link set port master vip up")
+        ip(
+            f"-n {self.name('sw')} link add port type veth peer name new0 netns {self.name('amp')} address {MAC}",
+            f"-n {self.name('sw')} link set port master vip up",
+        )
 
     def unplug(self) -> None:
         subprocess.run(["ip", "-n", self.name("sw"), "link", "del", "port"], check=False, capture_output=True)
@@ -194,8 +201,12 @@ class Amphora:
         (etc / "server.pem").write_text(authority.issue(self.id, SERVER))
         (etc / "client_ca.pem").write_text(authority.pem)
         (etc / "heartbeat.key").write_text(self.key.hex())
-        spec = {"hostname": f"amphora-{self.id[:8]}", "etc": str(etc), "var": str(directory / "var"),
-                "python": sys.executable}
+        spec = {
+            "hostname": f"amphora-{self.id[:8]}",
+            "etc": str(etc),
+            "var": str(directory / "var"),
+            "python": sys.executable,
+        }
         (directory / "spec.json").write_text(json.dumps(spec))
         self.client_certificate = self.write("client.pem", authority.issue("controller", CLIENT))
 
@@ -213,8 +224,18 @@ class Amphora:
     def start(self) -> None:
         namespace = f"/run/netns/{self.network.name('amp')}"
         command = [
-            "nsenter", f"--net={namespace}", "--", "unshare", "--fork", "--kill-child=KILL", *_CLONE_ALL, "--",
-            sys.executable, "-m", "amphora_agent.supervisor", str(self._directory / "spec.json"),
+            "nsenter",
+            f"--net={namespace}",
+            "--",
+            "unshare",
+            "--fork",
+            "--kill-child=KILL",
+            *_CLONE_ALL,
+            "--",
+            sys.executable,
+            "-m",
+            "amphora_agent.supervisor",
+            str(self._directory / "spec.json"),
         ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with (self._directory / "log").open("ab") as log:
@@ -323,13 +344,20 @@ class Amphora:
 
     def push(self, generation: int, text: str | None, **changes):
         interface = {
-            "mac": MAC, "name": "eth1", "mtu": 1500, "addresses": [f"{FIXED}/24", f"{FIXED6}/64"],
+            "mac": MAC,
+            "name": "eth1",
+            "mtu": 1500,
+            "addresses": [f"{FIXED}/24", f"{FIXED6}/64"],
             "vips": [f"{VIP}/32", f"{VIP6}/128"],
             "routes": [{"destination": "0.0.0.0/0", "gateway": "198.51.100.1"}],
         }
         bundle = {
-            "format": 1, "amphora_id": self.id, "load_balancer_id": self.load_balancer_id,
-            "generation": generation, "haproxy": text, "interfaces": [interface],
+            "format": 1,
+            "amphora_id": self.id,
+            "load_balancer_id": self.load_balancer_id,
+            "generation": generation,
+            "haproxy": text,
+            "interfaces": [interface],
         }
         return self.call("PUT", "/v2/bundle", {**bundle, **changes})
 

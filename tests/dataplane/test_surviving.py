@@ -87,11 +87,11 @@ def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, 
         found = mailbox.next().document["listeners"].get(LISTENER)
         return found["total_connections"] if found else 0
 
-    eventually(lambda: total() == requests, f"{requests} connections are reported")
+    eventually(lambda: total() == requests, f"{requests} are reported")
     (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: not alive(worker), "the agent's worker is dead")
     eventually(lambda: total() == requests, "the counters survive the agent")
     os.kill(amphora.outside_pid(amphora.status("haproxy")["pid"]), signal.SIGKILL)
-    eventually(lambda: serves(amphora), "HAProxy serves again")
-    eventually(lambda: total() > requests, "the counters survive HAProxy")
+    # The worker outlives its master for some milliseconds, and what it serves then nobody can ask it any more.
+    eventually(lambda: serves(amphora) and total() > requests, "the counters survive HAProxy")

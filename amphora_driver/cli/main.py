@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amphoractl`: the operator's look at what is recorded.
+
+Invariant: it only reads, and what it reads it takes from the database: it says the same whether or not any other
+process of ours is alive. No secret is ever shown, sealed or open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from cliff.app import App
+from cliff.commandmanager import CommandManager
+
+from amphora_driver import config
+from amphora_driver.errors import ConfigurationError
+from amphora_driver.store.engine import Database
+
+COMMANDS = "amphoractl.commands"
+T = TypeVar("T")
+
+
+class Amphoractl(App):
+    """The application; commands read through `read`."""
+
+    NAME = "amphoractl"
+
+    def __init__(self, commands: CommandManager | None = None, **streams: Any) -> None:
+        super().__init__(
+            description="Look at load balancers and amphorae as they are recorded.",
+            version=_version(),
+            command_manager=CommandManager(COMMANDS) if commands is None else commands,
+            deferred_help=True,
+            **streams,
+        )
+        self._database: Database | None = None
+
+    def build_option_parser(
+        self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
+    ) -> argparse.ArgumentParser:
+        """Cliff's options and ours."""
+        named = {"prog": self.NAME, **(argparse_kwargs or {})}
+        parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
+        parser.add_argument(
+            "--config-file",
+            action="append",
+            metavar="FILE",
+            help=f"Configuration file; may be repeated. Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}.",
+        )
+        return parser
+
+    def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run `work` in one reading transaction.
+
+        Raises:
+            ConfigurationError: no database is where the configuration says.
+            StoreError: the database said no.
+        """
+        if self._database is None:
+            self._database = _database(self.options.config_file)
+        return self._database.read(work)
+
+    def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
+        """Close connections when a command ends."""
+        super().clean_up(cmd, result, err)
+        if self._database is not None:
+            self._database.dispose()
+            self._database = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script.
+
+    Args:
+        argv: arguments without the program's name; None for those of this process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Without a command cliff would open an interactive session.
+    return int(Amphoractl().run(arguments or ["help"]))
+
+
+def _database(files: list[str] | None) -> Database:
+    url = config.load(files).store.connection
+    parsed = sa.make_url(url)
+    path = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    if path is not None and not Path(path).exists():
+        # SQLite would make an empty one: a reader must not.
+        raise ConfigurationError(
+            "open the database", f"{path} does not exist", "Check [store] connection, or give --config-file."
+        )
+    return Database(url)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("octavia-amphora-driver")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration files, keys and certificates of a sandbox.
+
+Invariant: files are written only where their content differs, and keys and authorities are made once: a running stack never
+finds the ground moved under it.
+"""
+
+from __future__ import annotations
+
+from configparser import ConfigParser
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cryptography.fernet import Fernet
+
+from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.sandbox import topology
+
+if TYPE_CHECKING:
+    from amphora_driver.sandbox.settings import Settings
+
+HEALTH_PORT = 5555
+_CLIENT_DAYS = 3650
+_Sections = dict[str, dict[str, str]]
+
+
+def write(settings: Settings) -> None:
+    """Write everything that is not there yet."""
+    for folder in (settings.etc, settings.data, settings.run, settings.log, settings.amphorae, settings.tls):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _write(settings.our_configuration, _ini(_our_options(settings)))
+    _write(settings.octavia_configuration, _ini(_octavia_options(settings)))
+    _write(settings.clouds, _clouds(settings))
+    _write(settings.etc / "policy.yaml", "{}\n")
+    keys = settings.etc / "encryption.keys"
+    if not keys.exists():
+        _write(keys, Fernet.generate_key().decode() + "\n")
+    if not (settings.etc / "controller.pem").exists():
+        _certificates(settings.etc)
+
+
+def _our_options(settings: Settings) -> _Sections:
+    return {
+        "store": {
+            "connection": settings.database_url,
+            "encryption_key_file": str(settings.etc / "encryption.keys"),
+        },
+        "queue": {"doorbell_dir": str(settings.run / "bells")},
+        "agent": {"services": "supervisor"},
+        "octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
+        "health": {
+            "bind_address": topology.CONTROL_ADDRESS,
+            "bind_port": str(HEALTH_PORT),
+            "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
+            "interval": "1",
+        },
+        "compute_netns": {
+            "directory": str(settings.amphorae),
+            "prefix": settings.prefix,
+            "agent_python": settings.agent_python,
+            "management_network": topology.MANAGEMENT_NETWORK,
+        },
+        "network_local": {"switch": settings.switch},
+        "certificates": {
+            "ca_certificate": str(settings.etc / "amphora_ca.pem"),
+            "ca_private_key": str(settings.etc / "amphora_ca.key"),
+            "client_ca": str(settings.etc / "controller_ca.pem"),
+            "client_certificate": str(settings.etc / "controller.pem"),
+        },
+    }
+
+
+def _octavia_options(settings: Settings) -> _Sections:
+    return {
+        # One process, nobody to send messages to.
+        "DEFAULT": {"transport_url": "fake://"},
+        "oslo_messaging_notifications": {"driver": "noop"},
+        "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
+        "oslo_policy": {"policy_file": str(settings.etc / "policy.yaml")},
+        "database": {"connection": f"sqlite:///{settings.octavia_database}", "sqlite_synchronous": "False"},
+        "api_settings": {
+            "bind_host": "127.0.0.1",
+            "bind_port": str(settings.octavia_port),
+            "api_base_uri": settings.endpoint,
+            "auth_strategy": "noauth",
+            "healthcheck_enabled": "True",
+            "enabled_provider_drivers": "haproxy: HAProxy and keepalived in amphorae",
+            "default_provider_driver": "haproxy",
+        },
+        "controller_worker": {"network_driver": "amphora_sandbox_network"},
+        "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
+        "driver_agent": {
+            **{f"{name}_socket_path": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
+            "enabled_provider_agents": "haproxy",
+            "provider_agent_shutdown_timeout": "5",
+        },
+    }
+
+
+def _clouds(settings: Settings) -> str:
+    return f"""clouds:
+  sandbox:
+    auth_type: none
+    auth:
+      endpoint: {settings.endpoint}
+    load_balancer_endpoint_override: {settings.endpoint}
+    network_endpoint_override: {settings.network_endpoint}
+"""
+
+
+def _certificates(folder: Path) -> None:
+    """Two authorities: one vouches for amphorae, the other for controllers."""
+    certificate, key = create_authority("sandbox amphorae")
+    _write(folder / "amphora_ca.pem", certificate.decode())
+    _write(folder / "amphora_ca.key", key.reveal().decode())
+    certificate, key = create_authority("sandbox controllers")
+    _write(folder / "controller_ca.pem", certificate.decode())
+    client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
+    # Last: it says that all the others are there.
+    _write(folder / "controller.pem", client.bundle().reveal().decode())
+
+
+def _ini(sections: _Sections) -> str:
+    parser = ConfigParser(interpolation=None, default_section="no default section")
+    parser.read_dict(sections)
+    text = StringIO()
+    parser.write(text)
+    return text.getvalue()
+
+
+def _write(path: Path, content: str) -> None:
+    if path.exists() and path.read_text(encoding="utf-8") == content:
+        return
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(content, encoding="utf-8")
+    temporary.chmod(0o600)
+    temporary.replace(path)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As much of the network API as load balancer clients ask for.
+
+Invariant: it shows the provider's own tables and changes nothing but a user's own ports. Lists are filtered by any
+attribute, as the clients do to turn a name into an id.
+
+Started as ``python -m amphora_driver.sandbox.network_api`` with a listening socket as descriptor 3.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from amphora_driver import config
+from amphora_driver.errors import AmphoraDriverError, Conflict
+from amphora_driver.network.interface import FixedAddress, Port
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.store.engine import Database
+
+_SINGULAR = {"networks": "network", "subnets": "subnet", "ports": "port"}
+# Clients ask for these too, before they send anything.
+_EMPTY = {"extensions", "security-groups", "subnetpools", "routers", "policies"}
+_PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
+_Row = dict[str, Any]
+
+
+class Answers:
+    """The tables in the network API's own words."""
+
+    def __init__(self, network: LocalNetwork) -> None:
+        self._network = network
+
+    def networks(self) -> list[_Row]:
+        """Every network."""
+        return [
+            {
+                "id": segment.id, "name": segment.name, "mtu": segment.mtu, "status": "ACTIVE", "admin_state_up": True,
+                "shared": True, "subnets": [subnet.id for subnet in self._network.subnets(segment.id)], **_PROJECT,
+            }
+            for segment in self._network.networks()
+        ]  # fmt: skip
+
+    def subnets(self) -> list[_Row]:
+        """Every subnet."""
+        return [
+            {
+                "id": subnet.id, "name": subnet.name, "network_id": subnet.network_id, "cidr": subnet.cidr,
+                "ip_version": subnet.version, "gateway_ip": subnet.gateway, "enable_dhcp": False, "host_routes": [],
+                "allocation_pools": [{"start": subnet.first, "end": subnet.last}], "dns_nameservers": [], **_PROJECT,
+            }
+            for subnet in self._network.subnets()
+        ]  # fmt: skip
+
+    def ports(self) -> list[_Row]:
+        """Every port."""
+        return [self.port(port) for port in self._network.all_ports()]
+
+    def port(self, port: Port) -> _Row:
+        """One port."""
+        owner = self._network.owner(port.id) or ""
+        free = owner == f"user-{port.id}"
+        return {
+            "id": port.id, "name": "" if free else owner, "network_id": port.network_id, "mac_address": port.mac,
+            "device_id": "" if free else owner, "status": "ACTIVE", "admin_state_up": True,
+            "fixed_ips": [{"subnet_id": one.subnet_id, "ip_address": one.address} for one in port.addresses], **_PROJECT,
+        }  # fmt: skip
+
+    def create_port(self, body: _Row) -> _Row:
+        """A user's own port."""
+        wanted = [
+            FixedAddress(subnet_id=one["subnet_id"], address=one.get("ip_address", ""))
+            for one in body.get("fixed_ips") or ()
+        ]
+        return self.port(self._network.create_port(body["network_id"], wanted))
+
+    def delete_port(self, port_id: str) -> None:
+        """Remove it again."""
+        self._network.remove_user_port(port_id)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    answers: Answers
+
+    def do_GET(self) -> None:
+        parts, query = self._request()
+        if not parts:
+            link = {"rel": "self", "href": f"http://{self.headers.get('Host')}/v2.0/"}
+            return self._answer(200, {"versions": [{"id": "v2.0", "status": "CURRENT", "links": [link]}]})
+        kind = parts[0]
+        if kind in _EMPTY:
+            return self._answer(404, _error(f"no {kind} here")) if parts[1:] else self._answer(200, {_key(kind): []})
+        if kind not in _SINGULAR:
+            return self._answer(404, _error(f"no {kind} here"))
+        rows: list[_Row] = getattr(self.answers, kind)()
+        if parts[1:]:
+            found = [row for row in rows if row["id"] == parts[1]]
+            if not found:
+                return self._answer(404, _error(f"{_SINGULAR[kind]} {parts[1]} could not be found"))
+            return self._answer(200, {_SINGULAR[kind]: found[0]})
+        wanted = {name: value for name, value in query if rows and name in rows[0]}
+        kept = [row for row in rows if all(str(row[name]) == value for name, value in wanted.items())]
+        return self._answer(200, {kind: kept})
+
+    def do_POST(self) -> None:
+        parts, _ = self._request()
+        if parts != ["ports"]:
+            return self._answer(404, _error("only ports can be made here"))
+        return self._try(lambda: self._answer(201, {"port": self.answers.create_port(self.body["port"])}))
+
+    def do_DELETE(self) -> None:
+        parts, _ = self._request()
+        if len(parts) != 2 or parts[0] != "ports":
+            return self._answer(404, _error("only ports can be removed here"))
+
+        def remove() -> None:
+            self.answers.delete_port(parts[1])
+            self._answer(204, None)
+
+        return self._try(remove)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (KeyError, TypeError) as error:
+            self._answer(400, _error(f"the request lacks {error}"))
+        except AmphoraDriverError as error:
+            self._answer(409 if isinstance(error, Conflict) else 400, _error(str(error)))
+
+    def _request(self) -> tuple[list[str], list[tuple[str, str]]]:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body: _Row = json.loads(self.rfile.read(length) or b"{}")
+        url = urlsplit(self.path)
+        parts = [part for part in url.path.split("/") if part]
+        return [part for part in parts[1:] if part != "qos"], parse_qsl(url.query)
+
+    def _answer(self, status: int, body: _Row | None) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _key(kind: str) -> str:
+    return kind.replace("-", "_")
+
+
+def _error(message: str) -> _Row:
+    return {"NeutronError": {"type": "Error", "message": message, "detail": ""}}
+
+
+def serve(listener: socket.socket, network: LocalNetwork) -> None:
+    """Answer on a listening socket until the process ends."""
+    handler = type("Handler", (_Handler,), {"answers": Answers(network)})
+    server = ThreadingHTTPServer(listener.getsockname()[:2], handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    conf = config.load()
+    with socket.socket(fileno=3) as inherited:
+        serve(inherited, LocalNetwork(conf, Database(conf.store.connection)))
+    sys.exit(0)

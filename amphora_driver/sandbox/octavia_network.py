@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Octavia's API is told of networks.
+
+Invariant: every answer comes from the provider's own tables: Octavia, the clients and the provider see the same
+networks. Only questions are answered; addresses and ports are the provider's business, which Octavia leaves to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from typing import Any, NoReturn
+
+from octavia.network import base
+from octavia.network import data_models as shown
+
+from amphora_driver import config
+from amphora_driver.network.addresses import AddressRange, Segment
+from amphora_driver.network.interface import Port
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.store.engine import Database
+
+
+@functools.lru_cache(maxsize=1)
+def local_network() -> LocalNetwork:
+    """The tables, opened once in each process: Octavia makes a new driver for every question."""
+    conf = config.shared()
+    return LocalNetwork(conf, Database(conf.store.connection))
+
+
+class SandboxNetworkDriver(base.AbstractNetworkDriver):
+    """Answers Octavia's questions about networks, subnets and ports."""
+
+    def get_network(self, network_id: str, context: Any = None) -> Any:
+        return _network(_one(local_network().networks(), network_id, base.NetworkNotFound, "id"))
+
+    def get_network_by_name(self, network_name: str) -> Any:
+        return _network(_one(local_network().networks(), network_name, base.NetworkNotFound, "name"))
+
+    def get_subnet(self, subnet_id: str, context: Any = None) -> Any:
+        return _subnet(_one(local_network().subnets(), subnet_id, base.SubnetNotFound, "id"))
+
+    def get_subnet_by_name(self, subnet_name: str) -> Any:
+        return _subnet(_one(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
+
+    def get_port(self, port_id: str, context: Any = None) -> Any:
+        port = local_network().port(port_id)
+        if port is None:
+            raise base.PortNotFound(f"port {port_id} does not exist")
+        return _port(port)
+
+    def get_port_by_name(self, port_name: str) -> Any:
+        ports = local_network().ports(port_name)
+        if not ports:
+            raise base.PortNotFound(f"port {port_name} does not exist")
+        return _port(ports[0])
+
+    def get_port_by_net_id_device_id(self, network_id: str, device_id: str) -> Any:
+        for port in local_network().ports(device_id):
+            if port.network_id == network_id:
+                return _port(port)
+        raise base.PortNotFound(f"{device_id} has no port on network {network_id}")
+
+    def get_network_ip_availability(self, network: Any) -> Any:
+        have = [_availability(subnet) for subnet in local_network().subnets(network.id)]
+        return shown.Network_IP_Availability(network_id=network.id, subnet_ip_availability=have)
+
+    def get_security_group(self, sg_name: str) -> Any:
+        return None
+
+    def get_security_group_by_id(self, sg_id: str, context: Any = None) -> Any:
+        raise base.SecurityGroupNotFound(f"security group {sg_id} does not exist: there are none here")
+
+    def qos_enabled(self) -> bool:
+        return False
+
+    def _not_ours(self, *_: Any, **__: Any) -> NoReturn:
+        raise base.NetworkException("Ports and addresses are made by the provider driver, not by Octavia.")
+
+    allocate_vip = deallocate_vip = create_port = delete_port = unplug_vip = unplug_network = _not_ours
+    plug_fixed_ip = unplug_fixed_ip = get_plugged_networks = failover_preparation = plug_port = _not_ours
+    get_network_configs = update_vip_sg = update_aap_port_sg = plug_aap_port = unplug_aap_port = _not_ours
+    set_port_admin_state_up = _not_ours
+
+
+def _one(candidates: Any, wanted: str, missing: type[Exception], attribute: str) -> Any:
+    for candidate in candidates:
+        if getattr(candidate, attribute) == wanted:
+            return candidate
+    raise missing(f"{wanted} does not exist")
+
+
+def _network(segment: Segment) -> Any:
+    return shown.Network(
+        id=segment.id,
+        name=segment.name,
+        subnets=[subnet.id for subnet in local_network().subnets(segment.id)],
+        admin_state_up=True,
+        mtu=segment.mtu,
+        port_security_enabled=False,
+    )
+
+
+def _subnet(subnet: AddressRange) -> Any:
+    return shown.Subnet(
+        id=subnet.id,
+        name=subnet.name,
+        network_id=subnet.network_id,
+        gateway_ip=subnet.gateway,
+        cidr=subnet.cidr,
+        ip_version=subnet.version,
+        host_routes=[],
+    )
+
+
+def _port(port: Port) -> Any:
+    owner = local_network().owner(port.id) or ""
+    return shown.Port(
+        id=port.id,
+        name=owner,
+        # Octavia refuses a VIP port that a device uses.
+        device_id="" if owner == f"user-{port.id}" else owner,
+        mac_address=port.mac,
+        network_id=port.network_id,
+        status="ACTIVE",
+        admin_state_up=True,
+        fixed_ips=[shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses],
+    )
+
+
+def _availability(subnet: AddressRange) -> dict[str, Any]:
+    total = int(ipaddress.ip_address(subnet.last)) - int(ipaddress.ip_address(subnet.first)) + 1
+    return {"subnet_id": subnet.id, "total_ips": total, "used_ips": local_network().taken(subnet.id)}

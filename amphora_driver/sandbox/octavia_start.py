@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia's API and driver agent on SQLite, without a change to Octavia.
+
+Invariant: writers of Octavia's database queue. SQLite knows no SELECT … FOR UPDATE, and a reader that turns into a writer is
+refused: so every outermost transaction of a thread takes a file lock and then begins as a writer. A second session that
+Octavia opens inside one (to read a flavor) stays an ordinary reader, or the thread would wait for itself.
+
+`[database] pool_timeout` has a default in Octavia that SQLAlchemy refuses for SQLite files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from octavia.common import config as octavia_config  # noqa: F401 - registers the options
+from oslo_config import cfg
+from sqlalchemy import engine, event, orm, pool
+
+_PROJECT = "sandbox"
+_Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+class _Writers(threading.local):
+    """The turn of this thread: its open lock and the connection that has it."""
+
+    lock: int | None = None
+    holder: int | None = None
+
+
+_writers = _Writers()
+
+
+def _is_octavias(connection: Any) -> bool:
+    return str(connection.engine.url) == cfg.CONF.database.connection
+
+
+def _begin(connection: Any) -> None:
+    # oslo.db looks at the same mark and then leaves the BEGIN to us; it removes the mark at the end.
+    if not _is_octavias(connection) or "in_transaction" in connection.info:
+        return
+    connection.info["in_transaction"] = True
+    mine = id(connection.connection.driver_connection)
+    if _writers.lock is None:
+        _writers.lock = os.open(f"{connection.engine.url.database}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _writers.holder = mine
+        fcntl.flock(_writers.lock, fcntl.LOCK_EX)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writers.holder == mine else "BEGIN")
+
+
+def _checkin(dbapi_connection: Any, _record: Any) -> None:
+    # SQLAlchemy announces a commit before it happens; when the connection goes back it has happened.
+    if _writers.lock is not None and _writers.holder == id(dbapi_connection):
+        os.close(_writers.lock)
+        _writers.lock = _writers.holder = None
+
+
+def prepare() -> None:
+    """Make SQLite bearable; before Octavia reads its options."""
+    cfg.CONF.set_override("pool_timeout", None, group="database")
+    event.listen(engine.Engine, "begin", _begin)
+    event.listen(pool.Pool, "checkin", _checkin)
+
+
+def api() -> _Application:
+    """The WSGI application for gunicorn."""
+    from octavia.api import app  # noqa: PLC0415 - the driver agent needs none of it
+
+    from amphora_driver.sandbox import octavia_schema  # noqa: PLC0415 - the same
+
+    prepare()
+    application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
+    octavia_schema.ensure()
+
+    def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        # Clients of auth type "none" name no project, without which Octavia creates nothing.
+        environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
+        environ.setdefault("HTTP_X_USER_ID", _PROJECT)
+        return application(environ, start_response)  # type: ignore[no-any-return]
+
+    return with_project
+
+
+def driver_agent() -> int:
+    """octavia-driver-agent; it forks for every call, so all that takes time is done before."""
+    from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - only after `prepare`
+    from octavia.db import models  # noqa: F401, PLC0415 - known to configure_mappers
+
+    prepare()
+    orm.configure_mappers()
+    sys.argv = ["octavia-driver-agent", "--config-file", os.environ["OCTAVIA_CONF"]]
+    return int(agent.main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(driver_agent())

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sandbox's programs: started detached, found again, ended by number.
+
+Invariant: what runs is known by number and start time from a file below the state directory, so that any later command
+ends exactly those processes and their children, and starts none a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from amphora_driver.compute.process import Process, spawn
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox.settings import SandboxError
+
+if TYPE_CHECKING:
+    from amphora_driver.sandbox.settings import Settings
+
+_TICK = 0.03
+_STOP_SECONDS = 8.0
+_TAIL_LINES = 15
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """One program of the stack.
+
+    Args:
+        name: of its log and its record.
+        argv: program and arguments.
+        namespace: the network namespace it runs in; None for the machine's own.
+        listen: a port of 127.0.0.1 whose socket it is handed as descriptor 3: who connects waits until it is ready.
+        ready: whether it can be used; asked again and again, so it must be quick.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    namespace: str | None = None
+    listen: int | None = None
+    ready: Callable[[Process], bool] = lambda _: True
+
+
+class Supervision:
+    """Starts and ends programs of one sandbox."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def running(self, name: str) -> Process | None:
+        """The program's process, if it runs."""
+        process = self._known(name)
+        return process if process is not None and process.alive() else None
+
+    def start(self, program: Program) -> bool:
+        """Start a program; False if it runs already."""
+        if self.running(program.name) is not None:
+            return False
+        argv = list(program.argv)
+        if program.namespace is not None:
+            argv = ["nsenter", f"--net={namespaces.path(program.namespace)}", "--", *argv]
+        log = self.log(program.name)
+        if log.exists():
+            log.replace(log.with_suffix(".log.old"))
+        listener = None if program.listen is None else _listen(program.listen, program.name)
+        try:
+            process = spawn(argv, self._environment(), log, None if listener is None else listener.fileno())
+        except OSError as error:
+            raise SandboxError(f"start {program.name}", str(error)) from error
+        finally:
+            if listener is not None:
+                listener.close()
+        self._record(program.name).write_bytes(msgspec.json.encode(process))
+        return True
+
+    def wait_ready(self, program: Program, seconds: float) -> None:
+        """Wait until a started program can be used.
+
+        Raises:
+            SandboxError: it ended, or takes longer.
+        """
+        process = self._known(program.name)
+        for _ in range(int(seconds / _TICK)):
+            if process is None or process.wait(_TICK):
+                self._fail(program.name, "it ended at once")
+            elif program.ready(process):
+                return
+        self._fail(program.name, f"it is not ready after {seconds:.0f} seconds")
+
+    def stop(self, name: str) -> bool:
+        """End a program and all it started; False if it did not run."""
+        process = self._known(name)
+        if process is None:
+            return False
+        ran = process.signal(signal.SIGTERM)
+        process.wait(_STOP_SECONDS)
+        if ran:
+            # It led a session of its own: what is left of that is its children.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_STOP_SECONDS)
+        self._record(name).unlink(missing_ok=True)
+        return ran
+
+    def names(self) -> list[str]:
+        """The programs that were started and not ended since."""
+        return sorted(path.stem for path in self._settings.run.glob("*.process"))
+
+    def log(self, name: str) -> Path:
+        """The file with what a program says."""
+        return self._settings.log / f"{name}.log"
+
+    def tail(self, name: str) -> str:
+        """The end of it."""
+        try:
+            lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-_TAIL_LINES:])
+
+    def _record(self, name: str) -> Path:
+        return self._settings.run / f"{name}.process"
+
+    def _known(self, name: str) -> Process | None:
+        try:
+            return msgspec.json.decode(self._record(name).read_bytes(), type=Process)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def _environment(self) -> Mapping[str, str]:
+        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+        return {**kept, **self._settings.environment(), "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+
+    def _fail(self, name: str, happened: str) -> None:
+        tail = self.tail(name)
+        raise SandboxError(f"start {name}", happened, f"Its log is {self.log(name)}" + (f":\n{tail}" if tail else "."))
+
+
+def _listen(port: int, name: str) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise SandboxError(f"start {name}", f"port {port} of 127.0.0.1 is in use ({error.strerror})") from error
+    listener.listen(128)
+    return listener

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sandbox's networks.
+
+Invariant: only addresses reserved for documentation (RFC 5737, RFC 3849) are used, so that nothing can be mistaken for,
+or reach, a network of the machine's owner. Ids are made from names: every sandbox has the same ones.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from amphora_driver.network import bridges, namespaces
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.interface import FixedAddress, Port
+
+if TYPE_CHECKING:
+    from amphora_driver.network.local import LocalNetwork
+    from amphora_driver.sandbox.settings import Settings
+
+CONTROL_ADDRESS = "203.0.113.2"
+MEMBERS = {"member1": 11, "member2": 12, "member3": 13}
+CLIENT = "client"
+_NAMESPACE = uuid.UUID("5f1f4ab5-70f2-4f3c-9f70-6f6d6d0b8d7e")
+
+
+def identifier(name: str) -> str:
+    """The id of a network or subnet, made from its name."""
+    return str(uuid.uuid5(_NAMESPACE, name))
+
+
+MANAGEMENT_NETWORK = identifier("management")
+VIP_NETWORK = identifier("vip")
+MEMBER_NETWORK = identifier("members")
+VIP_SUBNET = identifier("vip-subnet")
+VIP_SUBNET_6 = identifier("vip-subnet-v6")
+MEMBER_SUBNET = identifier("member-subnet")
+MEMBER_SUBNET_6 = identifier("member-subnet-v6")
+
+_NETWORKS = {
+    MANAGEMENT_NETWORK: ("management", "br-mgmt"),
+    VIP_NETWORK: ("vip", "br-vip"),
+    MEMBER_NETWORK: ("members", "br-members"),
+}
+_SUBNETS = (
+    ("management-subnet", MANAGEMENT_NETWORK, "203.0.113.0/24", None, "203.0.113.10", "203.0.113.254"),
+    ("vip-subnet", VIP_NETWORK, "198.51.100.0/24", "198.51.100.1", "198.51.100.10", "198.51.100.254"),
+    ("vip-subnet-v6", VIP_NETWORK, "2001:db8:1::/64", "2001:db8:1::1", "2001:db8:1::10", "2001:db8:1::ffff"),
+    ("member-subnet", MEMBER_NETWORK, "192.0.2.0/24", "192.0.2.1", "192.0.2.100", "192.0.2.254"),
+    ("member-subnet-v6", MEMBER_NETWORK, "2001:db8:2::/64", "2001:db8:2::1", "2001:db8:2::100", "2001:db8:2::ffff"),
+)  # fmt: skip
+
+
+def define(network: LocalNetwork) -> None:
+    """Write networks and subnets down."""
+    for network_id, (name, bridge) in _NETWORKS.items():
+        network.define_network(network_id, name, bridge)
+    for name, network_id, cidr, gateway, first, last in _SUBNETS:
+        network.define_subnet(
+            AddressRange(
+                id=identifier(name),
+                network_id=network_id,
+                name=name,
+                cidr=cidr,
+                gateway=gateway,
+                first=first,
+                last=last,
+            )
+        )
+
+
+def build(settings: Settings, network: LocalNetwork) -> None:
+    """Make the switch, the control namespace, and those of client and members, as far as they are not there."""
+    switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
+    switch.ensure(network.networks(), network.subnets())
+    _host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
+    client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
+    _host(settings, network, switch, CLIENT, VIP_NETWORK, client)
+    for name, number in MEMBERS.items():
+        addresses = {"member-subnet": f"192.0.2.{number}", "member-subnet-v6": f"2001:db8:2::{number}"}
+        _host(settings, network, switch, name, MEMBER_NETWORK, addresses)
+
+
+def _host(
+    settings: Settings,
+    network: LocalNetwork,
+    switch: bridges.Switch,
+    name: str,
+    network_id: str,
+    addresses: dict[str, str],
+) -> Port:
+    wanted = [FixedAddress(subnet_id=identifier(subnet), address=address) for subnet, address in addresses.items()]
+    port = network.fixed_port(name, network_id, wanted)
+    segment = next(one for one in network.networks() if one.id == network_id)
+    place = namespaces.path(settings.host(name))
+    namespaces.ensure(settings.host(name))
+    switch.connect(port, segment, name, place, "eth0")
+    bridges.configure(place, "eth0", port, network.subnets(network_id))
+    return port

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it takes to get from one configuration to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from amphora_agent.haproxy.comparison import (
+    AddServer,
+    Reload,
+    RemoveServer,
+    Runtime,
+    SetMaintenance,
+    SetWeight,
+    Unchanged,
+    compare,
+)
+from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.server_state import EMPTY, rewrite
+
+ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
+TWO = "server b 192.0.2.2:80 weight 2"
+
+
+def configuration(*lines, defaults=("mode http",), frontend="bind 198.51.100.5:80", name="p:l"):
+    body = "".join(f"    {line}\n" for line in lines)
+    return parse(
+        "defaults\n"
+        + "".join(f"    {line}\n" for line in defaults)
+        + f"frontend l\n    {frontend}\nbackend {name}\n{body}"
+    )
+
+
+def test_nothing_to_notice():
+    assert compare(configuration(ONE), configuration("# why", ONE + "   # because")) == Unchanged()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kinds"),
+    [
+        ([ONE], [ONE, TWO], [AddServer]),
+        ([ONE, TWO], [ONE], [RemoveServer]),
+        ([ONE], [TWO], [AddServer, RemoveServer]),
+        ([ONE], [ONE.replace("weight 1", "weight 0")], [SetWeight]),
+        ([ONE], [ONE.replace("weight 1 ", "")], []),
+        ([ONE], [ONE + " disabled"], [SetMaintenance]),
+        ([ONE + " disabled"], [ONE.replace("weight 1", "weight 7")], [SetWeight, SetMaintenance]),
+        ([ONE, TWO], [TWO, ONE], []),
+        (
+            ["balance source", "hash-type consistent", ONE],
+            ["balance source", "hash-type consistent", TWO],
+            [AddServer, RemoveServer],
+        ),
+        (["balance random(2)", ONE], ["balance random(2)", ONE, TWO], [AddServer]),
+        (["balance source", ONE, TWO], ["balance source", ONE], [RemoveServer]),
+    ],
+)
+def test_at_run_time(old, new, kinds):
+    verdict = compare(configuration(*old), configuration(*new))
+    if not kinds and old[0].split()[1] == new[0].split()[1]:
+        assert verdict == Unchanged()
+        return
+    assert isinstance(verdict, Runtime)
+    assert [type(step) for step in verdict.steps] == kinds
+    assert verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (configuration(ONE), configuration(ONE, name="q:l"), "backend q:l added; backend p:l removed"),
+        (configuration(ONE), configuration(ONE, frontend="bind 198.51.100.5:81"), "'bind 198.51.100.5:81' is new"),
+        (configuration(ONE, "fullconn 1"), configuration(ONE), "'fullconn 1' is gone"),
+        (configuration("a x", "b"), configuration("b", "a x"), "the order of its lines"),
+        (configuration(ONE), configuration(ONE.replace("5s", "6s")), "its keywords differ"),
+        (configuration(ONE), configuration(ONE.replace(":80", ":81")), "its address is 192.0.2.1:81"),
+        (configuration(ONE), configuration(ONE, TWO + " cookie b"), "'cookie' cannot"),
+        (configuration(ONE), configuration(ONE, TWO + " ssl ca-file /ca.pem"), "'ca-file' cannot"),
+        (configuration(ONE), configuration(ONE, TWO + ' sni "str(x)"'), "quoting"),
+        (configuration("balance source", ONE), configuration("balance source", ONE, TWO), "balancing method"),
+        (
+            configuration("balance static-rr", ONE),
+            configuration("balance static-rr", ONE.replace("t 1", "t 2")),
+            "weights are fixed",
+        ),
+        (configuration("cookie C insert dynamic", ONE), configuration("cookie C insert dynamic", ONE, TWO), "dynamic"),
+        (
+            configuration(ONE, defaults=["default-server inter 1s"]),
+            configuration(ONE, TWO, defaults=["default-server inter 1s"]),
+            "default-server",
+        ),
+        (
+            configuration(ONE, defaults=["balance uri"]),
+            configuration(ONE, TWO, defaults=["balance uri"]),
+            "balancing method",
+        ),
+    ],
+)
+def test_by_a_reload(old, new, reason):
+    verdict = compare(old, new)
+    assert isinstance(verdict, Reload)
+    assert reason in verdict.reason
+
+
+def test_reasons_stay_short():
+    verdict = compare(configuration(), configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, 60))))
+    assert isinstance(verdict, Runtime)
+    assert verdict.reason.endswith("and 56 more")
+
+
+def state(name, *, port=80, operational=0, admin=0, weights="9 9", address="192.0.2.1"):
+    return f"3 p:l 1 {name} {address} {operational} {admin} {weights} 1 8 2 0 6 0 0 0 - {port} - 0 0 - - 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "server", "expected"),
+    [
+        (state("a"), ONE, state("a", weights="1 1")),
+        (state("a", admin=1), ONE, state("a", weights="1 1")),
+        (state("a"), ONE + " disabled", state("a", admin=5, weights="1 1")),
+        (state("a", port=81), ONE, None),
+        (state("a", address="192.0.2.9"), ONE, None),
+        (state("b"), ONE, None),
+        (state("b", address="192.0.2.2"), TWO, None),
+        ("rubbish", ONE, None),
+    ],
+)
+def test_only_what_the_checks_found_out_goes_to_the_next_worker(line, server, expected):
+    rewritten = rewrite(f"1\n# head\n{line}\n\n", configuration(server))
+    assert rewritten == "1\n# head\n" + (f"{expected}\n" if expected else "")
+    assert rewrite("2\n# another version\n", configuration(server)) == EMPTY

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Daemons: what cannot be run says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from amphora_agent.errors import ServiceError, SettingsError
+from amphora_agent.paths import Paths, write_atomically
+from amphora_agent.services import connect
+
+
+def test_systemd_is_refused_and_not_pretended(tmp_path):
+    with pytest.raises(SettingsError, match="systemd is not implemented yet"):
+        connect("systemd", Paths(tmp_path))
+
+
+def test_a_supervisor_that_does_not_answer(tmp_path):
+    services = connect("supervisor", Paths(tmp_path))
+    with pytest.raises(ServiceError, match="does not answer"):
+        services.status("haproxy")
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    file = tmp_path / "file"
+    write_atomically(file, "one")
+    write_atomically(file, "two")
+    assert file.read_text() == "two"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "nowhere" / "file", "three")
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]

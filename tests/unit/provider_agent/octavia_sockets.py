@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""octavia-driver-agent's three sockets, with answers a test chooses: for failures the real one cannot be made to have.
+
+The real one is used in tests/system.
+"""
+
+import json
+import socketserver
+import threading
+from pathlib import Path
+
+
+class OctaviaSockets:
+    """Serves status.sock, stats.sock and get.sock in a folder and remembers what was asked."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.statuses, self.statistics, self.asked = [], [], []
+        self.trees = {}
+        self.refuse = lambda document: None
+        self._servers = []
+
+    def start(self):
+        for name, answer in (("status", self._status), ("stats", self._stats), ("get", self._get)):
+            server = socketserver.ThreadingUnixStreamServer(str(self.folder / f"{name}.sock"), _handler(answer))
+            server.daemon_threads = True
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            self._servers.append(server)
+
+    def stop(self):
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+            Path(server.server_address).unlink()
+        self._servers.clear()
+
+    def _status(self, document):
+        refused = self.refuse(document)
+        if refused is not None:
+            return {"status_code": 500, "fault_string": "no", "status_object": refused[0], "status_object_id": refused[1]}
+        self.statuses.append(document)
+        return {"status_code": 200}
+
+    def _stats(self, document):
+        self.statistics.append(document)
+        return {"status_code": 200}
+
+    def _get(self, document):
+        self.asked.append(document)
+        return self.trees.get(document["id"], {})
+
+
+def _handler(answer):
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            size = int(self.rfile.readline())
+            body = json.dumps(answer(json.loads(self.rfile.read(size)))).encode()
+            self.wfile.write(b"%d\n" % len(body) + body)
+
+    return Handler

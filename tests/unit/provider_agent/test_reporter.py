@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said to Octavia, when, and what happens when Octavia does not listen."""
+
+import pytest
+import sqlalchemy as sa
+from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_sockets import OctaviaSockets
+
+from amphora_driver import config
+from amphora_driver.health import statistics
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.provider_agent import Reporter
+from amphora_driver.store import migrate, statuses, wanted
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import amphora, request, work
+
+# octavia_lib leaves the socket of a refused connection to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
+READ_BACK = {
+    "loadbalancer_id": "lb", "project_id": "demo", "admin_state_up": True, "vip_address": "198.51.100.10",
+    "vip_subnet_id": "s1", "vip_network_id": "n1", "vip_port_id": "p1", "pools": [], "availability_zone": None,
+    "listeners": [
+        {
+            "listener_id": "li", "loadbalancer_id": "lb", "protocol": "HTTP", "protocol_port": 80,
+            "l7policies": [
+                {
+                    "l7policy_id": "po", "listener_id": "li", "action": "REJECT", "position": 1, "admin_state_up": True,
+                    "rules": [{"l7rule_id": "ru", "l7policy_id": "po", "type": "PATH", "compare_type": "EQUAL_TO",
+                               "value": "/"}],
+                }
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.trees["lb"] = READ_BACK
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
+        f"get_socket = {tmp_path}/get.sock\n"
+    )
+    return config.load([str(path)])
+
+
+@pytest.fixture
+def database(conf):
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def intents(database):
+    return Intents(database, lambda node: None)
+
+
+@pytest.fixture
+def reporter(conf, database, octavia):
+    return Reporter(conf, database)
+
+
+def serve(database, generation):
+    def write(connection):
+        connection.execute(work.update().values(applied=generation))
+        statuses.confirm(connection, "lb", generation, {})
+
+    database.write(write)
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+BARRIER = {"loadbalancers": [{"id": "lb", "operating_status": "OFFLINE"}]}
+ACTIVE = {"loadbalancers": [{"id": "lb", "provisioning_status": "ACTIVE"}]}
+
+
+def test_a_barrier_passes_before_anything_else_is_said(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    serve(database, 1)
+    reporter.turn()
+    assert octavia.statuses == [BARRIER, ACTIVE]
+    reporter.turn()
+    assert len(octavia.statuses) == 2, "said once"
+
+
+def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, database, reporter, octavia):
+    del octavia.trees["lb"]
+    intents.create_load_balancer(TREE, read_back=False)
+    serve(database, 1)
+    assert reporter.turn() < 0.5, "looks again soon"
+    assert octavia.statuses == [BARRIER]
+    octavia.trees["lb"] = READ_BACK
+    reporter.turn()
+    assert octavia.statuses[-1] == ACTIVE
+
+
+def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, octavia):
+    del octavia.trees["lb"]
+    intents.create_load_balancer(TREE, read_back=False)
+    database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
+    reporter.turn()
+    assert (row(database).op, row(database).dirty) == ("delete", True)
+    serve(database, row(database).generation)
+    octavia.refuse = lambda document: ("loadbalancers", "lb")
+    reporter.turn()
+    assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "nobody is left to be told"
+
+
+def test_a_fully_populated_one_is_read_back(intents, database, reporter):
+    intents.create_load_balancer(
+        LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,)), read_back=True
+    )
+    reporter.turn()
+    tree = database.read(lambda c: wanted.load_tree(c, "lb"))
+    assert tree.listeners[0].l7policies[0].rules[0].value == "/"
+    assert (row(database).read_back, row(database).dirty) == (False, True)
+    serve(database, 1)
+    found = database.read(lambda c: statuses.due(c, 100))
+    assert [one.kind for one in found][-1] is Kind.LOAD_BALANCER
+    assert {one.object_id for one in found} == {"lb", "li", "po", "ru"}
+
+
+def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    intents.create(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
+    reporter.turn()
+    assert octavia.statuses == [BARRIER, ACTIVE]
+    octavia.refuse = lambda document: None
+    reporter._refused.clear()
+    reporter.turn()
+    assert octavia.statuses[-1] == {"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}
+
+
+def test_nothing_is_lost_while_octavia_is_away(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.turn()
+    octavia.stop()
+    serve(database, 1)
+    with pytest.raises(octavia_errors.UpdateStatusError, match="No such file"):
+        reporter.turn()
+    octavia.start()
+    reporter.turn()
+    assert octavia.statuses[-1] == ACTIVE
+
+
+def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.turn()
+    other = Reporter(conf, database)
+    serve(database, 1)
+    other.turn()
+    assert octavia.statuses == [BARRIER]
+
+
+def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+
+    def numbers(amphora_id, total, active):
+        return statistics.Row(
+            listener_id="li", amphora_id=amphora_id, load_balancer_id="lb", active_connections=active, bytes_in=total,
+            bytes_out=2 * total, request_errors=0, total_connections=total,
+        )
+
+    def write(connection):
+        connection.execute(
+            amphora.insert().values(
+                id="new", load_balancer_id="lb", role="STANDALONE", state="ready", confirmed=1, heartbeat_key=b"",
+                created_at=0.0,
+            )
+        )
+        statistics.store(connection, [numbers("gone", 40, 9), numbers("new", 2, 1)])
+
+    database.write(write)
+    reporter.turn()
+    reporter.turn()
+    assert octavia.statistics == [
+        {"listeners": [{"id": "li", "active_connections": 1, "bytes_in": 42, "bytes_out": 84, "request_errors": 0,
+                        "total_connections": 42}]}
+    ]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""House rules: what no reviewer should have to look for."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import logging
+import pickle
+import re
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amphora_driver.secret import Secret
+
+ROOT = Path(__file__).parents[2]
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+MOST_LINES = 500
+SHIPPED = ("amphora_driver", "amphora_agent")
+# A name that says nothing attracts everything.
+EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
+FOREIGN = {"octavia", "eventlet", "oslo_service", "oslo_messaging", "taskflow"}
+# Where something is fetched from is an operator's decision, not the source's.
+REGISTRIES = re.compile(
+    r"pypi\.org|pythonhosted\.org|docker\.(?:io|com)|quay\.io|\bghcr\.io|\bgcr\.io|registry\.k8s\.io"
+    r"|npmjs\.(?:org|com)|crates\.io|rubygems\.org|proxy\.golang\.org"
+    r"|\b(?:registry|artifactory|nexus|mirrors?)(?:\.[a-z0-9-]+)+\.[a-z]{2,}\b",
+    re.IGNORECASE,
+)
+
+
+@lru_cache(maxsize=1)
+def tracked():
+    """Files that belong to the project: tracked ones, and new ones that are not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        paths = [ROOT / line for line in listed.stdout.splitlines()]
+    else:
+        # An unpacked source distribution.
+        paths = [path for name in (*SHIPPED, "tests") for path in (ROOT / name).rglob("*")]
+    # Deleted files stay listed until that is committed.
+    return tuple(sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts))
+
+
+def inside(*packages, suffix=""):
+    found = [path for path in tracked() if place(path).parts[0] in packages]
+    return [path for path in found if path.name.endswith(suffix)]
+
+
+def place(path):
+    return path.relative_to(ROOT)
+
+
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(tree):
+    """Names of all modules imported anywhere in a file, within functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def test_there_is_something_to_look_at():
+    assert len(inside(*SHIPPED, suffix=".py")) > 10
+
+
+def test_every_file_says_its_licence_first():
+    files = [path for path in tracked() if path.suffix == ".py"]
+    wrong = [str(place(path)) for path in files if path.read_text(encoding="utf-8").split("\n", 1)[0] != SPDX]
+    assert wrong == []
+
+
+def test_no_file_is_too_long():
+    counted = {
+        str(place(path)): path.read_bytes().count(b"\n")
+        for path in inside(*SHIPPED, "tests")
+        if path.suffix in {".py", ".j2", ".sh", ".mako"}
+    }
+    assert {name: lines for name, lines in counted.items() if lines > MOST_LINES} == {}
+
+
+def test_no_module_has_an_empty_name():
+    wrong = [
+        str(place(path))
+        for path in inside(*SHIPPED, "tests", suffix=".py")
+        if EMPTY_NAMES & {path.stem, *place(path).parent.parts}
+    ]
+    assert wrong == []
+
+
+def test_folders_are_not_deep():
+    # Alembic wants its revisions in a folder of their own.
+    wrong = [
+        str(place(path))
+        for path in inside(*SHIPPED, suffix=".py")
+        if len(place(path).parts) > 3 and place(path).parts[1:3] != ("store", "migrations")
+    ]
+    assert wrong == []
+
+
+def test_octavia_and_what_comes_with_it_stay_outside():
+    wrong = [
+        f"{place(path)}: {module}"
+        for path in inside(*SHIPPED, suffix=".py")
+        if place(path).parts[:2] != ("amphora_driver", "sandbox")
+        for module in imported(parsed(path))
+        if module.split(".")[0] in FOREIGN
+    ]
+    assert wrong == []
+
+
+def test_the_agent_knows_nothing_of_the_control_plane():
+    wrong = [
+        f"{place(path)}: {module}"
+        for path in inside("amphora_agent", suffix=".py")
+        for module in imported(parsed(path))
+        if module.split(".")[0] == "amphora_driver"
+    ]
+    assert wrong == []
+
+
+def test_only_the_backends_import_openstack():
+    allowed = {("amphora_driver", "compute", "nova.py"), ("amphora_driver", "network", "neutron.py")}
+    wrong = [
+        f"{place(path)}: {module}"
+        for path in inside(*SHIPPED, suffix=".py")
+        if place(path).parts not in allowed and place(path).parts[:2] != ("amphora_driver", "sandbox")
+        for module in imported(parsed(path))
+        if module.split(".")[0] == "openstack"
+    ]
+    assert wrong == []
+
+
+def test_no_registry_is_named():
+    assert REGISTRIES.search("https://pypi.org/simple")
+    assert not REGISTRIES.search("https://docs.openstack.org")
+    wrong = []
+    for path in tracked():
+        if path == Path(__file__):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        wrong += [f"{place(path)}: {found.group()}" for found in REGISTRIES.finditer(text)]
+    assert wrong == []
+
+
+# --- secrets -----------------------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz", min_size=4).map(str.encode))
+def test_a_secret_is_not_printable(value):
+    secret = Secret(value)
+    for text in (
+        repr(secret), str(secret), f"{secret}", f"{secret!r:>40}", f"{secret:s}", f"{[secret]} {({1: secret})}",
+        logging.makeLogRecord({"msg": "%s %r", "args": (secret, secret)}).getMessage(),
+    ):
+        assert value.decode() not in text
+        assert "***" in text
+
+
+def test_a_secret_is_not_written_down_by_accident():
+    secret = Secret(b"hush")
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(secret)
+    with pytest.raises(TypeError, match="not pickled"):
+        copy.deepcopy(secret)
+    with pytest.raises(TypeError):
+        msgspec.json.encode({"key": secret})
+    with pytest.raises(TypeError):
+        bytes(secret)
+    assert not hasattr(secret, "__dict__")
+
+
+def test_a_secret_equals_only_its_like():
+    assert Secret(b"hush") == Secret(b"hush")
+    assert Secret(b"hush") != Secret(b"loud")
+    assert Secret(b"hush") != b"hush"
+    assert len({Secret(b"hush"), Secret(b"hush")}) == 1
+
+
+def test_no_secret_is_revealed_into_text():
+    """`reveal()` within an f-string, a format, a log line or an exception would undo what Secret is for."""
+    wrong = []
+    for path in inside(*SHIPPED, suffix=".py"):
+        speaking = [node for node in ast.walk(parsed(path)) if _makes_text(node)]
+        wrong += [
+            f"{place(path)}:{node.lineno}" for node in speaking if any(_reveals(inner) for inner in ast.walk(node))
+        ]
+    assert wrong == []
+
+
+def _makes_text(node):
+    if isinstance(node, (ast.JoinedStr, ast.Raise)):
+        return True
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        spoken = node.func.value
+        return node.func.attr == "format" or (isinstance(spoken, ast.Name) and spoken.id in {"LOG", "log", "logging"})
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "repr", "str"}
+
+
+def _reveals(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reveal"
