@@ -71,7 +71,5 @@ def _answer_errors(app: Flask) -> None:
     @app.errorhandler(Exception)
     def unforeseen(error: Exception) -> ResponseReturnValue:
         _log.exception("Unforeseen error")
-        said = AgentError(
-            "serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent."
-        )
+        said = AgentError("serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent.")
         return jsonify(said.document()), 500

@@ -181,7 +181,7 @@ class Applier:
     def _check(self, bundle: Bundle) -> tuple[Configuration | None, str]:
         if bundle.haproxy is None:
             return None, ""
-        text = text_of.with_server_states(bundle.haproxy)
+        text = bundle.haproxy
         if text == self._serving() and not self._paths.unfinished.exists() and self._haproxy.is_running():
             return text_of.parse(text), text
         return self._haproxy.check(text), text
@@ -216,7 +216,7 @@ class Applier:
         self._switch(text)
         try:
             outcome = self._bring_about(verdict, wanted)
-        except AgentError:
+        except (AgentError, OSError):
             self._restore(before)
             raise
         self._finished()

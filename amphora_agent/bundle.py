@@ -146,9 +146,7 @@ def _interface(document: Any) -> Interface:
         name=name,
         mtu=mtu,
         vips=vips,
-        addresses=tuple(
-            _address(item, "addresses") for item in _typed(found["addresses"], list, "addresses")
-        ),
+        addresses=tuple(_address(item, "addresses") for item in _typed(found["addresses"], list, "addresses")),
         routes=tuple(_route(item) for item in _typed(found["routes"], list, "routes")),
     )
 

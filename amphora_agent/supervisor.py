@@ -84,9 +84,7 @@ class Machine:
         for source, place in ((spec["etc"], self._paths.etc), (spec["var"], self._paths.var)):
             place.mkdir(parents=True, exist_ok=True)
             self._check(
-                self._libc.mount(
-                    os.fsencode(source), os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None
-                ),
+                self._libc.mount(os.fsencode(source), os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None),
                 f"bind {source} on {place}",
             )
         self._check(
@@ -107,9 +105,7 @@ class Machine:
         try:
             self._check(self._libc.unshare(CLONE_NEWNET), "create a network namespace")
             own = b"/proc/self/ns/net"
-            self._check(
-                self._libc.mount(own, os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None), "name it"
-            )
+            self._check(self._libc.mount(own, os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None), "name it")
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
                 request = struct.pack("16sH14x", b"lo", 0)
                 flags = struct.unpack("16sH14x", fcntl.ioctl(control, SIOCGIFFLAGS, request))[1]
@@ -230,9 +226,7 @@ class Supervisor:
         backoff = min(LONGEST_BACKOFF, 0.05 * 2**service.quick_deaths) if service.quick_deaths else 0.0
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._say(
-            f"{service.name} ended with {code} after {lived:.1f} s, starts again in {backoff:.1f} s. {last}"
-        )
+        self._say(f"{service.name} ended with {code} after {lived:.1f} s, starts again in {backoff:.1f} s. {last}")
 
     @staticmethod
     def _say(line: str) -> None:
@@ -244,9 +238,7 @@ class Supervisor:
     def _accept(self) -> None:
         connection, _ = self._control.accept()
         connection.setblocking(False)
-        self._selector.register(
-            connection, selectors.EVENT_READ, partial(self._receive, connection, bytearray())
-        )
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._receive, connection, bytearray()))
 
     def _receive(self, connection: socket.socket, buffer: bytearray) -> None:
         data = connection.recv(REQUEST_BYTES)

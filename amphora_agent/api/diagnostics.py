@@ -22,9 +22,7 @@ from amphora_agent.services import Services
 from amphora_agent.stats.sender import Sender
 
 
-def blueprint(
-    paths: Paths, services: Services, haproxy: Haproxy, inner: Namespace, sender: Sender
-) -> Blueprint:
+def blueprint(paths: Paths, services: Services, haproxy: Haproxy, inner: Namespace, sender: Sender) -> Blueprint:
     """The route."""
     routes = Blueprint("diagnostics", __name__)
     parts: dict[str, Callable[[], Any]] = {

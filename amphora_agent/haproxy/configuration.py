@@ -38,7 +38,6 @@ _SECTIONS = ALLOWED | {
 _BLANKS = " \t\r\v\f"
 # A comment, blanks, something in quotes, an escaped character, or anything else.
 _PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-_LOAD_STATE = "    load-server-state-from-file global  # amphora-agent"
 
 
 @dataclass(frozen=True)
@@ -200,9 +199,7 @@ def parse(text: str) -> Configuration:
     names = [(section.kind, section.name) for section in sections if section.kind != "defaults"]
     for section in sections:
         if names.count((section.kind, section.name)) > 1:
-            raise _refused(
-                section.head.number, f"{section.kind} '{section.name}' is defined twice", section.object_id
-            )
+            raise _refused(section.head.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
     return Configuration(tuple(sections))
 
 
@@ -258,21 +255,3 @@ def _is_server(line: Line) -> bool:
 
 def _server(line: Line) -> Server:
     return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)
-
-
-def with_server_states(text: str) -> str:
-    """Let every proxy take over its servers' states at a reload, whoever wrote its ``defaults``.
-
-    A line is added after the head of each ``defaults`` section that lacks it; `original_number` undoes the
-    shift.
-    """
-    lines = text.split("\n")
-    for section in reversed(parse(text).sections):
-        if section.kind == "defaults" and section.setting("load-server-state-from-file") is None:
-            lines.insert(section.head.number, _LOAD_STATE)
-    return "\n".join(lines)
-
-
-def original_number(text: str, number: int) -> int:
-    """The line in the load balancer's own text that became this line of `with_server_states`'s."""
-    return number - text.split("\n")[: number - 1].count(_LOAD_STATE)

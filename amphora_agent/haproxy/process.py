@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from amphora_agent.errors import ConfigurationRefusedError, HaproxyError, MachineError
 from amphora_agent.haproxy import server_state
-from amphora_agent.haproxy.configuration import Configuration, original_number, parse
+from amphora_agent.haproxy.configuration import Configuration, parse
 from amphora_agent.haproxy.runtime import Socket
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
@@ -76,9 +76,7 @@ class Haproxy:
         before_leaving: called when the present worker is about to be replaced; reads its counters.
     """
 
-    def __init__(
-        self, paths: Paths, services: Services, inner: Namespace, before_leaving: Callable[[], None]
-    ) -> None:
+    def __init__(self, paths: Paths, services: Services, inner: Namespace, before_leaving: Callable[[], None]) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
@@ -127,29 +125,21 @@ class Haproxy:
         ]
         result = self._inner.run(_run, argv)
         if result.returncode != 0:
-            raise self._refusal(result.stdout + result.stderr, text, configuration)
+            raise self._refusal(result.stdout + result.stderr, configuration)
         return configuration
 
-    def _refusal(
-        self, output: str, text: str, configuration: Configuration
-    ) -> MachineError | ConfigurationRefusedError:
+    def _refusal(self, output: str, configuration: Configuration) -> MachineError | ConfigurationRefusedError:
         alert = _ALERT.search(output)
-        message = (
-            alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
-        )
+        message = alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
         wanted = "load the configuration into HAProxy"
         place = _PLACE.search(message)
         object_id = None
         if place is not None:
             if place.group("file") != str(self._paths.candidate):
-                return MachineError(
-                    wanted, f"the machine's own part: {message}", "This is an error of the agent."
-                )
+                return MachineError(wanted, f"the machine's own part: {message}", "This is an error of the agent.")
             number = int(place.group("line"))
             object_id = configuration.object_at(number)
-            message = (
-                f"line {original_number(text, number)}: {message[: place.start()]}{message[place.end() :]}"
-            )
+            message = f"line {number}: {message[: place.start()]}{message[place.end() :]}"
         for name in _NAMES.findall(message):
             object_id = object_id or configuration.object_named(name)
         message = message.replace(f"{self._paths.var}/", "")
@@ -238,9 +228,7 @@ class Haproxy:
         return int(found.group(1)) if found else None
 
     def _last_alert(self) -> str:
-        alerts = [
-            match.group("text") for line in self._services.log(SERVICE) if (match := _ALERT.match(line))
-        ]
+        alerts = [match.group("text") for line in self._services.log(SERVICE) if (match := _ALERT.match(line))]
         specific = [text for text in alerts if "Fatal errors" not in text and "exited with code" not in text]
         return (specific or alerts or [""])[-1]
 
@@ -264,27 +252,20 @@ class Haproxy:
             HaproxyError: naming the first difference.
         """
         loaded = self.loaded()
-        frontends = {
-            name for name, section in wanted.frontends.items() if section.setting("disabled") is None
-        }
+        frontends = {name for name, section in wanted.frontends.items() if section.setting("disabled") is None}
         if loaded.frontends != frontends:
             different = min(loaded.frontends ^ frontends)
             raise HaproxyError("confirm the configuration", f"listener {different} is not as wanted")
         live = {name for name, section in wanted.backends.items() if section.setting("disabled") is None}
-        servers = {
-            key: (server.weight, server.disabled) for key, server in wanted.servers.items() if key[0] in live
-        }
+        servers = {key: (server.weight, server.disabled) for key, server in wanted.servers.items() if key[0] in live}
         for key in servers.keys() | loaded.servers.keys():
             if key not in servers or key not in loaded.servers:
-                raise HaproxyError(
-                    "confirm the configuration", f"member {key[1]} of {key[0]} is not as wanted"
-                )
+                raise HaproxyError("confirm the configuration", f"member {key[1]} of {key[0]} is not as wanted")
             agent = "agent-check" in wanted.servers[key].keywords
             if loaded.servers[key] != servers[key] and not agent:
                 raise HaproxyError(
                     "confirm the configuration",
-                    f"member {key[1]} of {key[0]} has (weight, maintenance) {loaded.servers[key]}, "
-                    f"not {servers[key]}",
+                    f"member {key[1]} of {key[0]} has (weight, maintenance) {loaded.servers[key]}, not {servers[key]}",
                 )
         return loaded
 

@@ -194,9 +194,7 @@ def _add_addresses(route: Any, index: int, interface: Interface) -> set[Address]
     for address in (*interface.addresses, *interface.vips):
         if address not in present:
             flags = {"flags": _NODAD} if address.version == 6 else {}
-            route.addr(
-                "replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **flags
-            )
+            route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **flags)
             new.append(address)
     return set(new)
 

@@ -55,9 +55,7 @@ def decode(datagram: bytes, key: bytes) -> Heartbeat:
     return Heartbeat(uuid.UUID(bytes=amphora), epoch, sequence, document)
 
 
-def datagrams(
-    amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]
-) -> Iterator[bytes]:
+def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]) -> Iterator[bytes]:
     """As many datagrams as the document needs, numbered from `first` on."""
     sequence = first
     pending = [document]

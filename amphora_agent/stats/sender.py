@@ -37,9 +37,7 @@ def next_epoch(paths: Paths) -> int:
 class Sender:
     """The thread that samples HAProxy and reports."""
 
-    def __init__(
-        self, settings: Settings, paths: Paths, ledger: Ledger, generation: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, settings: Settings, paths: Paths, ledger: Ledger, generation: Callable[[], int | None]) -> None:
         self._settings = settings
         self._paths = paths
         self._ledger = ledger

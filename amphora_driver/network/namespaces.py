@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pyroute2 import IPRoute
 
+from amphora_driver.compute.process import Process, identify
 from amphora_driver.errors import NetworkError
 
 T = TypeVar("T")
@@ -70,6 +71,20 @@ def remove(name: str) -> None:
         _call(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
     # Unlinking also detaches the copies of the mount that other mount namespaces (amphorae) took with them.
     place.unlink(missing_ok=True)
+
+
+def processes(name: str) -> list[Process]:
+    """Every process in the namespace of this name."""
+    if not exists(name):
+        return []
+    wanted = path(name).stat()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if os.path.samestat((entry / "ns/net").stat(), wanted):
+                    found.append(identify(int(entry.name)))
+    return [process for process in found if process is not None]
 
 
 def inside(place: str | Path, work: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration files, keys and certificates of a sandbox.
 
-Invariant: files are written only where their content differs, and keys and authorities are made once: a running stack never
-finds the ground moved under it.
+Invariant: files are written only where their content differs, and keys and authorities are made once: a running
+stack never finds the ground moved under it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class Answers:
         return {
             "id": port.id, "name": "" if free else owner, "network_id": port.network_id, "mac_address": port.mac,
             "device_id": "" if free else owner, "status": "ACTIVE", "admin_state_up": True,
-            "fixed_ips": [{"subnet_id": one.subnet_id, "ip_address": one.address} for one in port.addresses], **_PROJECT,
+            "fixed_ips": [{"subnet_id": one.subnet_id, "ip_address": one.address} for one in port.addresses],
+            **_PROJECT,
         }  # fmt: skip
 
     def create_port(self, body: _Row) -> _Row:

@@ -31,19 +31,19 @@ def local_network() -> LocalNetwork:
 class SandboxNetworkDriver(base.AbstractNetworkDriver):
     """Answers Octavia's questions about networks, subnets and ports."""
 
-    def get_network(self, network_id: str, context: Any = None) -> Any:
+    def get_network(self, network_id: str, **_context: Any) -> Any:
         return _network(_one(local_network().networks(), network_id, base.NetworkNotFound, "id"))
 
     def get_network_by_name(self, network_name: str) -> Any:
         return _network(_one(local_network().networks(), network_name, base.NetworkNotFound, "name"))
 
-    def get_subnet(self, subnet_id: str, context: Any = None) -> Any:
+    def get_subnet(self, subnet_id: str, **_context: Any) -> Any:
         return _subnet(_one(local_network().subnets(), subnet_id, base.SubnetNotFound, "id"))
 
     def get_subnet_by_name(self, subnet_name: str) -> Any:
         return _subnet(_one(local_network().subnets(), subnet_name, base.SubnetNotFound, "name"))
 
-    def get_port(self, port_id: str, context: Any = None) -> Any:
+    def get_port(self, port_id: str, **_context: Any) -> Any:
         port = local_network().port(port_id)
         if port is None:
             raise base.PortNotFound(f"port {port_id} does not exist")
@@ -65,10 +65,10 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         have = [_availability(subnet) for subnet in local_network().subnets(network.id)]
         return shown.Network_IP_Availability(network_id=network.id, subnet_ip_availability=have)
 
-    def get_security_group(self, sg_name: str) -> Any:
+    def get_security_group(self, _sg_name: str) -> Any:
         return None
 
-    def get_security_group_by_id(self, sg_id: str, context: Any = None) -> Any:
+    def get_security_group_by_id(self, sg_id: str, **_context: Any) -> Any:
         raise base.SecurityGroupNotFound(f"security group {sg_id} does not exist: there are none here")
 
     def qos_enabled(self) -> bool:

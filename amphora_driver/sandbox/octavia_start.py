@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's API and driver agent on SQLite, without a change to Octavia.
 
-Invariant: writers of Octavia's database queue. SQLite knows no SELECT … FOR UPDATE, and a reader that turns into a writer is
-refused: so every outermost transaction of a thread takes a file lock and then begins as a writer. A second session that
-Octavia opens inside one (to read a flavor) stays an ordinary reader, or the thread would wait for itself.
+Invariant: writers of Octavia's database queue. SQLite knows no SELECT … FOR UPDATE, and a reader that turns into a
+writer is refused: so every outermost transaction of a thread takes a file lock and then begins as a writer. A second
+session that Octavia opens inside one (to read a flavor) stays an ordinary reader, or the thread would wait for itself.
 
 `[database] pool_timeout` has a default in Octavia that SQLAlchemy refuses for SQLite files.
 """
@@ -36,7 +36,7 @@ _writers = _Writers()
 
 
 def _is_octavias(connection: Any) -> bool:
-    return str(connection.engine.url) == cfg.CONF.database.connection
+    return bool(str(connection.engine.url) == cfg.CONF.database.connection)
 
 
 def _begin(connection: Any) -> None:

@@ -135,7 +135,12 @@ class Supervision:
 
     def _environment(self) -> Mapping[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
-        return {**kept, **self._settings.environment(), "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+        fixed = {
+            "OCTAVIA_CONF": str(self._settings.octavia_configuration),
+            "LANG": "C.UTF-8",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**kept, **self._settings.environment(), **fixed}
 
     def _fail(self, name: str, happened: str) -> None:
         tail = self.tail(name)

@@ -77,9 +77,7 @@ class Database:
                     return work(connection)
             except DBAPIError as error:
                 if attempt == _ATTEMPTS or not _retryable(error):
-                    raise StoreError(
-                        "write to the database", str(error.orig or error), "The same work is done again later."
-                    ) from error
+                    raise StoreError("write to the database", str(error.orig or error)) from error
                 LOG.info("the database asks to repeat a transaction (%s), attempt %d", error.orig, attempt)
                 time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2**attempt, 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")

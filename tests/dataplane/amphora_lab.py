@@ -76,7 +76,7 @@ class Member:
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_OPTIONS = do_GET
+            do_OPTIONS = do_GET  # noqa: N815
 
             def log_message(self, *_) -> None:
                 pass

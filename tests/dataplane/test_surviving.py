@@ -9,7 +9,7 @@ import time
 
 import pytest
 from amphora_lab import VIP, Client, alive, children, descendants, eventually, get
-from configuration_text import LISTENER, listener, text
+from configuration_text import LISTENER, SECOND, listener, text
 
 pytestmark = pytest.mark.root
 
@@ -46,6 +46,24 @@ def test_the_agent_killed_comes_back_and_haproxy_is_untouched(amphora, victim):
         client.hears("m2")
     assert client.failures == []
     assert amphora.status("haproxy")["pid"] == haproxy
+
+
+def test_a_reload_that_fails_leaves_the_old_worker_serving(amphora):
+    amphora.push(1, text(listener(["m1"])))
+    squat = f"import socket; s = socket.create_server(('{VIP}', 8080)); print('bound', flush=True); s.accept()"
+    amphora.supervisor(op="start", name="squatter", argv=["python3", "-c", squat], inner=True, restart=False)
+    eventually(lambda: "bound" in amphora.supervisor(op="log", name="squatter")["lines"], "the port is taken")
+    wanted = text(listener(["m1"]), listener(["m2"], listener_id=SECOND, port=8080))
+    with Client(amphora.network) as client:
+        status, answer = amphora.push(2, wanted)
+        assert status == 500, answer
+        assert "8080" in answer["error"]["happened"]
+        assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 1
+        client.hears("m1")
+        amphora.supervisor(op="stop", name="squatter")
+        status, answer = amphora.push(2, wanted)
+        assert (status, answer["how"]) == (200, "reload"), answer
+    assert client.failures == []
 
 
 def test_a_power_cut_leaves_the_last_confirmed_bundle(amphora, network):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from amphora_agent.errors import ConfigurationRefusedError
-from amphora_agent.haproxy.configuration import original_number, parse, split, with_server_states
+from amphora_agent.haproxy.configuration import parse, split
 
 TEXT = """defaults
     mode http
@@ -96,14 +96,3 @@ def test_the_object_of_a_name(name, expected):
 def test_what_belongs_to_the_machine_is_refused(text):
     with pytest.raises(ConfigurationRefusedError, match="line "):
         parse(text)
-
-
-def test_server_states_are_taken_over_and_lines_keep_their_numbers():
-    text = "defaults\n    mode http\n" + TEXT + "defaults\n    load-server-state-from-file none\n"
-    shifted = with_server_states(text)
-    assert shifted.count("load-server-state-from-file global") == 2
-    assert with_server_states(shifted) == shifted
-    before, after = text.split("\n"), shifted.split("\n")
-    for number, line in enumerate(after, start=1):
-        if "amphora-agent" not in line:
-            assert before[original_number(shifted, number) - 1] == line

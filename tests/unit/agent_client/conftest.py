@@ -21,6 +21,7 @@ AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     timeout = 5
 
     def do_GET(self):

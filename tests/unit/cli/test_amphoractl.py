@@ -7,6 +7,7 @@ import configparser
 import importlib
 import io
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def fill(connection):
     connection.execute(
         amphora_seen.insert().values(amphora_id=AMPHORA, seen_at=time.time() - 5, generation=7)
     )
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """Cliff gives the root logger a handler for its own standard error, which a test closes."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

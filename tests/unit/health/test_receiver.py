@@ -95,6 +95,7 @@ def test_ipv6():
 
 def test_refusals_are_counted_by_reason_and_logged_once(caplog):
     with caplog.at_level(logging.WARNING), running() as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
         made.send(b"")
         made.send(b"x" * 100)
         made.send(datagram(key=b"wrong"))

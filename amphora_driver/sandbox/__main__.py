@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sandbox's command: ``python -m amphora_driver.sandbox up|down|status|demo --state DIR``.
+
+Invariant: what a person needs to see is on the screen, everything else is in a log whose name is on the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import settings as sandbox_settings
+from amphora_driver.sandbox.settings import Settings
+from amphora_driver.sandbox.stack import Stack
+
+_REQUESTS = 12
+
+
+class _Screen:
+    """Says what was done and how long it took."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self._begun = self._last = time.monotonic()
+
+    def step(self, text: str) -> None:
+        now = time.monotonic()
+        self.console.print(f"  [green]✓[/] {text} [dim]{now - self._last:.1f} s[/]")
+        self._last = now
+
+    def end(self, text: str) -> None:
+        self.console.print(f"[bold]{text}[/] [dim]{time.monotonic() - self._begun:.1f} s[/]")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Console entry."""
+    parser = argparse.ArgumentParser(prog="python -m amphora_driver.sandbox", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=sorted(_COMMANDS))
+    parser.add_argument("--state", type=Path, required=True, help="directory of this sandbox")
+    parser.add_argument("--prefix", help="beginning of the names of namespaces, at most 6 characters; first start only")
+    parser.add_argument("--agent-python", help="interpreter of the amphorae's environment; first start only")
+    chosen = parser.parse_args(arguments)
+    screen = _Screen()
+    try:
+        _COMMANDS[chosen.command](chosen, screen)
+    except AmphoraDriverError as error:
+        screen.console.print("[red]✗[/]", str(error), markup=True, style="red")
+        return 1
+    return 0
+
+
+def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
+    settings = sandbox_settings.choose(chosen.state.absolute(), chosen.prefix, chosen.agent_python)
+    Stack(settings, screen.step).up()
+    screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, state and logs in {settings.state}.")
+
+
+def _down(chosen: argparse.Namespace, screen: _Screen) -> None:
+    settings = sandbox_settings.find(chosen.state.absolute())
+    if settings is not None:
+        Stack(settings, screen.step).down()
+    screen.end("Nothing runs any more.")
+
+
+def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
+    settings = _existing(chosen)
+    stack = Stack(settings)
+    table = Table("program", "process", "log")
+    for program in stack.programs():
+        process = stack.supervision.running(program.name)
+        table.add_row(
+            program.name, str(process.pid) if process else "[red]-[/]", str(stack.supervision.log(program.name))
+        )
+    screen.console.print(table)
+    screen.console.print("namespaces:", ", ".join(namespaces.names(f"{settings.prefix}-")) or "none")
+    if stack.supervision.running("octavia-api") is not None:
+        _print_load_balancers(settings, screen)
+
+
+def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
+    from amphora_driver.sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+
+    table = Table("load balancer", "VIP", "provisioning", "operating")
+    for one in demo.connect(settings).load_balancer.load_balancers():
+        table.add_row(one.name or one.id, one.vip_address, one.provisioning_status, one.operating_status)
+    screen.console.print(table)
+
+
+def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
+    from amphora_driver.sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+
+    settings = _existing(chosen)
+    load_balancer = demo.ensure_load_balancer(settings, screen.step)
+    answers = demo.count_answers(settings, load_balancer.vip_address, _REQUESTS)
+    table = Table("member", "answers", title=f"{_REQUESTS} requests to http://{load_balancer.vip_address}/")
+    for member, number in sorted(answers.items()):
+        table.add_row(member, str(number))
+    screen.console.print(table)
+    screen.end("Demonstrated.")
+    _print_hints(settings, screen)
+
+
+def _print_hints(settings: Settings, screen: _Screen) -> None:
+    programs = Path(sys.executable).parent
+    client = f"nsenter --net={namespaces.path(settings.host('client'))}"
+    exports = " ".join(f"{name}={value}" for name, value in settings.environment().items())
+    lines = [
+        f"export PATH={programs}:$PATH {exports}",
+        "openstack loadbalancer status show demo",
+        "openstack loadbalancer member set --weight 5 demo-pool member1",
+        "openstack loadbalancer failover demo",
+        "amphoractl amphora list",
+        f"{client} curl -s http://198.51.100.10/",
+        "./quickstart status",
+        "./quickstart down",
+    ]
+    screen.console.print("\nWhat to try next:")
+    for line in lines:
+        screen.console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _existing(chosen: argparse.Namespace) -> Settings:
+    settings = sandbox_settings.find(chosen.state.absolute())
+    if settings is None:
+        raise sandbox_settings.SandboxError(f"find a sandbox in {chosen.state}", "none was ever started", "Run `up`.")
+    return settings
+
+
+_COMMANDS = {"up": _up, "down": _down, "status": _status, "demo": _demo}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of things: what is made before what, and taken away again.
+
+Invariant: `up` and `down` may be interrupted anywhere and repeated: each looks at what is there and does the rest. One
+of them at a time works on a sandbox. After `down` nothing is left but the state directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amphora_driver import config
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.compute.process import Process, end
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import configuration, demo_hosts, topology
+from amphora_driver.sandbox.processes import Program, Supervision
+from amphora_driver.sandbox.settings import SandboxError
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+
+if TYPE_CHECKING:
+    from amphora_driver.sandbox.settings import Settings
+
+Report = Callable[[str], None]
+_READY_SECONDS = 60.0
+_KILL_SECONDS = 5.0
+_NEEDED = {
+    "haproxy": "haproxy",
+    "keepalived": "keepalived",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "nft": "nftables",
+}
+
+
+class Stack:
+    """One sandbox.
+
+    Args:
+        settings: which one.
+        report: told of every step, in words.
+    """
+
+    def __init__(self, settings: Settings, report: Report = lambda _: None) -> None:
+        self._settings = settings
+        self._report = report
+        self._supervision = Supervision(settings)
+
+    @property
+    def supervision(self) -> Supervision:
+        """The programs."""
+        return self._supervision
+
+    def up(self) -> None:
+        """Start what does not run yet.
+
+        Raises:
+            SandboxError: naming the program that did not start, and its log.
+        """
+        _check_machine()
+        with self._alone():
+            configuration.write(self._settings)
+            with self._opened() as network:
+                migrate.upgrade(self._settings.database_url)
+                topology.define(network)
+                topology.build(self._settings, network)
+            self._report("networks: management, vip, members; a client and three members")
+            bells = self._settings.run / "bells"
+            if self._supervision.running("amphora-controller") is None:
+                shutil.rmtree(bells, ignore_errors=True)
+            bells.mkdir(exist_ok=True, mode=0o700)
+            programs = self.programs()
+            # All at once: most of the time goes into importing, and the two processors share it.
+            started = [program for program in programs if self._supervision.start(program)]
+            for program in started:
+                self._supervision.wait_ready(program, _READY_SECONDS)
+                self._report(f"{program.name} is ready")
+
+    def down(self) -> None:
+        """End and remove everything but the state directory."""
+        with self._alone():
+            for name in self._supervision.names():
+                if self._supervision.stop(name):
+                    self._report(f"{name} ended")
+            if self._settings.our_configuration.exists():
+                with self._opened() as network:
+                    self._destroy_amphorae(network)
+            removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove(name)]
+            if removed:
+                self._report(f"namespaces removed: {', '.join(removed)}")
+
+    def programs(self) -> list[Program]:
+        """What runs, in the order in which it is waited for."""
+        settings = self._settings
+        module = (sys.executable, "-m")
+        gunicorn = (
+            *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
+            *("--no-control-socket", "--log-level", "warning", "amphora_driver.sandbox.octavia_start:api()"),
+        )
+        members = [
+            Program(
+                name=name,
+                argv=(sys.executable, "-S", demo_hosts.__file__, name, str(demo_hosts.MEMBER_PORT)),
+                namespace=settings.host(name),
+                ready=_listens("tcp6", demo_hosts.MEMBER_PORT),
+            )
+            for name in topology.MEMBERS
+        ]
+        return [
+            *members,
+            Program(
+                name="network-api",
+                argv=(*module, "amphora_driver.sandbox.network_api"),
+                listen=settings.network_port,
+                ready=_answers(settings.network_port),
+            ),
+            Program(
+                name="octavia-api",
+                argv=(*module, *gunicorn),
+                listen=settings.octavia_port,
+                ready=_answers(settings.octavia_port),
+            ),
+            Program(
+                name="octavia-driver-agent",
+                argv=(*module, "amphora_driver.sandbox.octavia_start"),
+                ready=_all(_connects(settings.run, "status", "stats", "get"), _rings(settings.run, "reporter")),
+            ),
+            Program(
+                name="amphora-controller",
+                argv=(*module, "amphora_driver.controller.service"),
+                namespace=settings.control,
+                ready=_rings(settings.run, "controller"),
+            ),
+            Program(
+                name="amphora-health-manager",
+                argv=(*module, "amphora_driver.health.service"),
+                namespace=settings.control,
+                ready=_listens("udp", configuration.HEALTH_PORT),
+            ),
+        ]
+
+    def _destroy_amphorae(self, network: LocalNetwork) -> None:
+        compute = NetnsCompute(config.load([str(self._settings.our_configuration)]), network)
+        for amphora_id in compute.booted():
+            compute.destroy(amphora_id)
+            self._report(f"amphora {amphora_id} destroyed")
+
+    def _remove(self, name: str) -> bool:
+        """Remove a namespace and whatever still runs in it, of which no record is left."""
+        if not end(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
+            raise SandboxError(f"remove the namespace {name}", "a process in it does not end")
+        namespaces.remove(name)
+        return True
+
+    @contextmanager
+    def _opened(self) -> Iterator[LocalNetwork]:
+        database = Database(self._settings.database_url)
+        try:
+            yield LocalNetwork(config.load([str(self._settings.our_configuration)]), database)
+        finally:
+            database.dispose()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        descriptor = os.open(self._settings.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _check_machine() -> None:
+    if os.geteuid() != 0:
+        raise SandboxError("start the sandbox", "network namespaces need root", "Run it as root.")
+    missing = sorted({package for tool, package in _NEEDED.items() if shutil.which(tool) is None})
+    if missing:
+        remedy = f"Install them: apt-get install {' '.join(missing)}"
+        raise SandboxError("start the sandbox", f"{', '.join(missing)} is not installed", remedy)
+
+
+def _answers(port: int) -> Callable[[Process], bool]:
+    """A request is answered. The socket listens already: the request waits until the program takes it."""
+
+    def ready(_: Process) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_SECONDS)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().status < 400
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    return ready
+
+
+def _connects(folder: Path, *names: str) -> Callable[[Process], bool]:
+    """Its unix sockets take connections."""
+
+    def ready(_: Process) -> bool:
+        for name in names:
+            with socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(folder / f"{name}.sock"))
+                except OSError:
+                    return False
+        return True
+
+    return ready
+
+
+def _rings(folder: Path, role: str) -> Callable[[Process], bool]:
+    """Its doorbell hangs."""
+    return lambda _: any((folder / "bells").glob(f"{role}-*"))
+
+
+def _listens(protocol: str, port: int) -> Callable[[Process], bool]:
+    """The kernel knows a socket with this port in the program's namespace."""
+
+    def ready(process: Process) -> bool:
+        try:
+            lines = Path(f"/proc/{process.pid}/net/{protocol}").read_text(encoding="ascii").splitlines()
+        except FileNotFoundError:
+            return False
+        return any(line.split()[1].endswith(f":{port:04X}") for line in lines[1:])
+
+    return ready
+
+
+def _all(*conditions: Callable[[Process], bool]) -> Callable[[Process], bool]:
+    return lambda process: all(condition(process) for condition in conditions)
