@@ -21,8 +21,8 @@ from amphora_agent.config import Settings
 from amphora_agent.confirmed import Confirmed
 from amphora_agent.errors import (
     AgentError,
-    BundleRefusedError,
-    ConfigurationRefusedError,
+    BundleRefused,
+    ConfigurationRefused,
     HaproxyError,
     MachineError,
 )
@@ -131,7 +131,7 @@ class Applier:
     def _refuse_stale(self, bundle: Bundle) -> None:
         wanted = f"apply generation {bundle.generation}"
         if bundle.amphora_id != self._settings.amphora_id:
-            raise BundleRefusedError(
+            raise BundleRefused(
                 wanted,
                 f"it is for amphora {bundle.amphora_id}, this is {self._settings.amphora_id}",
                 generation=self.generation,
@@ -140,20 +140,20 @@ class Applier:
             return
         applied = self._confirmed.bundle
         if bundle.load_balancer_id != applied.load_balancer_id:
-            raise BundleRefusedError(
+            raise BundleRefused(
                 wanted,
                 f"this amphora serves load balancer {applied.load_balancer_id}",
                 generation=self.generation,
             )
         if bundle.generation < applied.generation:
-            raise BundleRefusedError(
+            raise BundleRefused(
                 wanted,
                 f"generation {applied.generation} is applied already",
                 "A newer controller was here; read the wanted state again.",
                 generation=self.generation,
             )
         if bundle.generation == applied.generation and bundle != applied:
-            raise BundleRefusedError(
+            raise BundleRefused(
                 wanted,
                 "this generation is applied already, with another content",
                 "Every change takes a new generation.",
@@ -230,7 +230,7 @@ class Applier:
             return Reload("an earlier change was interrupted")
         try:
             return compare(text_of.parse(before), wanted)
-        except ConfigurationRefusedError:
+        except ConfigurationRefused:
             return Reload("what was served before cannot be compared")
 
     def _bring_about(self, verdict: Verdict | None, wanted: Configuration) -> tuple[str, str, Loaded]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
-from amphora_agent.errors import MalformedBundleError
+from amphora_agent.errors import MalformedBundle
 
 FORMAT = 1
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
@@ -68,12 +68,12 @@ def parse(body: bytes) -> Bundle:
     """Read a request body.
 
     Raises:
-        MalformedBundleError: saying which key is wrong.
+        MalformedBundle: saying which key is wrong.
     """
     try:
         return _bundle(json.loads(body, object_pairs_hook=_without_repetition))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MalformedBundleError(
+        raise MalformedBundle(
             "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for its shape."
         ) from error
 

@@ -2,9 +2,9 @@
 """The agent's exception tree.
 
 AgentError                      what was wanted, what happened, what to do; the HTTP status of the answer
-├── MalformedBundleError        400: the body is not a bundle
-├── BundleRefusedError          409: stale, or meant for another amphora
-├── ConfigurationRefusedError   422: HAProxy, or we on its behalf, refuse the text; names the object
+├── MalformedBundle             400: the body is not a bundle
+├── BundleRefused               409: stale, or meant for another amphora
+├── ConfigurationRefused        422: HAProxy, or we on its behalf, refuse the text; names the object
 └── MachineError                500: this machine could not do it; the last good configuration serves
     ├── SettingsError           agent.conf, or a file beside it, is missing or wrong
     ├── ServiceError            a daemon could not be started, stopped or signalled
@@ -45,13 +45,13 @@ class AgentError(Exception):
         return {"error": {"wanted": self.wanted, "happened": self.happened, "remedy": self.remedy}}
 
 
-class MalformedBundleError(AgentError):
+class MalformedBundle(AgentError):
     """The body is not a bundle."""
 
     status = 400
 
 
-class BundleRefusedError(AgentError):
+class BundleRefused(AgentError):
     """The bundle is older than what is served, or belongs to another amphora.
 
     Args:
@@ -68,7 +68,7 @@ class BundleRefusedError(AgentError):
         return {**super().document(), "generation": self.generation}
 
 
-class ConfigurationRefusedError(AgentError):
+class ConfigurationRefused(AgentError):
     """The load balancer's configuration text cannot be loaded."""
 
     status = 422

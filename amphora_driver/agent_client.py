@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,19 +204,26 @@ class AgentClient:
         if left <= 0:
             raise AgentUnreachable(call.wanted, "no time was left for it")
         connect = min(call.connect_timeout or self._connect_timeout, left)
+        token = _LATEST.set(latest)
+        try:
+            return self._exchange(pool, call, urllib3.Timeout(connect=connect, read=left))
+        finally:
+            _LATEST.reset(token)
+
+    def _exchange(self, pool: urllib3.HTTPSConnectionPool, call: _Call, timeout: urllib3.Timeout) -> bytes:
         response = pool.urlopen(
             call.method,
             call.path,
             body=call.body,
             headers={"Content-Type": "application/json"} if call.body is not None else {},
-            timeout=urllib3.Timeout(connect=connect, read=left),
+            timeout=timeout,
             retries=False,
             redirect=False,
             preload_content=False,
             decode_content=False,
         )
         try:
-            content = _read(response, call, latest)
+            content = _read(response, call)
         except BaseException:
             # What is left of this answer must not be taken for the beginning of the next one.
             response.close()
@@ -272,6 +280,30 @@ class _Call(msgspec.Struct, frozen=True):
     connect_timeout: float | None = None
 
 
+# When the exchange that this thread is in has to be over, on `time.monotonic()`'s clock.
+_LATEST: ContextVar[float] = ContextVar("_LATEST")
+
+
+class _BoundedSocket(ssl.SSLSocket):
+    """Ends an exchange as a whole in time: a timeout for each read alone lets a peer drip bytes for ever."""
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        self._hurry()
+        return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self._hurry()
+        return super().send(data, flags)
+
+    def _hurry(self) -> None:
+        left = _LATEST.get(float("inf")) - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        timeout = self.gettimeout()
+        if timeout is None or timeout > left:
+            self.settimeout(left)
+
+
 class _Identity:
     """Our certificate and whom we trust, read again whenever the files change."""
 
@@ -297,6 +329,7 @@ class _Identity:
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.sslsocket_class = _BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The configured authority is the anchor, even if another one once signed it.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -323,7 +356,7 @@ def _mark(path: str) -> object:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read(response: urllib3.BaseHTTPResponse, call: _Call, latest: float) -> bytes:
+def _read(response: urllib3.BaseHTTPResponse, call: _Call) -> bytes:
     parts: list[bytes] = []
     size = 0
     while part := response.read1(_CHUNK, decode_content=False):
@@ -332,8 +365,6 @@ def _read(response: urllib3.BaseHTTPResponse, call: _Call, latest: float) -> byt
             raise AgentRefused(
                 call.wanted, f"its answer is longer than {call.most} bytes", status=response.status
             )
-        if time.monotonic() > latest:
-            raise AgentUnreachable(call.wanted, "its answer did not end in time")
         parts.append(part)
     return b"".join(parts)
 

@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_logreport(report):
     if report.when == "call" and report.passed:
-        _passed[_ring(Path(report.fspath).resolve() if Path(report.fspath).is_absolute() else Path.cwd() / report.fspath)] += 1
+        # Relative to where pytest was started.
+        _passed[_ring(Path.cwd() / report.fspath)] += 1
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amphora_agent.errors import ConfigurationRefusedError
+from amphora_agent.errors import ConfigurationRefused
 
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 # Every name HAProxy (up to 3.2) takes for the start of a section, wherever on the line it stands.
@@ -180,7 +180,7 @@ def parse(text: str) -> Configuration:
     """Read a load balancer's configuration.
 
     Raises:
-        ConfigurationRefusedError: it holds a section that belongs to the machine, or something that cannot be
+        ConfigurationRefused: it holds a section that belongs to the machine, or something that cannot be
         judged.
     """
     sections: list[Section] = []
@@ -240,8 +240,8 @@ def _decoded_by_haproxy(raw: str) -> bool:
     return not set("\\\"'$").isdisjoint(raw.translate(blank).lstrip(" ").partition(" ")[0])
 
 
-def _refused(number: int, why: str, object_id: str | None = None) -> ConfigurationRefusedError:
-    return ConfigurationRefusedError(
+def _refused(number: int, why: str, object_id: str | None = None) -> ConfigurationRefused:
+    return ConfigurationRefused(
         "read the load balancer's configuration",
         f"line {number}: {why}",
         "Only defaults, frontend and backend sections, their lines indented, are accepted.",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.errors import ConfigurationRefusedError, HaproxyError, MachineError
+from amphora_agent.errors import ConfigurationRefused, HaproxyError, MachineError
 from amphora_agent.haproxy import server_state
 from amphora_agent.haproxy.configuration import Configuration, parse
 from amphora_agent.haproxy.runtime import Socket
@@ -38,6 +38,8 @@ _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*
 _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _MASTER = re.compile(r"^(?P<pid>\d+)\s+master\s+(?P<reloads>\d+)", re.MULTILINE)
 _WORKER = re.compile(r"^(?P<pid>\d+)\s+worker\s+(?P<reloads>\d+)", re.MULTILINE)
+# Alerts that say only that an alert before them was fatal.
+_EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 _FORCED_MAINTENANCE = 0x01 | 0x04
 
 
@@ -109,7 +111,7 @@ class Haproxy:
         """Have HAProxy read a text, beside what it runs now, and leave it in the candidate file.
 
         Raises:
-            ConfigurationRefusedError: HAProxy says no; with its own first line and the object it is about.
+            ConfigurationRefused: HAProxy says no; with its own first line and the object it is about.
         """
         configuration = parse(text)
         if not self._paths.machine_configuration.exists():
@@ -128,7 +130,7 @@ class Haproxy:
             raise self._refusal(result.stdout + result.stderr, configuration)
         return configuration
 
-    def _refusal(self, output: str, configuration: Configuration) -> MachineError | ConfigurationRefusedError:
+    def _refusal(self, output: str, configuration: Configuration) -> MachineError | ConfigurationRefused:
         alert = _ALERT.search(output)
         message = alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
         wanted = "load the configuration into HAProxy"
@@ -143,7 +145,7 @@ class Haproxy:
         for name in _NAMES.findall(message):
             object_id = object_id or configuration.object_named(name)
         message = message.replace(f"{self._paths.var}/", "")
-        return ConfigurationRefusedError(
+        return ConfigurationRefused(
             wanted, message, "The configuration served before is still served.", object_id=object_id
         )
 
@@ -229,7 +231,7 @@ class Haproxy:
 
     def _last_alert(self) -> str:
         alerts = [match.group("text") for line in self._services.log(SERVICE) if (match := _ALERT.match(line))]
-        specific = [text for text in alerts if "Fatal errors" not in text and "exited with code" not in text]
+        specific = [text for text in alerts if not any(phrase in text for phrase in _EMPTY_PHRASES)]
         return (specific or alerts or [""])[-1]
 
     # -- what it runs ---------------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ class HealthManager:
 
     def run(self) -> None:
         """Receive until `stop`."""
+        try:
+            self._receiver.preload(
+                self._database.read(lambda connection: amphorae.heartbeat_keys(connection, self._vault))
+            )
+        except StoreError as error:
+            LOG.warning("starting without keys, each is looked up when its amphora speaks: %s", error)
         writing = threading.Thread(target=self._write, name="bookkeeper")
         writing.start()
         try:
@@ -68,11 +74,7 @@ class HealthManager:
         self._receiver.stop()
 
     def _key(self, amphora_id: str) -> Secret | None:
-        try:
-            return self._database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora_id))
-        except StoreError as error:
-            LOG.warning("no key for amphora %s for now: %s", amphora_id, error)
-            return None
+        return self._database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora_id))
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         if self._ledger.accept(heartbeat, time.monotonic()):

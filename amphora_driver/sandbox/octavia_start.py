@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from octavia.common import config as octavia_config  # noqa: F401 - registers the options
 from oslo_config import cfg
 from sqlalchemy import engine, event, orm, pool
+from wsme import types as wsme_types
 
 _PROJECT = "sandbox"
 _Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -59,8 +59,21 @@ def _checkin(dbapi_connection: Any, _record: Any) -> None:
         _writers.lock = _writers.holder = None
 
 
+def _by_definition(kind: type, attributes: list[Any]) -> None:
+    """Sort the attributes of one of the API's types as they are defined.
+
+    The original reads and parses the source of each class to find that order: more than half of the time the API, and
+    the driver agent, take to start. A class has known it by itself for many versions of Python.
+    """
+    places = [name for one in kind.__mro__ for name in vars(one)]
+    attributes.sort(key=lambda attribute: places.index(attribute.key))
+
+
 def prepare() -> None:
-    """Make SQLite bearable; before Octavia reads its options."""
+    """Make SQLite bearable, and the start quick; before Octavia's modules are imported and its options read."""
+    wsme_types.sort_attributes = _by_definition
+    from octavia.common import config  # noqa: F401, PLC0415 - registers the options
+
     cfg.CONF.set_override("pool_timeout", None, group="database")
     event.listen(engine.Engine, "begin", _begin)
     event.listen(pool.Pool, "checkin", _checkin)
@@ -68,11 +81,11 @@ def prepare() -> None:
 
 def api() -> _Application:
     """The WSGI application for gunicorn."""
-    from octavia.api import app  # noqa: PLC0415 - the driver agent needs none of it
+    prepare()
+    from octavia.api import app  # noqa: PLC0415 - only after `prepare`
 
     from amphora_driver.sandbox import octavia_schema  # noqa: PLC0415 - the same
 
-    prepare()
     application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
     octavia_schema.ensure()
 
@@ -87,10 +100,10 @@ def api() -> _Application:
 
 def driver_agent() -> int:
     """octavia-driver-agent; it forks for every call, so all that takes time is done before."""
+    prepare()
     from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - only after `prepare`
     from octavia.db import models  # noqa: F401, PLC0415 - known to configure_mappers
 
-    prepare()
     orm.configure_mappers()
     sys.argv = ["octavia-driver-agent", "--config-file", os.environ["OCTAVIA_CONF"]]
     return int(agent.main() or 0)

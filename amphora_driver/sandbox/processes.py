@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.compute.process import Process, spawn
+from amphora_driver.compute.process import Process, end, spawn
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox.settings import SandboxError
 
@@ -95,17 +95,23 @@ class Supervision:
 
     def stop(self, name: str) -> bool:
         """End a program and all it started; False if it did not run."""
-        process = self._known(name)
-        if process is None:
-            return False
-        ran = process.signal(signal.SIGTERM)
-        process.wait(_STOP_SECONDS)
-        if ran:
+        return bool(self._stop([name]))
+
+    def stop_all(self) -> list[str]:
+        """End every program, all at once; the names of those that ran."""
+        return self._stop(self.names())
+
+    def _stop(self, names: list[str]) -> list[str]:
+        known = {name: process for name in names if (process := self._known(name)) is not None}
+        ran = [name for name, process in known.items() if process.alive()]
+        end([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
+        for name in ran:
             # It led a session of its own: what is left of that is its children.
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_STOP_SECONDS)
-        self._record(name).unlink(missing_ok=True)
+                os.killpg(known[name].pid, signal.SIGKILL)
+            known[name].wait(_STOP_SECONDS)
+        for name in names:
+            self._record(name).unlink(missing_ok=True)
         return ran
 
     def names(self) -> list[str]:

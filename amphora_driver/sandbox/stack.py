@@ -12,7 +12,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
+# __SO_ACCEPTCON in the flags of /proc/net/unix.
+_LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
     "keepalived": "keepalived",
@@ -91,9 +92,9 @@ class Stack:
     def down(self) -> None:
         """End and remove everything but the state directory."""
         with self._alone():
-            for name in self._supervision.names():
-                if self._supervision.stop(name):
-                    self._report(f"{name} ended")
+            ended = self._supervision.stop_all()
+            if ended:
+                self._report(f"ended: {', '.join(ended)}")
             if self._settings.our_configuration.exists():
                 with self._opened() as network:
                     self._destroy_amphorae(network)
@@ -135,7 +136,7 @@ class Stack:
             Program(
                 name="octavia-driver-agent",
                 argv=(*module, "amphora_driver.sandbox.octavia_start"),
-                ready=_all(_connects(settings.run, "status", "stats", "get"), _rings(settings.run, "reporter")),
+                ready=_all(_accepts(settings.run, "status", "stats", "get"), _rings(settings.run, "reporter")),
             ),
             Program(
                 name="amphora-controller",
@@ -207,17 +208,20 @@ def _answers(port: int) -> Callable[[Process], bool]:
     return ready
 
 
-def _connects(folder: Path, *names: str) -> Callable[[Process], bool]:
-    """Its unix sockets take connections."""
+def _accepts(folder: Path, *names: str) -> Callable[[Process], bool]:
+    """The kernel knows listening sockets with these paths.
 
-    def ready(_: Process) -> bool:
-        for name in names:
-            with socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(str(folder / f"{name}.sock"))
-                except OSError:
-                    return False
-        return True
+    Trying them would do harm: the driver agent's process for a connection that ends without a word never ends itself.
+    """
+    wanted = {str(folder / f"{name}.sock") for name in names}
+
+    def ready(process: Process) -> bool:
+        try:
+            lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return False
+        rows = [line.split() for line in lines[1:]]
+        return wanted <= {row[7] for row in rows if len(row) > 7 and row[3] == _LISTENING}
 
     return ready
 

@@ -7,6 +7,7 @@ that nothing exists outside of which no row knows.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
 from amphora_driver.store.tables import amphora, amphora_seen
 
@@ -114,6 +116,15 @@ def heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> S
     """The key an amphora signs its heartbeats with, or None if there is no such amphora."""
     sealed = connection.execute(sa.select(amphora.c.heartbeat_key).where(amphora.c.id == amphora_id)).scalar()
     return None if sealed is None else vault.open(sealed)
+
+
+def heartbeat_keys(connection: sa.Connection, vault: Vault) -> dict[str, Secret]:
+    """The keys of all amphorae, by amphora id; one that cannot be opened is left out."""
+    keys = {}
+    for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key)):
+        with contextlib.suppress(StoreError):
+            keys[row.id] = vault.open(row.heartbeat_key)
+    return keys
 
 
 def load_balancers_of(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, str]:

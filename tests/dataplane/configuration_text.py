@@ -33,7 +33,8 @@ def listener(members, *, listener_id: str = LISTENER, port: int = 80, extra: str
     return (
         f"frontend {listener_id}\n    bind {VIP}:{port}\n    bind [{VIP6}]:{port}\n"
         f"    default_backend {POOL}:{listener_id}\n"
-        f"backend {POOL}:{listener_id}\n    option httpchk GET /health\n    load-server-state-from-file global\n{extra}{lines}"
+        f"backend {POOL}:{listener_id}\n    option httpchk GET /health\n"
+        f"    load-server-state-from-file global\n{extra}{lines}"
     )
 
 

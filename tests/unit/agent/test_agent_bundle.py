@@ -9,7 +9,7 @@ import json
 import pytest
 
 from amphora_agent.bundle import digest, parse
-from amphora_agent.errors import MalformedBundleError
+from amphora_agent.errors import MalformedBundle
 
 GOOD = {
     "format": 1,
@@ -80,7 +80,7 @@ def test_a_good_one():
     ],
 )
 def test_a_bad_one(path, value, word):
-    with pytest.raises(MalformedBundleError) as caught:
+    with pytest.raises(MalformedBundle) as caught:
         parse(changed(path, value))
     assert word in caught.value.happened
     assert caught.value.status == 400
@@ -88,7 +88,7 @@ def test_a_bad_one(path, value, word):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000])
 def test_no_bundle_at_all(body):
-    with pytest.raises(MalformedBundleError):
+    with pytest.raises(MalformedBundle):
         parse(body)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.errors import ConfigurationRefusedError
+from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.configuration import parse, split
 
 TEXT = """defaults
@@ -94,5 +94,5 @@ def test_the_object_of_a_name(name, expected):
     ],
 )
 def test_what_belongs_to_the_machine_is_refused(text):
-    with pytest.raises(ConfigurationRefusedError, match="line "):
+    with pytest.raises(ConfigurationRefused, match="line "):
         parse(text)

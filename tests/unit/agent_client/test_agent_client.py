@@ -261,9 +261,56 @@ def test_a_dripping_answer_ends_with_the_deadline(world):
 
     agent.behave = drip
     begin = time.monotonic()
-    with pytest.raises(AgentUnreachable, match="did not end"):
+    with pytest.raises(AgentUnreachable, match="in time"):
         world.client(agent.port).info(AMPHORA, HOST, deadline=begin + 0.3)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 1.5
+
+
+def test_dripping_headers_end_with_the_deadline(world):
+    agent = world.agent()
+
+    def drip(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+        for _ in range(200):
+            handler.wfile.write(b"x")
+            time.sleep(0.02)
+
+    agent.behave = drip
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port, request_timeout=0.3).info(AMPHORA, HOST)
+    assert time.monotonic() - begin < 1.5
+
+
+def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
+    plain = socket.create_server((HOST, 0))
+    context = world.agent().context
+    release = threading.Event()
+
+    def deaf():
+        accepted, _address = plain.accept()
+        with context.wrap_socket(accepted, server_side=True):
+            release.wait(10)
+
+    thread = threading.Thread(target=deaf)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable):
+        world.client(plain.getsockname()[1], request_timeout=0.5).put_bundle(AMPHORA, HOST, b"x" * (32 << 20))
+    assert time.monotonic() - begin < 2
+    release.set()
+    thread.join()
+    plain.close()
+
+
+def test_a_connection_is_as_good_as_new_after_a_short_deadline(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    client.info(AMPHORA, HOST, deadline=time.monotonic() + 0.5)
+    time.sleep(0.5)
+    agent.behave = lambda handler: (time.sleep(0.6), setattr(agent, "behave", None), agent.serve(handler, b""))
+    client.info(AMPHORA, HOST)
+    assert agent.connections == 1
 
 
 def test_bodies_and_keys_are_not_logged(world, caplog):
