@@ -37,13 +37,8 @@ def create(settings: Settings, paths: Paths) -> Flask:
     interfaces.prepare(inner)
     ledger = Ledger(paths)
     haproxy = Haproxy(paths, services, inner, before_leaving=ledger.hold)
-
-    def after_apply(listeners: set[str]) -> None:
-        ledger.forget(listeners)
-        sender.send_now()
-
-    applier = Applier(settings, paths, haproxy, inner, after=after_apply)
     sender = Sender(settings, paths, ledger, lambda: applier.generation)
+    applier = Applier(settings, paths, haproxy, inner, after=sender.send_now)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))

@@ -33,7 +33,7 @@ from amphora_agent.haproxy.process import NOTHING, Haproxy, Loaded
 from amphora_agent.haproxy.runtime import carry_out
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths, sync_directory, write_atomically
+from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Applier:
     """The one way in which this amphora changes.
 
     Args:
-        after: called after each bundle that was applied, with the listeners that are wanted now.
+        after: called after each bundle that was applied.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Applier:
         paths: Paths,
         haproxy: Haproxy,
         inner: Namespace,
-        after: Callable[[set[str]], None],
+        after: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._paths = paths
@@ -107,7 +107,7 @@ class Applier:
             if self._confirmed is None or self._confirmed.body != body:
                 self._confirm(disk.now_confirmed(bundle, body))
         _log.info("Generation %d: %s. %s", outcome.generation, outcome.how, outcome.reason)
-        self._after(set(outcome.loaded.frontends))
+        self._after()
         return outcome
 
     def apply_confirmed(self) -> bool:
@@ -125,7 +125,7 @@ class Applier:
                 _log.warning("%s", error)
                 return False
         _log.info("Generation %d again: %s. %s", outcome.generation, outcome.how, outcome.reason)
-        self._after(set(outcome.loaded.frontends))
+        self._after()
         return True
 
     def _refuse_stale(self, bundle: Bundle) -> None:
@@ -213,7 +213,7 @@ class Applier:
                 return "unchanged", "", self._haproxy.verify(wanted)
             verdict = Reload("HAProxy did not run what it was told to")
         self._paths.unfinished.touch()
-        self._switch(text)
+        write_atomically(self._paths.configuration, text)
         try:
             outcome = self._bring_about(verdict, wanted)
         except (AgentError, OSError):
@@ -257,14 +257,6 @@ class Applier:
         self._paths.configuration.unlink(missing_ok=True)
         self._finished()
         return "stop", "no listener is wanted", NOTHING
-
-    def _switch(self, text: str) -> None:
-        """Put the checked text where HAProxy reads it."""
-        if self._paths.candidate.exists():
-            self._paths.candidate.replace(self._paths.configuration)
-            sync_directory(self._paths.configuration.parent)
-        else:
-            write_atomically(self._paths.configuration, text)
 
     def _finished(self) -> None:
         self._paths.unfinished.unlink(missing_ok=True)

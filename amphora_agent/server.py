@@ -7,7 +7,6 @@ TLS 1.3.
 
 from __future__ import annotations
 
-import gc
 import logging
 import ssl
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from amphora_agent import app, config
+from amphora_agent import config
 from amphora_agent.config import Settings
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
@@ -29,11 +28,6 @@ def _tls(_: Any, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     context = default()
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
-
-
-def _share_memory(_arbiter: Any, _worker: Any) -> None:
-    """What the master has imported stays one copy: the collector would touch, and so copy, every page of it."""
-    gc.freeze()
 
 
 class Server(BaseApplication):
@@ -60,7 +54,6 @@ class Server(BaseApplication):
             "worker_tmp_dir": str(self._paths.run),
             "graceful_timeout": 5,
             "loglevel": "warning",
-            "pre_fork": _share_memory,
             "control_socket_disable": True,
         }
         for name, value in options.items():
@@ -68,6 +61,10 @@ class Server(BaseApplication):
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
+        # Imported in the worker alone. Sharing the modules with the master was measured: counting references copies
+        # nearly every page, and both together take more memory than this way.
+        from amphora_agent import app  # noqa: PLC0415
+
         return app.create(self._settings, self._paths)
 
 

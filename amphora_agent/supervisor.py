@@ -34,6 +34,7 @@ AGENT = "amphora-agent"
 HEALTHY_SECONDS = 5.0
 LONGEST_BACKOFF = 5.0
 STOP_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
 SHUTDOWN_SECONDS = 3.0
 LOG_LINES = 200
 LINE_BYTES = 4096
@@ -257,7 +258,7 @@ class Supervisor:
 
     def _answer(self, connection: socket.socket, answer: dict[str, Any]) -> None:
         try:
-            # The answers are small and the peer is waiting for them: a socket's buffer always has the room.
+            connection.settimeout(ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError as error:
             self._say(f"nobody took an answer: {error}")

@@ -135,7 +135,10 @@ class Reporter:
             lambda connection: statuses.operating_of(connection, [row.load_balancer_id for row in rows])
         )
         barriers = {
-            row.load_balancer_id: {"id": row.load_balancer_id, "operating_status": operating[row.load_balancer_id].value}
+            row.load_balancer_id: {
+                "id": row.load_balancer_id,
+                "operating_status": operating[row.load_balancer_id].value,
+            }
             for row in rows
         }
         held = self._barrier(barriers)

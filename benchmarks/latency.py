@@ -35,7 +35,7 @@ def main():
     parser.add_argument("--times", type=int, default=20, help="repetitions of the member measurement")
     parser.add_argument("--agent-python", default=str(_AGENT), help="interpreter of the amphorae's environment")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="adb-", delete=False) as folder:
+    with tempfile.TemporaryDirectory(prefix="adb-") as folder:
         settings = sandbox_settings.choose(chosen.state or Path(folder), None, chosen.agent_python)
         stack = Stack(settings)
         try:

@@ -129,11 +129,6 @@ class Ledger:
         with self._lock:
             return self._latest.members if self._latest is not None else {}
 
-    def forget(self, wanted: set[str]) -> None:
-        """Drop the counters of listeners that are gone for good."""
-        with self._lock:
-            self._totals.forget(wanted)
-
     def write(self) -> None:
         """Put the sums on disk, if they changed.
 

@@ -15,7 +15,10 @@ from amphora_agent.stats.collect import Counters
 
 
 class Totals:
-    """Sums over the lives of workers. A worker's identity tells it from any other one that ever was."""
+    """Sums over the lives of workers. A worker's identity tells it from any other one that ever was.
+
+    A listener's sum outlives the listener: one that was switched off may come back.
+    """
 
     def __init__(self) -> None:
         self._settled: dict[str, Counters] = {}
@@ -35,11 +38,6 @@ class Totals:
         for identity in [known for known in self._living if known not in living]:
             for listener, counters in self._living.pop(identity).items():
                 self._settle(listener, counters)
-
-    def forget(self, wanted: Collection[str]) -> None:
-        """Drop the sums of listeners that are no longer wanted; ids are never used twice."""
-        for listener in [known for known in self._settled if known not in wanted]:
-            del self._settled[listener]
 
     def visible(self, listener: str) -> Counters:
         """The listener's counters since the amphora was born."""

@@ -91,10 +91,7 @@ class NetnsCompute:
                 raise ComputeError(wanted, "the amphora does not run")
             if self._has_interface(amphora_id, process, port.mac):
                 return
-            # What is left of the cable of an earlier life of this amphora may take some milliseconds to go.
-            self._switch.disconnect(port.id)
-            segment = self._segment(port.network_id, wanted)
-            self._switch.connect(port, segment, amphora_id, self._place(amphora_id), None)
+            self._connect(amphora_id, port)
 
     def detach(self, amphora_id: str, port: Port) -> None:
         """Take that interface away again; no error if it is not there."""
@@ -104,9 +101,7 @@ class NetnsCompute:
     def destroy(self, amphora_id: str) -> None:
         """Stop the machine and remove all that `boot` made; no error if nothing is there."""
         with self._folder(amphora_id) as folder, _explained(f"destroy amphora {amphora_id}"):
-            self._stop(amphora_id)
-            self._switch.disconnect_owner(amphora_id)
-            namespaces.remove(self.namespace(amphora_id))
+            self._vanish(amphora_id)
             for port in self._network.ports(amphora_id):
                 if port.network_id == self._management:
                     self._network.delete_port(port.id)
@@ -114,6 +109,25 @@ class NetnsCompute:
                 shutil.rmtree(folder)
 
     # --- what the sandbox and tests ask besides ------------------------------------------------------------
+
+    def power_off(self, amphora_id: str) -> None:
+        """Stop the machine and remove its namespaces; its files and ports stay for `power_on`."""
+        with self._folder(amphora_id), _explained(f"power amphora {amphora_id} off"):
+            self._vanish(amphora_id)
+
+    def power_on(self, amphora_id: str) -> bool:
+        """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
+        with self._folder(amphora_id) as folder, _explained(f"power amphora {amphora_id} on"):
+            machine = self._machine(amphora_id)
+            # Without its specification its boot never came to the end: whoever began it boots it again.
+            if machine is None or machine.state is MachineState.RUNNING or not (folder / "spec.json").exists():
+                return False
+            self._prepare_network(amphora_id)
+            self._start(amphora_id, folder)
+            for port in self._network.ports(amphora_id):
+                if port.network_id != self._management:
+                    self._connect(amphora_id, port)
+            return True
 
     def namespace(self, amphora_id: str) -> str:
         """The name of the amphora's management namespace."""
@@ -202,6 +216,17 @@ class NetnsCompute:
         if not end([*process.children(), process], signal.SIGKILL, _KILL_SECONDS):
             raise ComputeError(f"stop amphora {amphora_id}", f"process {process.pid} does not end")
         (self._path(amphora_id) / "process.json").unlink(missing_ok=True)
+
+    def _vanish(self, amphora_id: str) -> None:
+        self._stop(amphora_id)
+        self._switch.disconnect_owner(amphora_id)
+        namespaces.remove(self.namespace(amphora_id))
+
+    def _connect(self, amphora_id: str, port: Port) -> None:
+        # What is left of the cable of an earlier life of this amphora may take some milliseconds to go.
+        self._switch.disconnect(port.id)
+        segment = self._segment(port.network_id, f"connect port {port.id}")
+        self._switch.connect(port, segment, amphora_id, self._place(amphora_id), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
         """Whether it is there, still outside or (the agent moves it in this direction only) inside."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox's command: ``python -m amphora_driver.sandbox up|down|status|demo --state DIR``.
+"""The sandbox's command: ``python -m amphora_driver.sandbox up|demo|status|down … --state DIR``.
 
 Invariant: what a person needs to see is on the screen, everything else is in a log whose name is on the screen.
 """
@@ -7,6 +7,7 @@ Invariant: what a person needs to see is on the screen, everything else is in a 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -42,16 +43,17 @@ class _Screen:
 def main(arguments: list[str] | None = None) -> int:
     """Console entry."""
     parser = argparse.ArgumentParser(prog="python -m amphora_driver.sandbox", description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=sorted(_COMMANDS))
+    parser.add_argument("commands", nargs="+", choices=sorted(_COMMANDS), metavar="|".join(_COMMANDS))
     parser.add_argument("--state", type=Path, required=True, help="directory of this sandbox")
     parser.add_argument("--prefix", help="beginning of the names of namespaces, at most 6 characters; first start only")
     parser.add_argument("--agent-python", help="interpreter of the amphorae's environment; first start only")
     chosen = parser.parse_args(arguments)
     screen = _Screen()
     try:
-        _COMMANDS[chosen.command](chosen, screen)
+        for command in chosen.commands:
+            _COMMANDS[command](chosen, screen)
     except AmphoraDriverError as error:
-        screen.console.print("[red]✗[/]", str(error), markup=True, style="red")
+        screen.console.print(f"✗ {error}", style="red", markup=False, soft_wrap=True)
         return 1
     return 0
 
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
     settings = sandbox_settings.choose(chosen.state.absolute(), chosen.prefix, chosen.agent_python)
     Stack(settings, screen.step).up()
-    screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, state and logs in {settings.state}.")
+    screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")
 
 
 def _down(chosen: argparse.Namespace, screen: _Screen) -> None:
@@ -99,25 +101,22 @@ def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
     settings = _existing(chosen)
     load_balancer = demo.ensure_load_balancer(settings, screen.step)
     answers = demo.count_answers(settings, load_balancer.vip_address, _REQUESTS)
-    table = Table("member", "answers", title=f"{_REQUESTS} requests to http://{load_balancer.vip_address}/")
+    screen.step(f"{_REQUESTS} requests from the client to http://{load_balancer.vip_address}/")
+    table = Table("member", "answers")
     for member, number in sorted(answers.items()):
         table.add_row(member, str(number))
     screen.console.print(table)
-    screen.end("Demonstrated.")
-    _print_hints(settings, screen)
+    _print_hints(settings, load_balancer.vip_address, screen)
 
 
-def _print_hints(settings: Settings, screen: _Screen) -> None:
-    programs = Path(sys.executable).parent
-    client = f"nsenter --net={namespaces.path(settings.host('client'))}"
-    exports = " ".join(f"{name}={value}" for name, value in settings.environment().items())
+def _print_hints(settings: Settings, vip: str, screen: _Screen) -> None:
     lines = [
-        f"export PATH={programs}:$PATH {exports}",
+        f"source {os.path.relpath(settings.env)}",
         "openstack loadbalancer status show demo",
         "openstack loadbalancer member set --weight 5 demo-pool member1",
         "openstack loadbalancer failover demo",
         "amphoractl amphora list",
-        f"{client} curl -s http://198.51.100.10/",
+        f"nsenter --net={namespaces.path(settings.host('client'))} curl http://{vip}/",
         "./quickstart status",
         "./quickstart down",
     ]
@@ -133,7 +132,7 @@ def _existing(chosen: argparse.Namespace) -> Settings:
     return settings
 
 
-_COMMANDS = {"up": _up, "down": _down, "status": _status, "demo": _demo}
+_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "down": _down}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ stack never finds the ground moved under it.
 
 from __future__ import annotations
 
+import sys
 from configparser import ConfigParser
 from io import StringIO
 from pathlib import Path
@@ -33,6 +34,7 @@ def write(settings: Settings) -> None:
     _write(settings.octavia_configuration, _ini(_octavia_options(settings)))
     _write(settings.clouds, _clouds(settings))
     _write(settings.etc / "policy.yaml", "{}\n")
+    _write(settings.env, _env(settings))
     keys = settings.etc / "encryption.keys"
     if not keys.exists():
         _write(keys, Fernet.generate_key().decode() + "\n")
@@ -107,6 +109,12 @@ def _clouds(settings: Settings) -> str:
     load_balancer_endpoint_override: {settings.endpoint}
     network_endpoint_override: {settings.network_endpoint}
 """
+
+
+def _env(settings: Settings) -> str:
+    """For a shell: the clients' programs, and where they find this sandbox."""
+    exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
+    return "".join(f'export {name}="{value}"\n' for name, value in exports.items())
 
 
 def _certificates(folder: Path) -> None:

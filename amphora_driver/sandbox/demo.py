@@ -102,5 +102,16 @@ def get(
 
 
 def count_answers(settings: Settings, address: str, number: int) -> Counter[str]:
-    """Who answered how many of so many requests."""
-    return Counter(get(settings, address)[1].strip() for _ in range(number))
+    """Who answered how many of so many requests.
+
+    Raises:
+        SandboxError: one of them was not answered.
+    """
+    try:
+        return Counter(get(settings, address)[1].strip() for _ in range(number))
+    except (OSError, http.client.HTTPException) as error:
+        raise SandboxError(
+            f"reach http://{address}/ from the client",
+            f"{type(error).__name__}: {error}",
+            "See `amphoractl amphora list`; `openstack loadbalancer failover demo` makes a new amphora.",
+        ) from error

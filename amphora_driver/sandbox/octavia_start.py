@@ -19,7 +19,7 @@ from typing import Any
 
 from oslo_config import cfg
 from sqlalchemy import engine, event, orm, pool
-from wsme import types as wsme_types
+from wsme import types as wsme_types  # type: ignore[import-untyped]
 
 _PROJECT = "sandbox"
 _Application = Callable[[dict[str, Any], Any], Iterable[bytes]]

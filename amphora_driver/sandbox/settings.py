@@ -81,6 +81,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.etc / "clouds.yaml"
 
     @property
+    def env(self) -> Path:
+        """The same for a shell, to be sourced."""
+        return Path(self.state, "env")
+
+    @property
     def octavia_database(self) -> Path:
         """Octavia's own database."""
         return self.data / "octavia.sqlite"

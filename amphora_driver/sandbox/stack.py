@@ -60,6 +60,11 @@ class Stack:
         self._supervision = Supervision(settings)
 
     @property
+    def settings(self) -> Settings:
+        """Which sandbox this is."""
+        return self._settings
+
+    @property
     def supervision(self) -> Supervision:
         """The programs."""
         return self._supervision
@@ -77,7 +82,8 @@ class Stack:
                 migrate.upgrade(self._settings.database_url)
                 topology.define(network)
                 topology.build(self._settings, network)
-            self._report("networks: management, vip, members; a client and three members")
+                self._report("networks: management, vip, members; a client and three members")
+                self._power_on(network)
             bells = self._settings.run / "bells"
             if self._supervision.running("amphora-controller") is None:
                 shutil.rmtree(bells, ignore_errors=True)
@@ -97,7 +103,7 @@ class Stack:
                 self._report(f"ended: {', '.join(ended)}")
             if self._settings.our_configuration.exists():
                 with self._opened() as network:
-                    self._destroy_amphorae(network)
+                    self._power_off(network)
             removed = [name for name in namespaces.names(f"{self._settings.prefix}-") if self._remove(name)]
             if removed:
                 self._report(f"namespaces removed: {', '.join(removed)}")
@@ -152,11 +158,20 @@ class Stack:
             ),
         ]
 
-    def _destroy_amphorae(self, network: LocalNetwork) -> None:
-        compute = NetnsCompute(config.load([str(self._settings.our_configuration)]), network)
+    def _compute(self, network: LocalNetwork) -> NetnsCompute:
+        return NetnsCompute(config.load([str(self._settings.our_configuration)]), network)
+
+    def _power_on(self, network: LocalNetwork) -> None:
+        compute = self._compute(network)
         for amphora_id in compute.booted():
-            compute.destroy(amphora_id)
-            self._report(f"amphora {amphora_id} destroyed")
+            if compute.power_on(amphora_id):
+                self._report(f"amphora {amphora_id} is powered on again")
+
+    def _power_off(self, network: LocalNetwork) -> None:
+        compute = self._compute(network)
+        for amphora_id in compute.booted():
+            compute.power_off(amphora_id)
+            self._report(f"amphora {amphora_id} is off")
 
     def _remove(self, name: str) -> bool:
         """Remove a namespace and whatever still runs in it, of which no record is left."""

@@ -224,6 +224,8 @@ class Amphora:
     def start(self) -> None:
         namespace = f"/run/netns/{self.network.name('amp')}"
         command = [
+            # The amphora ends with this process even if nothing of it can clean up any more.
+            *("setpriv", "--pdeathsig", "KILL", "--"),
             "nsenter",
             f"--net={namespace}",
             "--",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 
 import pytest
@@ -11,6 +12,14 @@ from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
 from throwaway_authority import Authority
 
 from amphora_agent.stats.codec import decode
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tidy_when_told_to_end():
+    """Let SIGTERM (a job's time limit, for example) end the run the way Ctrl-C does: with its fixtures' clean-up."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

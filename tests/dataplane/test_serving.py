@@ -189,6 +189,16 @@ def test_interfaces_follow_the_bundle(amphora):
     assert fetch(amphora) == (200, "m1")
 
 
+def test_what_was_changed_behind_the_agents_back_is_put_right(amphora):
+    amphora.push(1, text(listener(["m1"])))
+    assert amphora.push(2, text(listener(["m1"], m1="chek")))[0] == 422
+    amphora.ask_haproxy(f"set server {POOL}:{LISTENER}/{MEMBER_IDS['m1']} state maint")
+    status, answer = amphora.push(1, text(listener(["m1"])))
+    assert (status, answer["how"], answer["reason"]) == (200, "reload", "HAProxy did not run what it was told to")
+    assert fetch(amphora) == (200, "m1")
+    assert amphora.push(1, text(listener(["m1"])))[1]["how"] == "unchanged"
+
+
 def test_a_new_vip_is_announced(amphora):
     amphora.push(1, None, interfaces=[])
     listening = amphora.network.thread("cl").run(_packets)

@@ -14,7 +14,12 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
 
 def wanted(**more):
     values = {
-        "load_balancer_id": "lb", "generation": 4, "applied": 3, "gone": False, "readable": True, "tree": TREE,
+        "load_balancer_id": "lb",
+        "generation": 4,
+        "applied": 3,
+        "gone": False,
+        "readable": True,
+        "tree": TREE,
         "networks": {"n1": ("s1",)},
     }
     return planning.Wanted(**{**values, **more})
@@ -23,7 +28,10 @@ def wanted(**more):
 def port(network="n1", subnets=("s1",)):
     return Plugged(
         port=Port(
-            id=f"p-{network}", network_id=network, mac="fa:16:3e:00:00:01", mtu=1500,
+            id=f"p-{network}",
+            network_id=network,
+            mac="fa:16:3e:00:00:01",
+            mtu=1500,
             addresses=tuple(FixedAddress(subnet_id=one, address="198.51.100.20") for one in subnets),
         ),
         subnets=tuple(Subnet(id=one, network_id=network, cidr="198.51.100.0/24", gateway=None) for one in subnets),
@@ -32,8 +40,14 @@ def port(network="n1", subnets=("s1",)):
 
 def amphora(**more):
     values = {
-        "id": "a1", "load_balancer_id": "lb", "role": "STANDALONE", "state": State.READY, "compute_id": "c1",
-        "management_address": "203.0.113.11", "confirmed": 4, "plugged": (port(),),
+        "id": "a1",
+        "load_balancer_id": "lb",
+        "role": "STANDALONE",
+        "state": State.READY,
+        "compute_id": "c1",
+        "management_address": "203.0.113.11",
+        "confirmed": 4,
+        "plugged": (port(),),
     }
     return Amphora(**{**values, **more})
 
@@ -43,42 +57,67 @@ def amphora(**more):
     [
         pytest.param(wanted(), (), ["Record"], id="nothing there"),
         pytest.param(
-            wanted(), (amphora(state=State.BOOTING, management_address=None, plugged=(), confirmed=0),),
-            ["Boot", "Plug", "AwaitAgent"], id="recorded only",
+            wanted(),
+            (amphora(state=State.BOOTING, management_address=None, plugged=(), confirmed=0),),
+            ["Boot", "Plug", "AwaitAgent"],
+            id="recorded only",
         ),
         pytest.param(
-            wanted(), (amphora(state=State.BOOTING, plugged=(), confirmed=0),), ["Plug", "AwaitAgent"], id="booted",
+            wanted(),
+            (amphora(state=State.BOOTING, plugged=(), confirmed=0),),
+            ["Plug", "AwaitAgent"],
+            id="booted",
         ),
         pytest.param(
-            wanted(readable=False), (amphora(state=State.BOOTING, plugged=(), confirmed=0),), ["AwaitAgent"],
+            wanted(readable=False),
+            (amphora(state=State.BOOTING, plugged=(), confirmed=0),),
+            ["AwaitAgent"],
             id="boots while the tree is still to be read back",
         ),
         pytest.param(
-            wanted(readable=False), (amphora(plugged=(), confirmed=0),), ["Await"], id="nothing is pushed from half a tree",
+            wanted(readable=False),
+            (amphora(plugged=(), confirmed=0),),
+            ["Await"],
+            id="nothing is pushed from half a tree",
         ),
         pytest.param(wanted(), (amphora(confirmed=3),), ["Push"], id="behind"),
         pytest.param(
-            wanted(networks={"n1": ("s1",), "n2": ("s2",)}), (amphora(confirmed=3),), ["Plug"],
+            wanted(networks={"n1": ("s1",), "n2": ("s2",)}),
+            (amphora(confirmed=3),),
+            ["Plug"],
             id="a member's network comes first",
         ),
         pytest.param(
-            wanted(networks={"n1": ("s1", "s3")}), (amphora(confirmed=3),), ["Plug"], id="a subnet more on a known network",
+            wanted(networks={"n1": ("s1", "s3")}),
+            (amphora(confirmed=3),),
+            ["Plug"],
+            id="a subnet more on a known network",
         ),
         pytest.param(wanted(), (amphora(),), ["Confirm"], id="confirmed but not noted"),
         pytest.param(wanted(applied=4), (amphora(),), [], id="all is well"),
         pytest.param(
-            wanted(applied=4), (amphora(plugged=(port(), port("n2", ("s2",)))),), ["Unplug"],
+            wanted(applied=4),
+            (amphora(plugged=(port(), port("n2", ("s2",)))),),
+            ["Unplug"],
             id="a network nobody needs any more",
         ),
         pytest.param(
-            wanted(), (amphora(state=State.RETIRING),), ["Record"], id="fail-over: the replacement comes first",
+            wanted(),
+            (amphora(state=State.RETIRING),),
+            ["Record"],
+            id="fail-over: the replacement comes first",
         ),
         pytest.param(
-            wanted(), (amphora(state=State.RETIRING), amphora(id="a2", confirmed=0)), ["Push"],
+            wanted(),
+            (amphora(state=State.RETIRING), amphora(id="a2", confirmed=0)),
+            ["Push"],
             id="fail-over: the replacement serves before the old one goes",
         ),
         pytest.param(
-            wanted(applied=4), (amphora(state=State.RETIRING), amphora(id="a2")), ["Release"], id="fail-over: the old one goes",
+            wanted(applied=4),
+            (amphora(state=State.RETIRING), amphora(id="a2")),
+            ["Release"],
+            id="fail-over: the old one goes",
         ),
         pytest.param(wanted(gone=True, tree=None), (amphora(),), ["Release"], id="delete: amphorae first"),
         pytest.param(wanted(gone=True, tree=None), (), ["ReleaseVip"], id="delete: then the addresses"),

@@ -10,12 +10,12 @@ from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 
+
 @pytest.fixture
 def conf(tmp_path, monkeypatch):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
-        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[queue]\ndoorbell_dir = {tmp_path}/bells\n"
     )
     monkeypatch.setenv(config.FILE_VARIABLE, str(path))
     config.shared.cache_clear()

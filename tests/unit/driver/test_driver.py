@@ -6,9 +6,10 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET, SUBNET6, listener, load_balancer, member, pool
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
+from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET, SUBNET6, listener, load_balancer, member, pool
 
+from amphora_driver import driver
 from amphora_driver.driver import AmphoraProviderDriver
 from amphora_driver.store import tables, wanted
 
@@ -44,7 +45,9 @@ def test_every_method_of_the_interface_is_ours_with_the_same_arguments():
 def test_step_by_step_equals_one_fully_populated_call(served, database, provider):
     stepwise = tree(database)
     served.loadbalancer_delete(load_balancer())
-    database.write(lambda connection: [connection.execute(t.delete()) for t in (tables.wanted_object, tables.work, tables.status)])
+    database.write(
+        lambda connection: [connection.execute(t.delete()) for t in (tables.wanted_object, tables.work, tables.status)]
+    )
     provider.loadbalancer_create(
         load_balancer(
             listeners=[listener(default_pool_id=POOL)], pools=[pool(listener_id=data_models.Unset, members=[member(1)])]
@@ -64,7 +67,10 @@ def test_a_pool_for_a_listener_becomes_its_default_pool(served, database):
 def test_member_create_waits_with_its_pool_listener_and_load_balancer(served, database):
     served.member_create(member(2))
     assert pending(database) == {
-        ("members", member(2).member_id), ("pools", POOL), ("listeners", LISTENER), ("loadbalancers", LB),
+        ("members", member(2).member_id),
+        ("pools", POOL),
+        ("listeners", LISTENER),
+        ("loadbalancers", LB),
     }
     row = work(database)
     assert (row.generation, row.dirty, row.op) == (5, True, "apply")
@@ -98,14 +104,25 @@ def test_batch_adds_changes_and_removes(served, database):
 
 def test_delete_takes_everything_below(served, database):
     monitor = data_models.HealthMonitor(
-        healthmonitor_id=MONITOR, pool_id=POOL, type="HTTP", delay=5, timeout=3, max_retries=2, max_retries_down=3,
-        admin_state_up=True, project_id="demo",
+        healthmonitor_id=MONITOR,
+        pool_id=POOL,
+        type="HTTP",
+        delay=5,
+        timeout=3,
+        max_retries=2,
+        max_retries_down=3,
+        admin_state_up=True,
+        project_id="demo",
     )
     served.health_monitor_create(monitor)
     assert tree(database).pools[0].healthmonitor.id == MONITOR
     served.pool_delete(pool())
     assert {kind for kind, _ in pending(database)} == {
-        "pools", "members", "healthmonitors", "listeners", "loadbalancers",
+        "pools",
+        "members",
+        "healthmonitors",
+        "listeners",
+        "loadbalancers",
     }
 
 
@@ -150,14 +167,16 @@ def test_vip_is_taken_once_and_given_back_when_the_load_balancer_is_refused(prov
         provider.loadbalancer_create(load_balancer(flavor={"colour": "blue"}))
     assert provider.create_vip_port("10000000-0000-4000-8000-0000000000aa", "demo", wish, [])[0]["vip_address"]
     with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
-        provider.create_vip_port("10000000-0000-4000-8000-0000000000ab", "demo", {**wish, "vip_address": "203.0.113.9"}, [])
+        provider.create_vip_port(
+            "10000000-0000-4000-8000-0000000000ab", "demo", {**wish, "vip_address": "203.0.113.9"}, []
+        )
     assert "203.0.113.9" in refusal.value.user_fault_string
 
 
 def test_a_call_costs_the_same_whatever_the_size(served, database):
     def statements(call):
         seen = []
-        engine = _engine()
+        engine = driver._shared().database.engine
         listen = lambda *args: seen.append(args[2])  # noqa: E731
         sa.event.listen(engine, "before_cursor_execute", listen)
         try:
@@ -165,11 +184,6 @@ def test_a_call_costs_the_same_whatever_the_size(served, database):
         finally:
             sa.event.remove(engine, "before_cursor_execute", listen)
         return len(seen)
-
-    from amphora_driver.driver import _shared
-
-    def _engine():
-        return _shared().database.engine
 
     small = statements(lambda: served.member_create(member(2)))
     served.member_batch_update(POOL, [member(number) for number in range(1, 251)])

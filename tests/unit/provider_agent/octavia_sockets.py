@@ -37,7 +37,12 @@ class OctaviaSockets:
     def _status(self, document):
         refused = self.refuse(document)
         if refused is not None:
-            return {"status_code": 500, "fault_string": "no", "status_object": refused[0], "status_object_id": refused[1]}
+            return {
+                "status_code": 500,
+                "fault_string": "no",
+                "status_object": refused[0],
+                "status_object_id": refused[1],
+            }
         self.statuses.append(document)
         return {"status_code": 200}
 

@@ -23,16 +23,37 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
 LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
 READ_BACK = {
-    "loadbalancer_id": "lb", "project_id": "demo", "admin_state_up": True, "vip_address": "198.51.100.10",
-    "vip_subnet_id": "s1", "vip_network_id": "n1", "vip_port_id": "p1", "pools": [], "availability_zone": None,
+    "loadbalancer_id": "lb",
+    "project_id": "demo",
+    "admin_state_up": True,
+    "vip_address": "198.51.100.10",
+    "vip_subnet_id": "s1",
+    "vip_network_id": "n1",
+    "vip_port_id": "p1",
+    "pools": [],
+    "availability_zone": None,
     "listeners": [
         {
-            "listener_id": "li", "loadbalancer_id": "lb", "protocol": "HTTP", "protocol_port": 80,
+            "listener_id": "li",
+            "loadbalancer_id": "lb",
+            "protocol": "HTTP",
+            "protocol_port": 80,
             "l7policies": [
                 {
-                    "l7policy_id": "po", "listener_id": "li", "action": "REJECT", "position": 1, "admin_state_up": True,
-                    "rules": [{"l7rule_id": "ru", "l7policy_id": "po", "type": "PATH", "compare_type": "EQUAL_TO",
-                               "value": "/"}],
+                    "l7policy_id": "po",
+                    "listener_id": "li",
+                    "action": "REJECT",
+                    "position": 1,
+                    "admin_state_up": True,
+                    "rules": [
+                        {
+                            "l7rule_id": "ru",
+                            "l7policy_id": "po",
+                            "type": "PATH",
+                            "compare_type": "EQUAL_TO",
+                            "value": "/",
+                        }
+                    ],
                 }
             ],
         }
@@ -179,14 +200,25 @@ def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, databa
 
     def numbers(amphora_id, total, active):
         return statistics.Row(
-            listener_id="li", amphora_id=amphora_id, load_balancer_id="lb", active_connections=active, bytes_in=total,
-            bytes_out=2 * total, request_errors=0, total_connections=total,
+            listener_id="li",
+            amphora_id=amphora_id,
+            load_balancer_id="lb",
+            active_connections=active,
+            bytes_in=total,
+            bytes_out=2 * total,
+            request_errors=0,
+            total_connections=total,
         )
 
     def write(connection):
         connection.execute(
             amphora.insert().values(
-                id="new", load_balancer_id="lb", role="STANDALONE", state="ready", confirmed=1, heartbeat_key=b"",
+                id="new",
+                load_balancer_id="lb",
+                role="STANDALONE",
+                state="ready",
+                confirmed=1,
+                heartbeat_key=b"",
                 created_at=0.0,
             )
         )
@@ -196,6 +228,16 @@ def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, databa
     reporter.turn()
     reporter.turn()
     assert octavia.statistics == [
-        {"listeners": [{"id": "li", "active_connections": 1, "bytes_in": 42, "bytes_out": 84, "request_errors": 0,
-                        "total_connections": 42}]}
+        {
+            "listeners": [
+                {
+                    "id": "li",
+                    "active_connections": 1,
+                    "bytes_in": 42,
+                    "bytes_out": 84,
+                    "request_errors": 0,
+                    "total_connections": 42,
+                }
+            ]
+        }
     ]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user of the sandbox: makes load balancers through Octavia's API, waits for them, and sends requests as a client."""
+
+import http.client
+import time
+from collections import Counter
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.store import amphorae
+
+PATIENCE = 60.0
+
+
+class Cloud:
+    """One sandbox as a user sees it.
+
+    Args:
+        settings: the sandbox's.
+        connection: openstacksdk's.
+        database: the provider's own, to look behind the scenes.
+    """
+
+    def __init__(self, settings, connection, database):
+        self.database = database
+        self.settings = settings
+        self.connection = connection
+        self.balancers = connection.load_balancer
+
+    # --- making things ------------------------------------------------------------------------------------------------
+
+    def load_balancer(self, name, **more):
+        made = self.balancers.create_load_balancer(name=name, **{"vip_subnet_id": topology.VIP_SUBNET, **more})
+        return self.active(made.id)
+
+    def served(self, name, members=("member1", "member2"), *, monitor=None, listener=None, **more):
+        """A load balancer with one listener and pool, made in one request, ACTIVE."""
+        pool = {
+            "name": f"{name}-pool",
+            "protocol": "HTTP",
+            "lb_algorithm": "ROUND_ROBIN",
+            "members": [self.member(one) for one in members],
+        }
+        if monitor:
+            pool["healthmonitor"] = monitor
+        values = {"name": f"{name}-http", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+        return self.load_balancer(name, listeners=[{**values, **(listener or {})}], **more)
+
+    @staticmethod
+    def member(name, **more):
+        number = topology.MEMBERS[name]
+        values = {
+            "name": name,
+            "address": f"192.0.2.{number}",
+            "protocol_port": 8080,
+            "subnet_id": topology.MEMBER_SUBNET,
+        }
+        return {**values, **more}
+
+    def pool_of(self, balancer):
+        return next(iter(self.balancers.pools(loadbalancer_id=balancer.id)))
+
+    def listener_of(self, balancer):
+        return next(iter(self.balancers.listeners(load_balancer_id=balancer.id)))
+
+    def amphorae(self, balancer):
+        """The ids of the amphorae that serve a load balancer."""
+        return set(self.database.read(lambda c: [one.id for one in amphorae.of_load_balancer(c, balancer.id)]))
+
+    def clean(self):
+        """Delete every load balancer there is, whatever became of it."""
+        for balancer in self.balancers.load_balancers():
+            self.until(
+                lambda one=balancer: self.balancers.get_load_balancer(one.id).provisioning_status in ("ACTIVE", "ERROR"),
+                f"{balancer.name} can be deleted",
+            )
+            self.balancers.delete_load_balancer(balancer.id, cascade=True)
+        self.until(lambda: not list(self.balancers.load_balancers()), "all deleted")
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def until(question, what, seconds=PATIENCE):
+        """Ask until the answer is true; returns it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = question()
+            if answer:
+                return answer
+            assert time.monotonic() < deadline, f"not in {seconds:.0f} s: {what}"
+            time.sleep(0.05)
+
+    def active(self, load_balancer_id):
+        def ask():
+            found = self.balancers.get_load_balancer(load_balancer_id)
+            assert found.provisioning_status != "ERROR", "the load balancer is in ERROR"
+            return found if found.provisioning_status == "ACTIVE" else None
+
+        return self.until(ask, "ACTIVE")
+
+    def online(self, load_balancer_id):
+        return self.operating(lambda: self.balancers.get_load_balancer(load_balancer_id), "ONLINE")
+
+    def operating(self, fetch, status):
+        return self.until(lambda: (found := fetch()).operating_status == status and found, f"operating status {status}")
+
+    def gone(self, load_balancer_id):
+        self.until(
+            lambda: all(one.id != load_balancer_id for one in self.balancers.load_balancers()),
+            "deleted",
+        )
+
+    # --- being a client -----------------------------------------------------------------------------------------------
+
+    def get(self, address, path="/", port=80, host=topology.CLIENT):
+        return demo.get(self.settings, address, path, port, host)
+
+    def answers(self, address, number=12, port=80):
+        """Who answered how many of so many requests, each over its own connection; a failed one counts as its error."""
+
+        def ask():
+            return Counter(_answer(address, port) for _ in range(number))
+
+        return namespaces.inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
+
+
+def _answer(address, port):
+    connection = http.client.HTTPConnection(address, port, timeout=5)
+    try:
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        body = answer.read().decode().strip()
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
+    else:
+        return body if answer.status == 200 else str(answer.status)
+    finally:
+        connection.close()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load balancer from its creation to its deletion, through Octavia's real API."""
+
+import pytest
+
+from amphora_driver.sandbox import topology
+
+pytestmark = pytest.mark.root
+
+
+def statuses(cloud, balancer):
+    """Every object's (provisioning, operating) status, by name."""
+    tree = cloud.balancers.get_load_balancer_statuses(balancer.id).statuses["loadbalancer"]
+    found = {}
+
+    def walk(node):
+        if isinstance(node, dict):
+            if "provisioning_status" in node:
+                found[node.get("name") or node["id"]] = (node["provisioning_status"], node.get("operating_status"))
+            for child in node.values():
+                walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    walk(tree)
+    return found
+
+
+def test_step_by_step(cloud):
+    balancer = cloud.load_balancer("steps")
+    listener = cloud.balancers.create_listener(
+        name="steps-http", protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id
+    )
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 2) == {"503": 2}, "a listener without a pool"
+    pool = cloud.balancers.create_pool(
+        name="steps-pool", protocol="HTTP", lb_algorithm="ROUND_ROBIN", listener_id=listener.id
+    )
+    cloud.active(balancer.id)
+    for name in ("member1", "member2", "member3"):
+        cloud.balancers.create_member(pool, **cloud.member(name))
+        cloud.active(balancer.id)
+    cloud.balancers.create_health_monitor(
+        name="steps-check", type="HTTP", delay=1, timeout=1, max_retries=1, max_retries_down=1, pool_id=pool.id
+    )
+    cloud.active(balancer.id)
+    cloud.online(balancer.id)
+    assert cloud.answers(balancer.vip_address, 12) == {"member1": 4, "member2": 4, "member3": 4}
+    cloud.until(
+        lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ACTIVE and ONLINE"
+    )
+    assert set(statuses(cloud, balancer)) >= {"steps", "steps-http", "steps-pool", "member1", "member2", "member3"}
+
+
+def test_fully_populated_in_one_call(cloud):
+    monitor = {"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1}
+    balancer = cloud.served("whole", ("member1", "member2", "member3"), monitor=monitor)
+    assert cloud.answers(balancer.vip_address, 12) == {"member1": 4, "member2": 4, "member3": 4}
+    cloud.online(balancer.id)
+    cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ONLINE")
+
+
+def test_a_policy_that_is_not_served_yet_is_said_to_be_in_error(cloud):
+    """Octavia hands a fully populated load balancer over without its L7 policies; its commit shows them."""
+    policy = {
+        "name": "reject",
+        "action": "REJECT",
+        "position": 1,
+        "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/private"}],
+    }
+    balancer = cloud.served("policy", listener={"l7policies": [policy]})
+    found = next(iter(cloud.balancers.l7_policies()))
+    assert found.provisioning_status == "ERROR"
+    assert cloud.listener_of(balancer).provisioning_status in ("ACTIVE", "ERROR")
+    found = cloud.answers(balancer.vip_address, 2)
+    assert not found.keys() & {"member1", "member2"}, "what a policy forbids is not let through"
+
+
+@pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS", "SOURCE_IP"])
+def test_algorithms(cloud, algorithm):
+    balancer = cloud.served(f"algorithm-{algorithm.lower()}")
+    cloud.balancers.update_pool(cloud.pool_of(balancer), lb_algorithm=algorithm)
+    cloud.active(balancer.id)
+    found = cloud.answers(balancer.vip_address, 10)
+    assert sum(found.values()) == 10
+    assert set(found) <= {"member1", "member2"}
+    assert len(found) == (1 if algorithm == "SOURCE_IP" else 2), found
+
+
+def test_admin_state(cloud):
+    balancer = cloud.served("admin")
+    listener = cloud.listener_of(balancer)
+    cloud.balancers.update_listener(listener, is_admin_state_up=False)
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 2) == {"ConnectionRefusedError": 2}
+    cloud.operating(lambda: cloud.balancers.get_listener(listener.id), "OFFLINE")
+    cloud.balancers.update_listener(listener, is_admin_state_up=True)
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 1, "member2": 1}
+
+
+def test_a_tcp_listener(cloud):
+    balancer = cloud.load_balancer("tcp")
+    listener = cloud.balancers.create_listener(protocol="TCP", protocol_port=8000, load_balancer_id=balancer.id)
+    cloud.active(balancer.id)
+    pool = cloud.balancers.create_pool(protocol="TCP", lb_algorithm="ROUND_ROBIN", listener_id=listener.id)
+    cloud.active(balancer.id)
+    cloud.balancers.create_member(pool, **cloud.member("member3"))
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 3, port=8000) == {"member3": 3}
+
+
+@pytest.mark.parametrize(
+    ("vip", "more"),
+    [
+        (topology.VIP_SUBNET_6, []),
+        (topology.VIP_SUBNET, [{"subnet_id": topology.VIP_SUBNET_6}]),
+    ],
+    ids=["v6", "dual"],
+)
+def test_address_families(cloud, vip, more):
+    balancer = cloud.served(f"family-{len(more)}", vip_subnet_id=vip, additional_vips=more)
+    addresses = [balancer.vip_address, *(one["ip_address"] for one in balancer.additional_vips or ())]
+    assert len(addresses) == 1 + len(more)
+    for address in addresses:
+        assert cloud.answers(address, 4) == {"member1": 2, "member2": 2}, address
+
+
+def test_members_by_ipv6_and_through_the_gateway(cloud):
+    balancer = cloud.served("v6-members", ())
+    pool = cloud.pool_of(balancer)
+    cloud.balancers.create_member(
+        pool, address="2001:db8:2::11", protocol_port=8080, subnet_id=topology.MEMBER_SUBNET_6
+    )
+    cloud.active(balancer.id)
+    cloud.balancers.create_member(pool, address="192.0.2.12", protocol_port=8080)
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}
+
+
+def test_two_at_once(cloud):
+    made = [cloud.balancers.create_load_balancer(name=f"twin-{n}", vip_subnet_id=topology.VIP_SUBNET) for n in (1, 2)]
+    one, two = (cloud.active(balancer.id) for balancer in made)
+    assert one.vip_address != two.vip_address
+    for balancer, member in ((one, "member1"), (two, "member2")):
+        listener = cloud.balancers.create_listener(protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id)
+        cloud.active(balancer.id)
+        pool = cloud.balancers.create_pool(protocol="HTTP", lb_algorithm="ROUND_ROBIN", listener_id=listener.id)
+        cloud.active(balancer.id)
+        cloud.balancers.create_member(pool, **cloud.member(member))
+        cloud.active(balancer.id)
+    assert cloud.answers(one.vip_address, 3) == {"member1": 3}
+    assert cloud.answers(two.vip_address, 3) == {"member2": 3}
+    cloud.balancers.delete_load_balancer(one.id, cascade=True)
+    cloud.gone(one.id)
+    assert cloud.answers(two.vip_address, 3) == {"member2": 3}, "the other one is not touched"
+
+
+def test_fail_over_on_request(cloud):
+    balancer = cloud.served("failover")
+    before = cloud.amphorae(balancer)
+    cloud.balancers.failover_load_balancer(balancer.id)
+    cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 1 and now.isdisjoint(before), "replaced")
+    cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}

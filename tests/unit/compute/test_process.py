@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process is found again by number and start time, and nobody else is ever signalled."""
+
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import pytest
+
+from amphora_driver.compute.process import Process, end, find, identify, spawn
+
+
+@pytest.fixture
+def sleeper(tmp_path):
+    process = spawn([sys.executable, "-c", "import time; print('up'); time.sleep(60)"], os.environ, tmp_path / "log")
+    yield process
+    end([process], signal.SIGKILL, 5)
+
+
+def test_lives_in_a_session_of_its_own(sleeper):
+    assert sleeper.alive()
+    assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)
+
+
+def test_found_again_from_what_was_written_down(sleeper):
+    assert msgspec.json.decode(msgspec.json.encode(sleeper), type=Process).alive()
+
+
+@pytest.mark.parametrize("change", [{"started": 1}, {"boot": "another"}])
+def test_somebody_else_with_the_same_number_is_left_alone(sleeper, change):
+    other = msgspec.structs.replace(sleeper, **change)
+    assert not other.alive()
+    assert not other.signal(signal.SIGKILL)
+    assert other.wait(0)
+    assert other.children() == []
+    assert sleeper.alive()
+
+
+def test_end_waits_and_reaps(sleeper):
+    begun = time.monotonic()
+    assert end([sleeper], signal.SIGTERM, 10)
+    assert time.monotonic() - begun < 5
+    assert not sleeper.alive()
+    assert identify(sleeper.pid) is None
+    assert not sleeper.signal(signal.SIGTERM)
+
+
+def test_a_zombie_is_dead(sleeper):
+    os.kill(sleeper.pid, signal.SIGKILL)
+    assert sleeper.wait(5)
+    assert not sleeper.alive()
+
+
+def test_wait_gives_up(sleeper):
+    assert not sleeper.wait(0.01)
+
+
+def test_children(tmp_path):
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    process = spawn([sys.executable, "-c", script], os.environ, tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 10
+        while not process.children() and time.monotonic() < deadline:
+            process.wait(0.02)
+        assert len(process.children()) == 1
+    finally:
+        assert end([*process.children(), process], signal.SIGKILL, 5)
+
+
+def test_found_by_its_last_argument(tmp_path):
+    mark = str(tmp_path / "a mark nobody else has")
+    process = spawn([sys.executable, "-c", "import time; time.sleep(60)", mark], os.environ, tmp_path / "log")
+    try:
+        assert find(mark) == [process]
+    finally:
+        end([process], signal.SIGKILL, 5)
+    assert find(mark) == []
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        spawn(["no-such-program"], os.environ, tmp_path / "log")
+
+
+def test_output_is_logged_and_a_descriptor_handed_over(tmp_path):
+    reader, writer = os.pipe()
+    process = spawn(
+        [sys.executable, "-c", "import os; os.write(3, b'x'); print('said')"], os.environ, tmp_path / "log", writer
+    )
+    os.close(writer)
+    assert os.read(reader, 10) == b"x"
+    os.close(reader)
+    assert process.wait(10)
+    assert (tmp_path / "log").read_text() == "said\n"

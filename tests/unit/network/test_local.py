@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded network backend hands out addresses: each to one port, all or none, the same ones when asked again."""
+
+import multiprocessing
+import uuid
+
+import pytest
+
+from amphora_driver import config
+from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
+from amphora_driver.network.interface import FixedAddress, VipRequest
+from amphora_driver.network.local import LocalNetwork, vip_owner
+from amphora_driver.store.engine import Database
+
+
+def lb():
+    return str(uuid.uuid4())
+
+
+def take(network, *wanted, load_balancer_id=None):
+    return network.allocate_vip(load_balancer_id or lb(), "project", [VipRequest(**one) for one in wanted])
+
+
+class TestVip:
+    def test_any_address_of_the_subnet(self, network):
+        (vip,) = take(network, {"subnet_id": "v4"})
+        assert (vip.address, vip.subnet_id, vip.network_id) == ("198.51.100.10", "v4", "net")
+        assert network.port(vip.port_id).mtu == 1450
+
+    def test_lowest_address_free(self, network):
+        balancers = [lb() for _ in range(3)]
+        for one in balancers:
+            take(network, {"subnet_id": "v4"}, load_balancer_id=one)
+        network.release_vip(balancers[1])
+        assert take(network, {"subnet_id": "v4"})[0].address == "198.51.100.11"
+
+    def test_a_wanted_address_outside_the_pool(self, network):
+        assert take(network, {"subnet_id": "v4", "address": "198.51.100.5"})[0].address == "198.51.100.5"
+
+    def test_both_families_on_one_port_in_the_order_asked(self, network):
+        first, second = take(network, {"subnet_id": "v6"}, {"subnet_id": "v4"})
+        assert (first.address, second.address) == ("2001:db8::2", "198.51.100.10")
+        assert first.port_id == second.port_id
+
+    def test_two_on_the_same_subnet_differ(self, network):
+        vips = take(network, {"subnet_id": "v4"}, {"subnet_id": "v4"})
+        assert len({vip.address for vip in vips}) == 2
+
+    def test_network_only_prefers_ipv4(self, network):
+        assert take(network, {"network_id": "net"})[0].subnet_id == "v4"
+
+    def test_network_and_address_finds_the_subnet(self, network):
+        (vip,) = take(network, {"network_id": "net", "address": "2001:DB8:0:0::0F"})
+        assert (vip.subnet_id, vip.address) == ("v6", "2001:db8::f")
+
+    def test_again_is_the_same(self, network):
+        one = lb()
+        wanted = ({"subnet_id": "v4"}, {"subnet_id": "v6"})
+        assert take(network, *wanted, load_balancer_id=one) == take(network, *wanted, load_balancer_id=one)
+        assert len(network.all_ports()) == 1
+
+    def test_released_is_free_and_release_repeats(self, network):
+        one = lb()
+        take(network, {"subnet_id": "v4", "address": "198.51.100.7"}, load_balancer_id=one)
+        network.release_vip(one)
+        network.release_vip(one)
+        assert network.all_ports() == ()
+        assert take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
+
+
+REFUSED = [
+    (
+        {"subnet_id": "v4", "address": "198.51.100.300"},
+        UnsupportedOption,
+        "198.51.100.300 is not an IPv4 or IPv6 address",
+    ),
+    ({"subnet_id": "v4", "address": "192.0.2.9"}, UnsupportedOption, "192.0.2.9 lies outside of subnet v4"),
+    ({"subnet_id": "v4", "address": "2001:db8::9"}, UnsupportedOption, "2001:db8::9 lies outside of subnet v4"),
+    ({"subnet_id": "v6", "address": "fe80::1%eth0"}, UnsupportedOption, "has a scope"),
+    ({"subnet_id": "v4", "address": "198.51.100.255"}, UnsupportedOption, "the network's own address"),
+    ({"subnet_id": "v4", "address": "198.51.100.0"}, UnsupportedOption, "the network's own address"),
+    ({"subnet_id": "v4", "address": "198.51.100.1"}, Conflict, "198.51.100.1 is the gateway of subnet v4"),
+    ({"subnet_id": "nowhere"}, UnsupportedOption, "subnet nowhere does not exist"),
+    ({"network_id": "nowhere"}, UnsupportedOption, "network nowhere does not exist"),
+    ({"network_id": "other", "subnet_id": "v4"}, UnsupportedOption, "is not a subnet of network other"),
+    ({"network_id": "net", "address": "192.0.2.9"}, UnsupportedOption, "has no subnet that contains 192.0.2.9"),
+    ({"port_id": "nowhere"}, UnsupportedOption, "port nowhere does not exist"),
+    ({"subnet_id": "mgmt4"}, UnsupportedOption, "the management network is for the amphorae's agents only"),
+    ({}, UnsupportedOption, "neither a subnet nor a network nor a port"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "error", "words"), REFUSED)
+def test_refused_in_words_and_without_a_trace(network, wanted, error, words):
+    with pytest.raises(error) as raised:
+        take(network, wanted)
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("Could not take a VIP for load balancer ")
+    assert network.all_ports() == ()
+
+
+def test_taken_address(network):
+    take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
+    with pytest.raises(Conflict, match="198.51.100.7 of subnet v4 .* is in use"):
+        take(network, {"subnet_id": "v4", "address": "198.51.100.7"})
+
+
+def test_the_same_address_twice_in_one_request(network):
+    with pytest.raises(Conflict, match="in use"):
+        take(network, *({"subnet_id": "v6", "address": "2001:db8::7"},) * 2)
+    assert network.all_ports() == ()
+
+
+def test_subnets_of_two_networks(network):
+    with pytest.raises(UnsupportedOption, match="must be on one network"):
+        take(network, {"subnet_id": "v4"}, {"subnet_id": "tiny"})
+
+
+def test_exhausted_subnet_leaves_gateway_and_broadcast_alone(network):
+    got = [take(network, {"subnet_id": "tiny"})[0].address for _ in range(3)]
+    assert got == ["192.0.2.2", "192.0.2.3", "192.0.2.4"]
+    with pytest.raises(NetworkError, match="every address of subnet tiny .* is in use"):
+        take(network, {"subnet_id": "tiny"})
+
+
+class TestOwnPort:
+    def test_used_as_it_is_and_left_as_it_was(self, network):
+        port, one = network.create_port("net"), lb()
+        for _ in range(2):
+            (vip,) = take(network, {"port_id": port.id}, load_balancer_id=one)
+            assert (vip.port_id, vip.address) == (port.id, port.addresses[0].address)
+        network.release_vip(one)
+        assert network.port(port.id) == port
+        assert take(network, {"port_id": port.id})
+
+    def test_which_address_is_meant(self, network):
+        port = network.create_port("net")
+        both = take(network, {"port_id": port.id, "subnet_id": "v6"}, {"subnet_id": "v4"})
+        assert [vip.subnet_id for vip in both] == ["v6", "v4"]
+
+    def test_an_address_it_does_not_have(self, network):
+        port = network.create_port("net", [FixedAddress(subnet_id="v4", address="198.51.100.77")])
+        with pytest.raises(UnsupportedOption, match=r"has 198\.51\.100\.77, not 198\.51\.100\.78"):
+            take(network, {"port_id": port.id, "address": "198.51.100.78"})
+
+    def test_in_use(self, network):
+        port = network.create_port("net")
+        take(network, {"port_id": port.id})
+        with pytest.raises(Conflict, match="is in use by lb-"):
+            take(network, {"port_id": port.id})
+        with pytest.raises(Conflict, match="lb-.* uses it"):
+            network.remove_user_port(port.id)
+
+    def test_an_amphoras_port_is_nobodys_vip_port(self, network):
+        port = network.ensure_port("amphora", "net", ["v4"])
+        with pytest.raises(Conflict, match="in use by amphora"):
+            take(network, {"port_id": port.id})
+
+    def test_never_deleted_by_the_provider(self, network):
+        port = network.create_port("net")
+        network.delete_port(port.id)
+        assert network.port(port.id) == port
+        network.remove_user_port(port.id)
+        network.remove_user_port(port.id)
+        assert network.port(port.id) is None
+
+
+class TestPort:
+    def test_found_again_and_completed(self, network):
+        port = network.ensure_port("a", "net", ["v4"])
+        assert network.ensure_port("a", "net", ["v4"]) == port
+        more = network.ensure_port("a", "net", ["v4", "v6"])
+        assert (more.id, more.mac, more.addresses[0]) == (port.id, port.mac, port.addresses[0])
+        assert [one.subnet_id for one in more.addresses] == ["v4", "v6"]
+
+    def test_one_for_each_network(self, network):
+        made = {network.ensure_port("a", "net", ["v4"]).id, network.ensure_port("a", "other", ["tiny"]).id}
+        assert {port.id for port in network.ports("a")} == made
+        assert network.ports("b") == ()
+
+    def test_subnet_of_another_network(self, network):
+        with pytest.raises(UnsupportedOption, match="is not a subnet of network other"):
+            network.ensure_port("a", "other", ["v4"])
+
+    def test_deleted_twice(self, network):
+        port = network.ensure_port("a", "net", ["v4"])
+        network.delete_port(port.id)
+        network.delete_port(port.id)
+        assert network.ports("a") == ()
+
+    def test_an_address_keeps_its_mac(self, network):
+        port = network.ensure_port("a", "net", ["v4"])
+        network.delete_port(port.id)
+        again = network.ensure_port("b", "net", ["v4"])
+        assert (again.mac, again.addresses) == (port.mac, port.addresses)
+
+    def test_macs_differ_and_are_local_unicast(self, network):
+        macs = [network.ensure_port(f"a{number}", "net", ["v4"]).mac for number in range(50)]
+        assert len(set(macs)) == 50
+        assert all(int(mac[:2], 16) & 0b11 == 0b10 for mac in macs)
+
+    def test_fixed_port(self, network):
+        wanted = [FixedAddress(subnet_id="v4", address="198.51.100.2")]
+        assert network.fixed_port("client", "net", wanted) == network.fixed_port("client", "net", wanted)
+
+
+def test_subnet(network):
+    found = network.subnet("v4")
+    assert (found.cidr, found.gateway, found.network_id) == ("198.51.100.0/24", "198.51.100.1", "net")
+    with pytest.raises(UnsupportedOption, match="subnet nowhere does not exist"):
+        network.subnet("nowhere")
+
+
+def _take_many(url, folder, number):
+    database = Database(url)
+    network = LocalNetwork(config.load([f"{folder}/test.conf"]), database)
+    for _ in range(number):
+        take(network, {"subnet_id": "v4"})
+    database.dispose()
+
+
+def test_two_processes_never_take_the_same(network, url, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_take_many, args=(url, tmp_path, 20)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    addresses = [port.addresses[0].address for port in network.all_ports()]
+    assert len(addresses) == len(set(addresses)) == 60
+
+
+def test_two_processes_want_one_load_balancers_vip(network, url, tmp_path):
+    one = lb()
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_take_for, args=(url, tmp_path, one)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(network.ports(vip_owner(one))) == len(network.all_ports()) == 1
+
+
+def _take_for(url, folder, load_balancer_id):
+    database = Database(url)
+    network = LocalNetwork(config.load([f"{folder}/test.conf"]), database)
+    take(network, {"subnet_id": "v4"}, load_balancer_id=load_balancer_id)
+    database.dispose()
