@@ -53,6 +53,8 @@ _AWAY = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
+# How long a load balancer waits for a child whose status Octavia refuses, in seconds: a passing trouble, not a wrong id.
+_CHILD_FIRST = 2.0
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
 # How long Octavia may take to commit a load balancer it has handed over, before we believe that it never will.
@@ -188,9 +190,8 @@ class Reporter:
 
     def _report_statuses(self) -> bool:
         """Send one call's worth of statuses; True if there may be more."""
-        now = time.monotonic()
         found = self._database.read(lambda connection: statuses.due(connection, _MOST_ROWS))
-        reports = _one_call([one for one in found if self._refused.get(one.object_id, (0.0, 0.0))[0] <= now])
+        reports = _one_call([one for one in found if self._due(one)])
         if not reports:
             return False
         try:
@@ -200,8 +201,16 @@ class Reporter:
             if error.status_object_id is None:
                 raise
             LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
-            accepted = [report for report in reports if self._report_alone(report)]
+            accepted = [report for report in reports if self._due(report) and self._report_alone(report)]
         self._database.write(lambda connection: statuses.taken(connection, accepted))
+        return True
+
+    def _due(self, report: statuses.Due) -> bool:
+        until, _ = self._refused.get(report.object_id, (0.0, 0.0))
+        if until > time.monotonic():
+            return False
+        if until and report.kind is Kind.LOAD_BALANCER:
+            self._refused.pop(report.object_id)
         return True
 
     def _report_alone(self, report: statuses.Due) -> bool:
@@ -213,11 +222,14 @@ class Reporter:
             if report.kind is Kind.LOAD_BALANCER and self.library.get_loadbalancer(report.object_id) is None:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return report.provisioning is Provisioning.DELETED
-            pause = min(2 * self._refused.get(report.object_id, (0.0, 0.5))[1], 60.0)
+            pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             LOG.warning(
                 "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
             )
             self._refused[report.object_id] = (time.monotonic() + pause, pause)
+            if pause <= _CHILD_FIRST:
+                # The load balancer stays PENDING, and so closed to the next request, until its child is told.
+                self._refused.setdefault(report.load_balancer_id, (time.monotonic() + pause, 0.125))
             return False
         self._refused.pop(report.object_id, None)
         return True

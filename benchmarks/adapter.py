@@ -564,7 +564,7 @@ def _agent_script(folder):
     (etc / "server.pem").write_bytes(Authority(certificate, key).issue_server(amphora, 30).bundle().reveal())
     (etc / "heartbeat.key").write_text(heartbeat_key(amphora).reveal().hex())
     (etc / "agent.conf").write_text(
-        f"[agent]\namphora_id = {amphora}\nbind_address = 127.0.0.1\nbind_port = 15558\nservices = systemd\n"
+        f"[agent]\namphora_id = {amphora}\nbind_address = 127.0.0.1\nbind_port = 15558\nservices = supervisor\n"
         "[heartbeat]\ntargets = 127.0.0.1:15559\n"
     )
     (folder / "all-etc").mkdir(exist_ok=True)

@@ -210,11 +210,13 @@ class NetnsCompute:
 
     def _stop(self, amphora_id: str) -> None:
         process = self._process(amphora_id)
-        if process is None:
-            return
         # The first process of a process-id namespace takes all others with it, and is gone only after them.
-        if not end([*process.children(), process], signal.SIGKILL, _KILL_SECONDS):
-            raise ComputeError(f"stop amphora {amphora_id}", f"process {process.pid} does not end")
+        known = [] if process is None else [*process.children(), process]
+        # Started a moment ago, the outermost may have no child yet, or one that does not follow it into death yet.
+        if not end(known, signal.SIGKILL, _KILL_SECONDS) or not end(
+            namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, _KILL_SECONDS
+        ):
+            raise ComputeError(f"stop amphora {amphora_id}", "one of its processes does not end")
         (self._path(amphora_id) / "process.json").unlink(missing_ok=True)
 
     def _vanish(self, amphora_id: str) -> None:

@@ -160,7 +160,10 @@ def due(connection: sa.Connection, limit: int) -> list[Due]:
     found = []
     for row in rows:
         held = row.pending is not None and row.provisioning != Provisioning.ERROR.value
-        provisioning = None if held or row.provisioning is None else Provisioning(row.provisioning)
+        # A provisioning status is said once. Said again with a new operating status, it could arrive after the
+        # user's next request and take back the PENDING that request has set.
+        told = row.settled <= row.reported
+        provisioning = None if held or told or row.provisioning is None else Provisioning(row.provisioning)
         operating = None if row.operating is None else Operating(row.operating)
         if provisioning is not None or operating is not None:
             found.append(
@@ -222,6 +225,7 @@ def _settle(
         "provisioning": provisioning.value,
         "since": time.time(),
         "version": status.c.version + 1,
+        "settled": status.c.version + 1,
     }
     if settled:
         values["pending"] = None

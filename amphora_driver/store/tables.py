@@ -103,7 +103,8 @@ request = Table(
 # --- what Octavia is told -------------------------------------------------------------------------------------------
 
 # One row per object: the newest provisioning and operating status. `pending` is the generation whose confirmation the
-# object's PENDING_* waits for. `version` grows with every change, `reported` is the version Octavia has taken.
+# object's PENDING_* waits for. `version` grows with every change, `settled` is the version at which the provisioning
+# status changed last, `reported` is the version Octavia has taken.
 status = Table(
     "status",
     metadata,
@@ -116,6 +117,7 @@ status = Table(
     Column("since", Double, nullable=False, default=0.0),
     Column("pending", BigInteger, nullable=True),
     Column("version", BigInteger, nullable=False, default=0),
+    Column("settled", BigInteger, nullable=False, default=0),
     Column("reported", BigInteger, nullable=False, default=0),
     Index("ix_status_load_balancer_id", "load_balancer_id"),
 )

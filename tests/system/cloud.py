@@ -124,6 +124,13 @@ class Cloud:
         return namespaces.inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
 
 
+    def balanced(self, address, weights):
+        """Requests are spread by these weights, exactly, once HAProxy's first round after a change is over."""
+        rounds = 4
+        wanted = {name: weight * rounds for name, weight in weights.items()}
+        self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"spread as {weights}", 10)
+
+
 def _answer(address, port):
     connection = http.client.HTTPConnection(address, port, timeout=5)
     try:

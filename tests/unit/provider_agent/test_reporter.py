@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said to Octavia, when, and what happens when Octavia does not listen."""
 
+import time
+
 import pytest
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
@@ -167,11 +169,33 @@ def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter,
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.turn()
+    assert octavia.statuses == [BARRIER], "the load balancer stays closed while a child may still be told"
+    give_up(reporter)
+    reporter.turn()
     assert octavia.statuses == [BARRIER, ACTIVE]
     octavia.refuse = lambda document: None
     reporter._refused.clear()
     reporter.turn()
     assert octavia.statuses[-1] == {"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}
+
+
+def test_a_passing_trouble_is_tried_again_soon(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    intents.create(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
+    reporter.turn()
+    octavia.refuse = lambda document: None
+    deadline = time.monotonic() + 5
+    while len(octavia.statuses) < 2:
+        assert time.monotonic() < deadline
+        reporter.turn()
+    assert octavia.statuses[1:] == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}], **ACTIVE}]
+
+
+def give_up(reporter):
+    """As if the child had been refused for a while."""
+    reporter._refused = {"li": (time.monotonic() + 60, 60.0)}
 
 
 def test_nothing_is_lost_while_octavia_is_away(intents, database, reporter, octavia):

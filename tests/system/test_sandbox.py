@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-machine stack itself: started twice without harm, and telling the clients the truth about networks."""
+
+import openstack.exceptions
+import pytest
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import demo_hosts, topology
+from amphora_driver.sandbox import settings as sandbox_settings
+
+pytestmark = pytest.mark.root
+
+
+def processes(stack):
+    return {name: stack.supervision.running(name) for name in stack.supervision.names()}
+
+
+def test_up_twice_starts_nothing_twice(stack):
+    before = processes(stack)
+    stack.up()
+    assert processes(stack) == before
+    assert None not in before.values()
+
+
+def test_the_programs_are_all_there(stack):
+    assert set(processes(stack)) == {program.name for program in stack.programs()}
+
+
+def test_settings_are_chosen_once(settings, tmp_path):
+    again = sandbox_settings.choose(tmp_path / "../.." / settings.state, "other", "/no/such/python")
+    assert again == settings
+
+
+def test_nothing_in_the_machines_own_namespace(settings):
+    own = namespaces.routing(
+        "/proc/self/ns/net", lambda kernel: {link.get_attr("IFLA_IFNAME") for link in kernel.get_links()}
+    )
+    inside = namespaces.routing(
+        namespaces.path(settings.switch), lambda kernel: {link.get_attr("IFLA_IFNAME") for link in kernel.get_links()}
+    )
+    assert {"br-mgmt", "br-vip", "br-members"} <= inside
+    assert not own & {"br-mgmt", "br-vip", "br-members"}
+
+
+@pytest.mark.parametrize("address", ["192.0.2.11", "2001:db8:2::11"])
+def test_the_client_reaches_members_through_the_router(cloud, address):
+    assert cloud.get(address, port=demo_hosts.MEMBER_PORT) == (200, "member1\n")
+
+
+def test_the_management_network_is_not_routed(cloud):
+    with pytest.raises(OSError, match=r"unreachable|timed out|No route"):
+        cloud.get(topology.CONTROL_ADDRESS, port=1)
+
+
+def test_members_serve_sizes(cloud):
+    assert cloud.get("192.0.2.12", "/size/5", demo_hosts.MEMBER_PORT) == (200, "xxxxx")
+
+
+class TestNetworkApi:
+    def test_names_and_ids(self, connection):
+        subnet = connection.network.find_subnet("vip-subnet")
+        assert (subnet.id, subnet.cidr) == (topology.VIP_SUBNET, "198.51.100.0/24")
+        assert connection.network.get_network(subnet.network_id).name == "vip"
+        assert connection.network.find_subnet("nowhere") is None
+        assert {one.name for one in connection.network.networks()} == {"management", "vip", "members"}
+
+    def test_a_port_of_ones_own(self, connection):
+        fixed = [{"subnet_id": topology.VIP_SUBNET, "ip_address": "198.51.100.99"}]
+        port = connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed)
+        assert connection.network.get_port(port.id).fixed_ips == fixed
+        with pytest.raises(openstack.exceptions.ConflictException, match=r"198\.51\.100\.99 .* is in use"):
+            connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed)
+        connection.network.delete_port(port.id)
+        assert connection.network.find_port(port.id) is None
+
+
+class TestVip:
+    def test_a_port_brought_along_stays(self, cloud, connection):
+        port = connection.network.create_port(network_id=topology.VIP_NETWORK)
+        balancer = cloud.load_balancer("brought", vip_subnet_id=topology.VIP_SUBNET, vip_port_id=port.id)
+        assert balancer.vip_port_id == port.id
+        cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+        cloud.gone(balancer.id)
+        assert connection.network.get_port(port.id).device_id == ""
+        connection.network.delete_port(port.id)
+
+    def test_by_network_and_by_address(self, cloud):
+        balancer = cloud.load_balancer("by-network", vip_subnet_id=None, vip_network_id=topology.VIP_NETWORK)
+        assert balancer.vip_subnet_id == topology.VIP_SUBNET
+        with pytest.raises(openstack.exceptions.ConflictException, match="in use"):
+            cloud.load_balancer("same", vip_address=balancer.vip_address)
+
+    def test_ipv6(self, cloud):
+        member = {**cloud.member("member2"), "address": "2001:db8:2::12", "subnet_id": topology.MEMBER_SUBNET_6}
+        pool = {"name": "six", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
+        listener = {"name": "six", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+        balancer = cloud.load_balancer("six", vip_subnet_id=topology.VIP_SUBNET_6, listeners=[listener])
+        assert cloud.answers(balancer.vip_address, 2) == {"member2": 2}
+
+
+def test_down_and_up_again_serves_as_before(stack, cloud):
+    balancer = cloud.served("lasting", ("member1",))
+    amphorae = cloud.amphorae(balancer)
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}
+    stack.down()
+    assert namespaces.names(f"{stack.settings.prefix}-") == []
+    assert stack.supervision.names() == []
+    stack.up()
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 1) == {"member1": 1}, "served again", 30)
+    assert cloud.amphorae(balancer) == amphorae
