@@ -576,5 +576,6 @@ cp -a /etc/. {folder}/all-etc
 mount --bind {folder}/all-etc /etc
 mkdir -p /etc/amphora-agent /run/netns
 cp -a {etc}/. /etc/amphora-agent
+ip netns add amphora-haproxy
 exec {sys.executable} -m amphora_agent.server
 """

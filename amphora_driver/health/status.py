@@ -212,6 +212,9 @@ def _member(member: Member, pool: Pool, views: Sequence[_View], *, pool_up: bool
     down = next((view for view in by_amphora.values() if view.status is Operating.ERROR), None)
     if down is not None and best.status is not Operating.ERROR:
         return StatusOfObject(Kind.MEMBER, Operating.DEGRADED, f"{_seen(down)}, {_seen(best)}")
+    if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
+        # HAProxy says DRAIN only of servers it checks; the others get no new connections either.
+        return StatusOfObject(Kind.MEMBER, Operating.DRAINING, f"weight 0, {_seen(best)}")
     return StatusOfObject(Kind.MEMBER, best.status, _seen(best))
 
 
