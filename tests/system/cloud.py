@@ -63,6 +63,10 @@ class Cloud:
     def listener_of(self, balancer):
         return next(iter(self.balancers.listeners(load_balancer_id=balancer.id)))
 
+    def url(self, path):
+        """The address of something openstacksdk has no method for."""
+        return f"{self.settings.endpoint}/v2.0/lbaas/{path}"
+
     def amphorae(self, balancer):
         """The ids of the amphorae that serve a load balancer."""
         return set(self.database.read(lambda c: [one.id for one in amphorae.of_load_balancer(c, balancer.id)]))

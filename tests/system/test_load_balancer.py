@@ -10,7 +10,7 @@ pytestmark = pytest.mark.root
 
 def statuses(cloud, balancer):
     """Every object's (provisioning, operating) status, by name."""
-    tree = cloud.balancers.get(f"/v2.0/lbaas/loadbalancers/{balancer.id}/status").json()["statuses"]["loadbalancer"]
+    tree = cloud.balancers.get(cloud.url(f"loadbalancers/{balancer.id}/status")).json()["statuses"]["loadbalancer"]
     found = {}
 
     def walk(node):

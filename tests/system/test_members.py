@@ -38,7 +38,7 @@ def test_batch_update(cloud):
     pool = cloud.pool_of(balancer)
 
     def put(members, query=""):
-        answer = cloud.balancers.put(f"/v2.0/lbaas/pools/{pool.id}/members{query}", json={"members": members})
+        answer = cloud.balancers.put(cloud.url(f"pools/{pool.id}/members{query}"), json={"members": members})
         assert answer.status_code == 202, answer.text
         cloud.active(balancer.id)
 
