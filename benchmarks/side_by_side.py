@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The harness's compare.py, which otherwise gives up a case at the first thing one side does not have.
 
-    side_by_side.py FOLDER-OF-THE-HARNESS ARGUMENTS-OF-COMPARE.PY
+side_by_side.py FOLDER-OF-THE-HARNESS ARGUMENTS-OF-COMPARE.PY
 """
 
 import sys

@@ -80,7 +80,7 @@ def _octavia_options(settings: Settings) -> _Sections:
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
         "oslo_policy": {"policy_file": str(settings.etc / "policy.yaml")},
-        "database": {"connection": f"sqlite:///{settings.octavia_database}", "sqlite_synchronous": "False"},
+        "database": {"connection": settings.octavia_database_url, "sqlite_synchronous": "False"},
         "api_settings": {
             "bind_host": "127.0.0.1",
             "bind_port": str(settings.octavia_port),

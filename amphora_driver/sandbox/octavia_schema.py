@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's tables in a SQLite file.
+"""Octavia's tables in a SQLite file, or any other database.
 
 Invariant: the tables are those of Octavia's own models, and the rows of its lookup tables those of its constants. Its
 migrations cannot do this: they change constraints in a way only MySQL knows.
@@ -31,8 +31,9 @@ _LOOKUPS = (
 def ensure() -> None:
     """Make tables and rows, unless an earlier start has."""
     engine = api.get_engine()
+    file = engine.dialect.name == "sqlite"
     with engine.connect() as connection:
-        if connection.exec_driver_sql("PRAGMA user_version").scalar() == _VERSION:
+        if file and connection.exec_driver_sql("PRAGMA user_version").scalar() == _VERSION:
             return
     base_models.BASE.metadata.create_all(engine)
     session = api.get_session()
@@ -42,7 +43,8 @@ def ensure() -> None:
                 session.merge(model(name=name))
         _placeholders(session)
     with engine.begin() as connection:
-        connection.exec_driver_sql(f"PRAGMA user_version = {_VERSION}")
+        if file:
+            connection.exec_driver_sql(f"PRAGMA user_version = {_VERSION}")
 
 
 def _placeholders(session: object) -> None:

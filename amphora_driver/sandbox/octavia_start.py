@@ -36,7 +36,8 @@ _writers = _Writers()
 
 
 def _is_octavias(connection: Any) -> bool:
-    return bool(str(connection.engine.url) == cfg.CONF.database.connection)
+    url = connection.engine.url
+    return url.get_backend_name() == "sqlite" and str(url) == cfg.CONF.database.connection
 
 
 def _begin(connection: Any) -> None:

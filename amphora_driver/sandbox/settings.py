@@ -34,6 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     octavia_port: int
     network_port: int
     agent_python: str
+    # SQLAlchemy URLs of databases elsewhere; files of the state directory without.
+    store_url: str | None = None
+    octavia_url: str | None = None
 
     @property
     def etc(self) -> Path:
@@ -86,14 +89,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.state, "env")
 
     @property
-    def octavia_database(self) -> Path:
+    def octavia_database_url(self) -> str:
         """Octavia's own database."""
-        return self.data / "octavia.sqlite"
+        return self.octavia_url or f"sqlite:///{self.data / 'octavia.sqlite'}"
 
     @property
     def database_url(self) -> str:
         """The provider's database."""
-        return f"sqlite:///{self.data / 'amphora-driver.sqlite'}"
+        return self.store_url or f"sqlite:///{self.data / 'amphora-driver.sqlite'}"
 
     @property
     def endpoint(self) -> str:
@@ -138,7 +141,14 @@ def find(state: Path) -> Settings | None:
         raise SandboxError(f"read {_file(state)}", str(error), "Remove the state directory to start afresh.") from error
 
 
-def choose(state: Path, prefix: str | None = None, agent_python: str | None = None) -> Settings:
+def choose(
+    state: Path,
+    prefix: str | None = None,
+    agent_python: str | None = None,
+    *,
+    store_url: str | None = None,
+    octavia_url: str | None = None,
+) -> Settings:
     """The sandbox with this state directory, its choices made now if it was never started."""
     known = find(state)
     if known is not None:
@@ -155,6 +165,8 @@ def choose(state: Path, prefix: str | None = None, agent_python: str | None = No
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         agent_python=agent_python or sys.executable,
+        store_url=store_url,
+        octavia_url=octavia_url,
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))

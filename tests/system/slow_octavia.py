@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia's API with a provider that keeps Octavia's transaction open for a while after each of its calls.
+
+Octavia writes some of its own PENDING states after the provider's method returned, and commits after that. The time between is
+some milliseconds; here it is long enough for everything that must not happen in it to happen.
+"""
+
+import functools
+import inspect
+import os
+import time
+
+from octavia_lib.api.drivers import provider_base
+
+from amphora_driver.driver import AmphoraProviderDriver
+from amphora_driver.sandbox import octavia_start
+
+_SECONDS = float(os.environ.get("SLOW_OCTAVIA", "1.0"))
+_WORDS = ("_create", "_update", "_delete", "_failover")
+
+
+def _slowed(method):
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        answer = method(*args, **kwargs)
+        time.sleep(_SECONDS)
+        return answer
+
+    return call
+
+
+def api():
+    """The WSGI application for gunicorn."""
+    for name, _ in inspect.getmembers(provider_base.ProviderDriver, inspect.isfunction):
+        if name.endswith(_WORDS):
+            setattr(AmphoraProviderDriver, name, _slowed(getattr(AmphoraProviderDriver, name)))
+    return octavia_start.api()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia calls the provider inside its open transaction: nothing said about it may come too early and be lost.
+
+On MariaDB, where rows are locked and not the whole file, and with the time between our answer and Octavia's commit widened
+from milliseconds to a second. The provider keeps its own state on MariaDB too.
+"""
+
+import os
+from pathlib import Path
+
+import mariadb
+import msgspec
+import pytest
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver.sandbox import demo
+from amphora_driver.store.engine import Database
+
+pytestmark = pytest.mark.root
+WINDOW = "0.7"
+
+
+@pytest.fixture(scope="module")
+def cloud():
+    with mariadb.server("octavia", "provider") as (octavia, provider), running(
+        store_url=provider, octavia_url=octavia
+    ) as (stack, settings):
+        slow_down(stack)
+        connection = demo.connect(settings)
+        database = Database(settings.database_url)
+        cloud = Cloud(settings, connection, database)
+        yield cloud
+        cloud.clean()
+        database.dispose()
+        connection.close()
+
+
+def slow_down(stack):
+    """Put the slow API in the place of the real one."""
+    program = next(one for one in stack.programs() if one.name == "octavia-api")
+    argv = (*program.argv[:-1], "--pythonpath", str(Path(__file__).parent), "slow_octavia:api()")
+    stack.supervision.stop(program.name)
+    os.environ["SLOW_OCTAVIA"] = WINDOW
+    try:
+        slow = msgspec.structs.replace(program, argv=argv)
+        stack.supervision.start(slow)
+        stack.supervision.wait_ready(slow, 60)
+    finally:
+        del os.environ["SLOW_OCTAVIA"]
+
+
+def settled(cloud, balancer):
+    """Nothing of the load balancer is PENDING, in Octavia's own eyes."""
+
+    def pending():
+        tree = cloud.balancers.get(cloud.url(f"loadbalancers/{balancer.id}/status")).json()["statuses"]["loadbalancer"]
+        return "PENDING" in str(tree)
+
+    cloud.active(balancer.id)
+    cloud.until(lambda: not pending(), "nothing PENDING", 15)
+
+
+def test_every_kind_of_object_becomes_active(cloud):
+    balancers = cloud.balancers
+    balancer = cloud.load_balancer("slow")
+    settled(cloud, balancer)
+    listener = balancers.create_listener(protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id)
+    settled(cloud, balancer)
+    pool = balancers.create_pool(protocol="HTTP", lb_algorithm="ROUND_ROBIN", listener_id=listener.id)
+    settled(cloud, balancer)
+    member = balancers.create_member(pool, **cloud.member("member1"))
+    settled(cloud, balancer)
+    monitor = balancers.create_health_monitor(
+        type="HTTP", delay=1, timeout=1, max_retries=1, max_retries_down=1, pool_id=pool.id
+    )
+    settled(cloud, balancer)
+    for change in (
+        lambda: balancers.update_load_balancer(balancer.id, name="slower"),
+        lambda: balancers.update_listener(listener, name="slower"),
+        lambda: balancers.update_pool(pool, name="slower"),
+        lambda: balancers.update_member(member, pool, weight=3),
+        lambda: balancers.update_health_monitor(monitor, delay=2),
+        lambda: balancers.delete_health_monitor(monitor),
+        lambda: balancers.delete_member(member, pool),
+        lambda: balancers.delete_pool(pool),
+        lambda: balancers.delete_listener(listener),
+    ):
+        change()
+        settled(cloud, balancer)
+
+
+def test_a_fully_populated_one_too(cloud):
+    balancer = cloud.served("slow-whole", monitor={"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1})
+    settled(cloud, balancer)
+    assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}
