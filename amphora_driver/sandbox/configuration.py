@@ -49,6 +49,8 @@ def _our_options(settings: Settings) -> _Sections:
             "encryption_key_file": str(settings.etc / "encryption.keys"),
         },
         "queue": {"doorbell_dir": str(settings.run / "bells")},
+        # One machine: a controller that does not renew for so long is dead, not slow.
+        "controller": {"lease": "3"},
         "agent": {"services": "supervisor"},
         "octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
         "health": {

@@ -37,7 +37,7 @@ _writers = _Writers()
 
 def _is_octavias(connection: Any) -> bool:
     url = connection.engine.url
-    return url.get_backend_name() == "sqlite" and str(url) == cfg.CONF.database.connection
+    return bool(url.get_backend_name() == "sqlite" and str(url) == cfg.CONF.database.connection)
 
 
 def _begin(connection: Any) -> None:

@@ -84,10 +84,7 @@ class Stack:
                 topology.build(self._settings, network)
                 self._report("networks: management, vip, members; a client and three members")
                 self._power_on(network)
-            bells = self._settings.run / "bells"
-            if self._supervision.running("amphora-controller") is None:
-                shutil.rmtree(bells, ignore_errors=True)
-            bells.mkdir(exist_ok=True, mode=0o700)
+            (self._settings.run / "bells").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
             # All at once: most of the time goes into importing, and the two processors share it.
             started = [program for program in programs if self._supervision.start(program)]
@@ -230,20 +227,24 @@ def _accepts(folder: Path, *names: str) -> Callable[[Process], bool]:
     """
     wanted = {str(folder / f"{name}.sock") for name in names}
 
-    def ready(process: Process) -> bool:
-        try:
-            lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return False
-        rows = [line.split() for line in lines[1:]]
-        return wanted <= {row[7] for row in rows if len(row) > 7 and row[3] == _LISTENING}
-
-    return ready
+    return lambda process: wanted <= {path for path, flags in _unix_sockets(process) if flags == _LISTENING}
 
 
 def _rings(folder: Path, role: str) -> Callable[[Process], bool]:
-    """Its doorbell hangs."""
-    return lambda _: any((folder / "bells").glob(f"{role}-*"))
+    """Its doorbell hangs: the kernel knows the socket, the file alone could be that of a dead process."""
+    beginning = str(folder / "bells" / f"{role}-")
+
+    return lambda process: any(path.startswith(beginning) for path, _ in _unix_sockets(process))
+
+
+def _unix_sockets(process: Process) -> list[tuple[str, str]]:
+    """Path and flags of the named unix sockets in the process's network namespace (proc(5), /proc/net/unix)."""
+    try:
+        lines = Path(f"/proc/{process.pid}/net/unix").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    rows = [line.split() for line in lines[1:]]
+    return [(row[7], row[3]) for row in rows if len(row) > 7]
 
 
 def _listens(protocol: str, port: int) -> Callable[[Process], bool]:

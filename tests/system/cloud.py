@@ -75,7 +75,9 @@ class Cloud:
         """Delete every load balancer there is, whatever became of it."""
         for balancer in self.balancers.load_balancers():
             self.until(
-                lambda one=balancer: self.balancers.get_load_balancer(one.id).provisioning_status in ("ACTIVE", "ERROR"),
+                lambda one=balancer: (
+                    self.balancers.get_load_balancer(one.id).provisioning_status in ("ACTIVE", "ERROR")
+                ),
                 f"{balancer.name} can be deleted",
             )
             self.balancers.delete_load_balancer(balancer.id, cascade=True)
@@ -126,7 +128,6 @@ class Cloud:
             return Counter(_answer(address, port) for _ in range(number))
 
         return namespaces.inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
-
 
     def balanced(self, address, weights):
         """Requests are spread by these weights, exactly, once HAProxy's first round after a change is over."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia calls the provider inside its open transaction: nothing said about it may come too early and be lost.
 
-On MariaDB, where rows are locked and not the whole file, and with the time between our answer and Octavia's commit widened
-from milliseconds to a second. The provider keeps its own state on MariaDB too.
+On MariaDB, where rows are locked and not the whole file, and with the time between our answer and Octavia's commit
+widened from milliseconds to most of a second. The provider keeps its own state on MariaDB too.
 """
 
 import os
@@ -23,9 +23,10 @@ WINDOW = "0.7"
 
 @pytest.fixture(scope="module")
 def cloud():
-    with mariadb.server("octavia", "provider") as (octavia, provider), running(
-        store_url=provider, octavia_url=octavia
-    ) as (stack, settings):
+    with (
+        mariadb.server("octavia", "provider") as (octavia, provider),
+        running(store_url=provider, octavia_url=octavia) as (stack, settings),
+    ):
         slow_down(stack)
         connection = demo.connect(settings)
         database = Database(settings.database_url)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controllers come and go: two share the work, and what a dead one leaves half done another finishes."""
+
+import signal
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+
+from amphora_driver.sandbox import topology
+from amphora_driver.store import tables
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def second_controller(stack):
+    """Another controller beside the one of the sandbox, as a Program that can be started and stopped."""
+    program = msgspec.structs.replace(controller(stack), name="amphora-controller-2", ready=lambda _: True)
+    bells = stack.settings.run / "bells"
+    before = set(bells.glob("controller-*"))
+    stack.supervision.start(program)
+    Cloud.until(lambda: set(bells.glob("controller-*")) - before, "the second controller listens")
+    yield program
+    stack.supervision.stop(program.name)
+
+
+def controller(stack):
+    return next(one for one in stack.programs() if one.name == "amphora-controller")
+
+
+def kill(stack, name):
+    """kill -9 for the process and its children, at this very moment."""
+    process = stack.supervision.running(name)
+    for one in (process, *process.children()):
+        one.signal(signal.SIGKILL)
+    assert process.wait(10)
+
+
+def owners(database):
+    rows = database.read(lambda c: c.execute(sa.select(tables.work.c.owner)).scalars().all())
+    return {owner for owner in rows if owner}
+
+
+def test_two_controllers_share_the_work(cloud, second_controller, database):
+    seen, made = set(), []
+
+    def all_active():
+        seen.update(owners(database))
+        return all(cloud.balancers.get_load_balancer(one.id).provisioning_status == "ACTIVE" for one in made)
+
+    # Who is quicker takes a load balancer; sooner or later that is each of them.
+    while len(seen) < 2:
+        assert len(made) < 12, "one of the two never took any"
+        for _ in range(2):
+            name = f"shared-{len(made)}"
+            made.append(cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET))
+        cloud.until(all_active, "ACTIVE")
+    for one in made:
+        assert len(cloud.amphorae(one)) == 1, "none was made twice"
+
+
+@pytest.mark.parametrize("moment", ["Record", "Boot", "Plug", "AwaitAgent", "Push"])
+def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
+    log = stack.supervision.log("amphora-controller")
+    begin = log.stat().st_size
+
+    def reached():
+        with log.open("rb") as file:
+            file.seek(begin)
+            return f": {moment} ".encode() in file.read()
+
+    made = cloud.balancers.create_load_balancer(name=f"killed-{moment.lower()}", vip_subnet_id=topology.VIP_SUBNET)
+    cloud.until(reached, f"the step {moment}")
+    kill(stack, "amphora-controller")
+    assert cloud.balancers.get_load_balancer(made.id).provisioning_status in ("PENDING_CREATE", "ACTIVE")
+    stack.up()
+    cloud.active(made.id)
+    assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
+    on_the_machine = {path.name for path in stack.settings.amphorae.iterdir() if path.is_dir()}
+    assert on_the_machine >= cloud.amphorae(made)
+
+
+def test_a_request_made_while_no_controller_lives_is_not_lost(cloud, stack):
+    balancer = cloud.served("waiting", ("member1",))
+    pool = cloud.pool_of(balancer)
+    kill(stack, "amphora-controller")
+    cloud.balancers.create_member(pool, **cloud.member("member2"))
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "traffic flows meanwhile"
+    stack.up()
+    cloud.active(balancer.id)
+    cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+
+
+def test_octavias_agent_away_while_statuses_are_due(cloud, stack):
+    balancer = cloud.served("deaf", ("member1",))
+    pool = cloud.pool_of(balancer)
+    stack.supervision.stop("octavia-driver-agent")
+    cloud.balancers.create_member(pool, **cloud.member("member2"))
+    cloud.until(lambda: "member2" in cloud.answers(balancer.vip_address, 4), "the member serves already")
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
+    stack.up()
+    cloud.active(balancer.id)
