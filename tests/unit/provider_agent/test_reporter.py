@@ -250,7 +250,8 @@ def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, databa
 
     database.write(write)
     reporter.turn()
-    reporter.turn()
+    reporter.report_statistics()
+    reporter.report_statistics()
     assert octavia.statistics == [
         {
             "listeners": [
