@@ -33,9 +33,12 @@ from amphora_agent.haproxy.process import NOTHING, Haproxy, Loaded
 from amphora_agent.haproxy.runtime import carry_out
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.network.watch import Watch
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
+# What came of changing the running HAProxy: what it runs now, or what it could not do.
+Changed = Loaded | HaproxyError
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Applier:
         self._haproxy = haproxy
         self._inner = inner
         self._after = after
+        self._watch = Watch(inner)
+        self._plugged: tuple[Interface, ...] | None = None
+        self._read: tuple[str, Configuration] | None = None
         self._lock = threading.Lock()
         self._confirmed: Confirmed | None = None
         try:
@@ -170,25 +176,33 @@ class Applier:
     # -- the steps ------------------------------------------------------------------------------------------
 
     def _apply(self, bundle: Bundle) -> Outcome:
+        again = self._confirmed is not None and bundle == self._confirmed.bundle
         try:
-            wanted, text = self._check(bundle)
-            self._plug(bundle.interfaces)
-            how, reason, loaded = self._serve(wanted, text)
+            plugged = self._is_plugged(bundle.interfaces) and not again
+            if bundle.haproxy is None:
+                if not plugged:
+                    self._plug(bundle.interfaces)
+                how, reason, loaded = self._stop(self._serving())
+            else:
+                how, reason, loaded = self._serve(bundle.haproxy, None if plugged else bundle.interfaces)
         except OSError as error:
             raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
         return Outcome(bundle.generation, how, reason, loaded)
 
-    def _check(self, bundle: Bundle) -> tuple[Configuration | None, str]:
-        if bundle.haproxy is None:
-            return None, ""
-        text = bundle.haproxy
-        if text == self._serving() and not self._paths.unfinished.exists() and self._haproxy.is_running():
-            return text_of.parse(text), text
-        return self._haproxy.check(text), text
+    def _is_plugged(self, wanted: tuple[Interface, ...]) -> bool:
+        """Whether the interfaces are as wanted and nobody has touched them since.
+
+        What the last call of `_plug` did itself was announced as well: the next one goes over everything once more.
+        """
+        if self._watch.changed():
+            self._plugged = None
+        return wanted == self._plugged
 
     def _plug(self, wanted: tuple[Interface, ...]) -> None:
+        self._plugged = None
         try:
             interfaces.apply(self._inner, wanted)
+            self._plugged = wanted
         except AgentError:
             before = self._confirmed.bundle.interfaces if self._confirmed is not None else ()
             if before != wanted:
@@ -203,24 +217,67 @@ class Applier:
         except FileNotFoundError:
             return None
 
-    def _serve(self, wanted: Configuration | None, text: str) -> tuple[str, str, Loaded]:
-        before = self._serving()
-        if wanted is None:
-            return self._stop(before)
+    def _serve(self, text: str, to_plug: tuple[Interface, ...] | None) -> tuple[str, str, Loaded]:
+        """Have HAProxy serve a text.
+
+        Args:
+            to_plug: the interfaces to set up before; None if they are as wanted.
+        """
+        before, wanted = self._serving(), self._parsed(text)
         verdict = self._verdict(before, wanted)
-        if isinstance(verdict, Unchanged) and before == text:
+        early: Changed | None = None
+        if before == text and isinstance(verdict, Unchanged):
+            if to_plug is not None:
+                self._plug(to_plug)
             with suppress(HaproxyError):
                 return "unchanged", "", self._haproxy.verify(wanted)
             verdict = Reload("HAProxy did not run what it was told to")
+        else:
+            with self._haproxy.checking(text, wanted) as check:
+                if to_plug is None and isinstance(verdict, Runtime):
+                    early = self._change_running(verdict, wanted)
+                try:
+                    check.end()
+                except AgentError:
+                    if early is not None:
+                        self._undo(before or "")
+                    raise
+            if to_plug is not None:
+                self._plug(to_plug)
+        # After a power cut HAProxy does not run and the confirmed bundle decides: neither the mark nor the switch
+        # has to be on disk before that bundle is, and writing it syncs their directory.
         self._paths.unfinished.touch()
-        write_atomically(self._paths.configuration, text)
+        if before != text:
+            self._paths.candidate.replace(self._paths.configuration)
         try:
-            outcome = self._bring_about(verdict, wanted)
+            outcome = self._bring_about(verdict, wanted, early)
         except (AgentError, OSError):
             self._restore(before)
             raise
         self._finished()
+        self._read = text, wanted
         return outcome
+
+    def _change_running(self, verdict: Runtime, wanted: Configuration) -> Changed:
+        """Change the running HAProxy while another one checks the file; that file waits for the check."""
+        self._paths.unfinished.touch()
+        try:
+            carry_out(verdict.steps, self._haproxy.worker)
+            return self._haproxy.verify(wanted)
+        except HaproxyError as error:
+            return error
+
+    def _undo(self, before: str) -> None:
+        """Take back what was changed early: the file was refused. The one that was served is still in its place."""
+        try:
+            configuration = self._parsed(before)
+            try:
+                self._haproxy.verify(configuration)
+            except HaproxyError:
+                self._haproxy.reload(configuration)
+            self._paths.unfinished.unlink(missing_ok=True)
+        except (AgentError, OSError) as error:
+            _log.error("Going back to the last good configuration: %s", error)
 
     def _verdict(self, before: str | None, wanted: Configuration) -> Verdict | None:
         """What HAProxy needs; None if it does not run."""
@@ -229,20 +286,27 @@ class Applier:
         if before is None or self._paths.unfinished.exists():
             return Reload("an earlier change was interrupted")
         try:
-            return compare(text_of.parse(before), wanted)
+            return compare(self._parsed(before), wanted)
         except ConfigurationRefused:
             return Reload("what was served before cannot be compared")
 
-    def _bring_about(self, verdict: Verdict | None, wanted: Configuration) -> tuple[str, str, Loaded]:
+    def _parsed(self, text: str) -> Configuration:
+        """A text as data; the one applied last was kept."""
+        if self._read is not None and self._read[0] == text:
+            return self._read[1]
+        return text_of.parse(text)
+
+    def _bring_about(
+        self, verdict: Verdict | None, wanted: Configuration, early: Changed | None
+    ) -> tuple[str, str, Loaded]:
         if verdict is None:
             self._haproxy.start(wanted)
             return "start", "HAProxy was not running", self._haproxy.verify(wanted)
         if isinstance(verdict, Runtime):
-            try:
-                carry_out(verdict.steps, self._haproxy.worker)
-                return "runtime", verdict.reason, self._haproxy.verify(wanted)
-            except HaproxyError as error:
-                verdict = Reload(f"{verdict.reason}; at run time: {error.happened}")
+            done = self._change_running(verdict, wanted) if early is None else early
+            if isinstance(done, Loaded):
+                return "runtime", verdict.reason, done
+            verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")
         if isinstance(verdict, Unchanged):
             with suppress(HaproxyError):
                 return "unchanged", "", self._haproxy.verify(wanted)

@@ -37,6 +37,11 @@ class Paths:
         return self.root / "run/netns" / INNER_NAMESPACE
 
     @property
+    def private(self) -> Path:
+        """What an amphora made of namespaces writes in directories that it shares with its host."""
+        return self.root / "run/private"
+
+    @property
     def supervisor_socket(self) -> Path:
         return self.run / "supervisor.sock"
 
@@ -89,21 +94,32 @@ class Paths:
         return self.run / "empty"
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between."""
+def write_atomically(path: Path, content: str, *, durable: bool = True) -> None:
+    """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between.
+
+    Args:
+        durable: False for a file that nobody reads after a power cut; then a power cut may leave anything.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write(temporary, content, durable=durable)
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)
+
+
+def write(path: Path, content: str, *, durable: bool) -> None:
+    """Write a file that only its owner may read; if durable, its content is on disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

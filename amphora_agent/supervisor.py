@@ -82,20 +82,36 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Make this process's namespaces into a machine."""
-        for source, place in ((spec["etc"], self._paths.etc), (spec["var"], self._paths.var)):
-            place.mkdir(parents=True, exist_ok=True)
-            self._check(
-                self._libc.mount(os.fsencode(source), os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None),
-                f"bind {source} on {place}",
-            )
-        self._check(
-            self._libc.mount(b"tmpfs", b"/run", b"tmpfs", ctypes.c_ulong(0), b"mode=755,size=16m"),
-            "mount /run",
-        )
+        # Opened first: what is mounted below may hide them.
+        sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
+        self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=16m")
+        for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
+            self._make_private(place.parent, name)
+            place.mkdir(exist_ok=True)
+            self._mount(f"/proc/self/fd/{source}", place)
+            os.close(source)
         self._paths.run.mkdir(parents=True, mode=0o700)
         self._paths.empty.mkdir(mode=0o755)
         socket.sethostname(spec["hostname"])
         self._inner_namespace()
+
+    def _make_private(self, directory: Path, name: str) -> None:
+        """Keep what is written in a directory of the host out of the host: it goes to this amphora's memory."""
+        upper, work = (self._paths.private / name / part for part in ("upper", "work"))
+        for part in (upper, work):
+            part.mkdir(parents=True, mode=0o755)
+        self._mount("overlay", directory, "overlay", f"lowerdir={directory},upperdir={upper},workdir={work}")
+
+    def _mount(self, source: str, place: Path, kind: str | None = None, options: str | None = None) -> None:
+        """Mount a file system; without a kind, bind a directory."""
+        result = self._libc.mount(
+            os.fsencode(source),
+            os.fsencode(place),
+            None if kind is None else kind.encode(),
+            ctypes.c_ulong(MS_BIND if kind is None else 0),
+            None if options is None else options.encode(),
+        )
+        self._check(result, f"mount {source} on {place}")
 
     def _inner_namespace(self) -> None:
         """Create the load balancer's network namespace under its usual name, with its loopback up."""
@@ -105,8 +121,7 @@ class Machine:
         outer = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._check(self._libc.unshare(CLONE_NEWNET), "create a network namespace")
-            own = b"/proc/self/ns/net"
-            self._check(self._libc.mount(own, os.fsencode(place), None, ctypes.c_ulong(MS_BIND), None), "name it")
+            self._mount("/proc/self/ns/net", place)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
                 request = struct.pack("16sH14x", b"lo", 0)
                 flags = struct.unpack("16sH14x", fcntl.ioctl(control, SIOCGIFFLAGS, request))[1]

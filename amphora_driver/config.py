@@ -59,6 +59,12 @@ CONTROLLER = [
     ),
     cfg.FloatOpt("retry_first", default=0.5, help="Seconds before the first retry of a failed job; doubles each time."),
     cfg.FloatOpt("retry_most", default=60.0, help="Longest pause between retries, in seconds."),
+    cfg.FloatOpt(
+        "forget_vip_after",
+        default=600.0,
+        min=0.0,
+        help="Seconds after which the addresses of a load balancer whose creation never came are released.",
+    ),
     cfg.IntOpt(
         "give_up_after",
         default=8,

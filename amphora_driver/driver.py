@@ -33,7 +33,7 @@ from amphora_driver.model.loadbalancer import Node
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.network.interface import Network, VipRequest
 from amphora_driver.queue import doorbell
-from amphora_driver.store import wanted
+from amphora_driver.store import claims, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 
@@ -135,7 +135,9 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             )
             for one in additional_vip_dicts or ()
         ]
-        first, *others = _shared().network.allocate_vip(loadbalancer_id, project_id, [primary, *more])
+        shared = _shared()
+        shared.database.write(lambda connection: claims.note(connection, loadbalancer_id))
+        first, *others = shared.network.allocate_vip(loadbalancer_id, project_id, [primary, *more])
         answer = {
             **vip_dictionary,
             "vip_address": first.address,

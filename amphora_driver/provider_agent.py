@@ -54,7 +54,7 @@ _AWAY = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# How long a load balancer waits for a child whose status Octavia refuses, in seconds: a passing trouble, not a wrong id.
+# How long a load balancer waits for a child whose status Octavia refuses, in seconds: longer is no passing trouble.
 _CHILD_FIRST = 2.0
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0

@@ -19,7 +19,6 @@ _NOT_AT_RUNTIME = {
     "crl-file",
     "crt",
     "enabled",
-    "id",
     "init-addr",
     "namespace",
     "no-check",

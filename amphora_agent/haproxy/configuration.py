@@ -9,6 +9,7 @@ section.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -196,9 +197,9 @@ def parse(text: str) -> Configuration:
                 servers=tuple(_server(line) for line in body if _is_server(line)),
             )
         )
-    names = [(section.kind, section.name) for section in sections if section.kind != "defaults"]
+    times = Counter((section.kind, section.name) for section in sections if section.kind != "defaults")
     for section in sections:
-        if names.count((section.kind, section.name)) > 1:
+        if times[section.kind, section.name] > 1:
             raise _refused(section.head.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
     return Configuration(tuple(sections))
 

@@ -12,18 +12,19 @@ import re
 import resource
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.errors import ConfigurationRefused, HaproxyError, MachineError
+from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError, MachineError
 from amphora_agent.haproxy import server_state
-from amphora_agent.haproxy.configuration import Configuration, parse
+from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.haproxy.runtime import Socket
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.paths import Paths, write_atomically
+from amphora_agent.paths import Paths, write, write_atomically
 from amphora_agent.services import Services
 
 SERVICE = "haproxy"
@@ -71,6 +72,27 @@ def largest_maxconn(configuration: Configuration) -> int:
     return max(100, min(LARGEST_MAXCONN, (hard - spare) // 250 * 100))
 
 
+class Check:
+    """A HAProxy that reads a file."""
+
+    def __init__(self, process: subprocess.Popen[str], refusal: Callable[[str], AgentError]) -> None:
+        self._process = process
+        self._refusal = refusal
+
+    def end(self) -> None:
+        """Wait for its judgement.
+
+        Raises:
+            ConfigurationRefused: it says no; with its own first line and the object it is about.
+        """
+        try:
+            output, _ = self._process.communicate(timeout=CHECK_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise MachineError("check the configuration", f"no answer within {CHECK_SECONDS:.0f} s") from error
+        if self._process.returncode != 0:
+            raise self._refusal(output)
+
+
 class Haproxy:
     """The one HAProxy of this amphora.
 
@@ -103,32 +125,31 @@ class Haproxy:
             hard_stop_after=HARD_STOP_AFTER,
             empty=self._paths.empty,
         )
-        write_atomically(self._paths.machine_configuration, text)
+        if _content(self._paths.machine_configuration) != text:
+            write_atomically(self._paths.machine_configuration, text)
         if not self._paths.server_state.exists():
-            write_atomically(self._paths.server_state, server_state.EMPTY)
+            self._write_server_state(server_state.EMPTY)
 
-    def check(self, text: str) -> Configuration:
-        """Have HAProxy read a text, beside what it runs now, and leave it in the candidate file.
+    def _write_server_state(self, text: str) -> None:
+        """It speaks of a worker that lives; after a power cut there is none."""
+        write_atomically(self._paths.server_state, text, durable=False)
 
-        Raises:
-            ConfigurationRefused: HAProxy says no; with its own first line and the object it is about.
+    @contextmanager
+    def checking(self, text: str, configuration: Configuration) -> Iterator[Check]:
+        """Have HAProxy read a text, beside what it runs now, and leave it in the candidate file, durably.
+
+        Within the block HAProxy reads; how it ends is what `Check.end` is for.
         """
-        configuration = parse(text)
         if not self._paths.machine_configuration.exists():
             self.write_machine_configuration(configuration)
-        write_atomically(self._paths.candidate, text)
-        argv = [
-            "haproxy",
-            "-c",
-            "-f",
-            str(self._paths.machine_configuration),
-            "-f",
-            str(self._paths.candidate),
-        ]
-        result = self._inner.run(_run, argv)
-        if result.returncode != 0:
-            raise self._refusal(result.stdout + result.stderr, configuration)
-        return configuration
+        write(self._paths.candidate, text, durable=True)
+        files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.candidate)]
+        process = self._inner.run(_start, ["haproxy", "-c", *files])
+        try:
+            yield Check(process, lambda output: self._refusal(output, configuration))
+        finally:
+            process.kill()
+            process.communicate()
 
     def _refusal(self, output: str, configuration: Configuration) -> MachineError | ConfigurationRefused:
         alert = _ALERT.search(output)
@@ -158,7 +179,7 @@ class Haproxy:
     def start(self, configuration: Configuration) -> None:
         """Run HAProxy with the files as they are, until it answers."""
         self.write_machine_configuration(configuration)
-        write_atomically(self._paths.server_state, server_state.EMPTY)
+        self._write_server_state(server_state.EMPTY)
         master = f"{self._paths.master_socket},mode,600"
         files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
         before = self._services.status(SERVICE)
@@ -188,7 +209,7 @@ class Haproxy:
         """
         self.write_machine_configuration(configuration)
         state = server_state.rewrite(self.worker.ask("show servers state"), configuration)
-        write_atomically(self._paths.server_state, state)
+        self._write_server_state(state)
         self._before_leaving()
         old, reloads = self._worker_pid(), self._generation()[0]
         self.master.ask("reload")
@@ -196,7 +217,7 @@ class Haproxy:
             self._await_reload(old, reloads)
         finally:
             # A start after a crash must not take these states, by then old, for those of the members.
-            write_atomically(self._paths.server_state, server_state.EMPTY)
+            self._write_server_state(server_state.EMPTY)
 
     def _await_reload(self, old: int | None, reloads: int) -> None:
         deadline = time.monotonic() + RELOAD_SECONDS
@@ -272,5 +293,14 @@ class Haproxy:
         return loaded
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
+def _content(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _start(argv: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )

@@ -57,7 +57,7 @@ class Socket:
         return b"".join(parts).decode(errors="replace")
 
     def order(self, command: str, success: str = "") -> None:
-        """Give a command whose answer is known.
+        """Give a command, or several with semicolons between them, whose answer is known.
 
         Raises:
             HaproxyError: the answer is another one.
@@ -123,11 +123,12 @@ def carry_out(steps: Iterable[Step], worker: Socket) -> None:
 
 
 def _add(worker: Socket, name: str, server: Server) -> None:
-    worker.order(" ".join(("add server", name, server.address, *server.keywords)), _ADDED)
+    commands = [" ".join(("add server", name, server.address, *server.keywords))]
     if server.checked:
-        worker.order(f"enable health {name}")
+        commands.append(f"enable health {name}")
     if not server.disabled:
-        worker.order(f"enable server {name}")
+        commands.append(f"enable server {name}")
+    worker.order("; ".join(commands), _ADDED)  # whatever fails says something else besides
 
 
 def _remove(worker: Socket, step: RemoveServer) -> None:
@@ -143,8 +144,7 @@ def _remove(worker: Socket, step: RemoveServer) -> None:
         while _connections(worker, step) and time.monotonic() < deadline:
             # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
             time.sleep(_POLL_SECONDS)
-    worker.order(f"set server {name} state maint")
-    worker.order(f"del server {name}", _DELETED)
+    worker.order(f"set server {name} state maint; del server {name}", _DELETED)
 
 
 def _connections(worker: Socket, step: RemoveServer) -> int:

@@ -22,6 +22,7 @@ from stevedore import DriverManager
 from amphora_driver import config
 from amphora_driver.agent_client import AgentClient
 from amphora_driver.certificates.authority import Authority
+from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
 from amphora_driver.errors import StoreError
@@ -65,9 +66,12 @@ class Controller:
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
         self._database = Database(conf.store.connection, durable=False)
-        self._jobs = Jobs(self._database, process_name(), conf.controller.lease)
+        name = process_name()
+        self._jobs = Jobs(self._database, name, conf.controller.lease)
+        everything = backends(conf, self._database)
+        self._housekeeping = Housekeeping(conf, self._database, everything.network, name)
         self._reconciler = Reconciler(
-            backends(conf, self._database),
+            everything,
             self._jobs,
             lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.REPORTER),
         )
@@ -81,6 +85,8 @@ class Controller:
         """Work until `stop`; returns when the last job has ended."""
         renewing = threading.Thread(target=self._renew, name="renew", daemon=True)
         renewing.start()
+        cleaning = threading.Thread(target=self._housekeeping.run, args=(self._stopping,), name="housekeeping")
+        cleaning.start()
         with self._bell, ThreadPoolExecutor(self._conf.controller.threads, "work") as pool:
             while not self._stopping.is_set():
                 try:
@@ -90,6 +96,7 @@ class Controller:
                     pause = self._conf.queue.poll_interval
                 self._bell.wait(pause)
         renewing.join()
+        cleaning.join()
         self._jobs.release_all()
 
     def stop(self) -> None:

@@ -1,50 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what amphorae said to what the store says, in batches.
 
-Invariant: the store hears of changes only, and a batch that could not be written is computed again at the next one:
-nothing here is a queue that could overflow or be lost. What an amphora says counts for its own load balancer alone.
+Invariant: the store hears of changes only, and a batch that could not be written is computed again at the next one,
+whether or not its amphorae are heard again: nothing here is a queue that could overflow or be lost. What an amphora
+says counts for its own load balancer alone, and nothing it says can keep those of others from being written down.
+However many load balancers were heard, a flush is one reading and at most one writing transaction.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
-import sqlalchemy as sa
 
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
-from amphora_driver.health.status import Statuses, operating_statuses
+from amphora_driver.health.status import Report, Statuses, operating_statuses
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, statuses, wanted
-from amphora_driver.store.amphorae import State
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.amphorae import Heard, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amphora_driver.health.ledger import Ledger
-    from amphora_driver.health.status import Report
-    from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.store.engine import Database
+    import sqlalchemy as sa
 
-LOG = logging.getLogger(__name__)
+    from amphora_driver.health.ledger import Ledger, Seen
+    from amphora_driver.store.engine import Database
 
 # How often it is written down that an amphora was heard, in seconds: the only write of a quiet system.
 _SEEN_EVERY = 1.0
+# How often what belongs to amphorae and load balancers that are gone is dropped, in seconds.
+_TIDIED_EVERY = 60.0
+_LONGEST_REASON = 255
 
 
 class _Account(msgspec.Struct):
-    """What is known of one load balancer: its tree as of a generation, and what was written down last."""
+    """What is known of one load balancer: its tree, and what was written down last.
+
+    Attributes:
+        tree: None if it is not wanted any more.
+        served: the newest generation an amphora served when the tree was read.
+        written: statuses written down.
+        flushed: counters written down.
+    """
 
     tree: LoadBalancer | None = None
-    generation: int = -1
+    served: int = -1
     written: Statuses = {}
+    flushed: dict[statistics.Key, statistics.Row] = {}
+
+    def keep(self, amphora_ids: Iterable[str]) -> None:
+        """Drop the counters of other amphorae than these, and of listeners that are gone; losing more harms nothing."""
+        kept = set(amphora_ids)
+        listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
+        self.flushed = {key: row for key, row in self.flushed.items() if key[0] in listeners and key[1] in kept}
+
+
+class _Word(msgspec.Struct, frozen=True):
+    """What the amphorae of one load balancer say at the moment: those of them whose word counts."""
+
+    load_balancer_id: str
+    account: _Account
+    reports: dict[str, Report]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What is to be written down for one load balancer, and what will be known to be written then."""
+
+    load_balancer_id: str
+    account: _Account
+    found: Statuses
+    news: list[statuses.Observation]
+    rows: tuple[statistics.Row, ...]
 
 
 class Bookkeeper:
-    """Writes down what the ledger learned.
+    """Writes down what the ledger learned. For one thread.
 
     Args:
         database: where to.
@@ -55,102 +88,129 @@ class Bookkeeper:
         self._database = database
         self._ledger = ledger
         self._accounts: dict[str, _Account] = {}
-        self._flushed: dict[statistics.Key, statistics.Row] = {}
-        self._seen: dict[str, tuple[str, float, int]] = {}
+        # Heard, but what follows from that is not written down yet.
+        self._unwritten: dict[str, Seen] = {}
+        # Heard, but that is not written down yet.
+        self._seen: dict[str, Heard] = {}
         self._seen_at = 0.0
+        self._tidied_at = time.monotonic()
 
-    def flush(self) -> bool:
+    def flush(self, *, last: bool = False) -> bool:
         """Write down what changed since the last flush; True if there is something new for Octavia.
+
+        Args:
+            last: there will be no other flush, so nothing is put off.
 
         Raises:
             StoreError: the database is away; the same is tried at the next flush.
         """
-        heard = self._ledger.take_heard()
-        if not heard:
-            return False
-        owners = self._database.read(lambda connection: amphorae.load_balancers_of(connection, list(heard)))
-        self._ledger.forget(amphora_id for amphora_id in heard if amphora_id not in owners)
-        for amphora_id, load_balancer_id in owners.items():
-            seen = heard[amphora_id]
-            self._seen[amphora_id] = (amphora_id, seen.wall, seen.generation)
-            self._accounts.setdefault(load_balancer_id, _Account())
-        changed = False
-        for load_balancer_id in sorted(set(owners.values())):
-            changed |= self._load_balancer(load_balancer_id)
-        self._write_seen()
+        self._unwritten.update(self._ledger.take_heard())
+        words = self._database.read(self._words) if self._unwritten else []
+        changed = self._write([_entry(word) for word in words], last=last)
+        self._unwritten.clear()
+        self._tidy()
         return changed
 
-    def _load_balancer(self, load_balancer_id: str) -> bool:
-        members = self._database.read(lambda connection: _serving(connection, load_balancer_id))
-        reports = self._ledger.reports(members, time.monotonic())
-        account = self._account(load_balancer_id, reports.values())
-        if account.tree is None:
-            return False
-        found = operating_statuses(account.tree, list(reports.values()))
-        news = [
-            statuses.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=one.reason)
-            for object_id, one in found.items()
-            if object_id not in account.written or account.written[object_id].status is not one.status
-        ]
-        batch = statistics.changed(
-            reports,
-            dict.fromkeys(members, load_balancer_id),
-            {listener.id: load_balancer_id for listener in account.tree.listeners},
-            self._flushed,
-        )
-        if not news and not batch.rows:
+    def _words(self, connection: sa.Connection) -> list[_Word]:
+        """What every load balancer with unwritten amphorae says now, its account brought up to date."""
+        recorded = amphorae.of_same_load_balancers(connection, list(self._unwritten))
+        self._note_seen({amphora_id for one in recorded.values() for amphora_id in one.amphorae})
+        now = time.monotonic()
+        words = []
+        for load_balancer_id, one in sorted(recorded.items()):
+            trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not State.RETIRING]
+            reports = self._ledger.reports(trusted, now)
+            account = self._accounts.setdefault(load_balancer_id, _Account())
+            newest = max((report.generation or 0 for report in reports.values()), default=0)
+            # No amphora can serve what was never wanted; one that says so must not make us read at every heartbeat.
+            served = min(newest, one.generation)
+            if served > account.served:
+                # Read anew, it also has what the last one had not: a tree that was incomplete, objects that are new.
+                # What was said of objects before their rows existed was not written, and is written now.
+                account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
+                account.keep(one.amphorae)
+            words.append(_Word(load_balancer_id, account, reports))
+        return words
+
+    def _note_seen(self, recorded: set[str]) -> None:
+        self._ledger.forget(self._unwritten.keys() - recorded)
+        for amphora_id in self._unwritten.keys() & recorded:
+            seen = self._unwritten[amphora_id]
+            epoch, sequence = seen.order
+            self._seen[amphora_id] = Heard(
+                amphora_id=amphora_id, at=seen.wall, generation=seen.generation, epoch=epoch, sequence=sequence
+            )
+
+    def _write(self, entries: list[_Entry], *, last: bool) -> bool:
+        rows = [row for entry in entries for row in entry.rows]
+        now = time.monotonic()
+        seen = list(self._seen.values()) if last or now - self._seen_at >= _SEEN_EVERY else []
+        if not (rows or seen or any(entry.news for entry in entries)):
             return False
 
         def write(connection: sa.Connection) -> int:
-            statistics.store(connection, batch.rows)
-            return statuses.observe(connection, load_balancer_id, news)
+            statistics.store(connection, rows)
+            if seen:
+                amphorae.seen(connection, seen)
+            return sum(
+                statuses.observe(connection, entry.load_balancer_id, entry.news) for entry in entries if entry.news
+            )
 
         differing = self._database.write(write)
-        account.written = found
-        statistics.remember(self._flushed, batch.rows)
-        return bool(differing or batch.rows)
+        for entry in entries:
+            if entry.news:
+                entry.account.written = entry.found
+            statistics.remember(entry.account.flushed, entry.rows)
+        if seen:
+            self._seen.clear()
+            self._seen_at = now
+        return bool(differing or rows)
 
-    def _account(self, load_balancer_id: str, reports: Iterable[Report]) -> _Account:
-        """The load balancer's account, its tree read anew when an amphora serves a generation not seen before."""
-        account = self._accounts[load_balancer_id]
-        newest = max((report.generation or 0 for report in reports), default=0)
-        if newest > account.generation:
-            try:
-                account.tree, account.generation = self._database.read(
-                    lambda connection: _tree(connection, load_balancer_id)
-                )
-            except UnknownObject:
-                self._accounts[load_balancer_id] = _Account()
-                return self._accounts[load_balancer_id]
-            # What was written for objects that are new, or were reported on before their rows existed, is written
-            # again.
-            account.written = {}
-        return account
-
-    def _write_seen(self) -> None:
-        now = time.monotonic()
-        if not self._seen or now - self._seen_at < _SEEN_EVERY:
+    def _tidy(self) -> None:
+        """Once in a while, drop what is remembered of amphorae and load balancers that are gone."""
+        if time.monotonic() - self._tidied_at < _TIDIED_EVERY:
             return
-        self._database.write(lambda connection: amphorae.seen(connection, list(self._seen.values())))
-        self._seen.clear()
-        self._seen_at = now
+        # In this order: an amphora's row is written before it can be heard, so one that was heard and has none is gone.
+        remembered = self._ledger.remembered()
+        owners = self._database.read(amphorae.all_load_balancers)
+        self._ledger.forget(remembered - owners.keys())
+        self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}
+        served = set(owners.values())
+        self._accounts = {one: account for one, account in self._accounts.items() if one in served}
+        for account in self._accounts.values():
+            account.keep(owners)
+        self._tidied_at = time.monotonic()
 
 
-def _serving(connection: sa.Connection, load_balancer_id: str) -> list[str]:
-    """The amphorae whose word counts: those that are not being replaced."""
-    return list(
-        connection.execute(
-            sa.select(amphora.c.id).where(
-                amphora.c.load_balancer_id == load_balancer_id, amphora.c.state != State.RETIRING.value
-            )
-        ).scalars()
+def _tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
+    try:
+        return wanted.load_tree(connection, load_balancer_id)
+    except UnknownObject:
+        return None
+
+
+def _entry(word: _Word) -> _Entry:
+    """What differs from what was written down last."""
+    account = word.account
+    if account.tree is None:
+        return _Entry(word.load_balancer_id, account, {}, [], ())
+    found = operating_statuses(account.tree, list(word.reports.values()))
+    written = account.written
+    news = [
+        statuses.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
+        for object_id, one in found.items()
+        if object_id not in written or written[object_id].status is not one.status
+    ]
+    batch = statistics.changed(
+        word.reports,
+        dict.fromkeys(word.reports, word.load_balancer_id),
+        {listener.id: word.load_balancer_id for listener in account.tree.listeners},
+        account.flushed,
     )
+    return _Entry(word.load_balancer_id, account, found, news, batch.rows)
 
 
-def _tree(connection: sa.Connection, load_balancer_id: str) -> tuple[LoadBalancer, int]:
-    generation = connection.execute(
-        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
-    ).scalar()
-    if generation is None:
-        raise UnknownObject(f"read load balancer {load_balancer_id}", "it is not recorded any more")
-    return wanted.load_tree(connection, load_balancer_id), int(generation)
+def _plain(reason: str) -> str:
+    """A reason every database can hold: it quotes the amphora, which may be in a stranger's hands."""
+    cut = reason[:_LONGEST_REASON]
+    return cut if cut.isascii() and cut.isprintable() else ascii(cut)[1 : _LONGEST_REASON + 1]

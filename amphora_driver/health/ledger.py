@@ -3,7 +3,8 @@
 
 Invariant: an amphora's heartbeats are taken in the order it sent them, each at most once; a datagram says
 nothing of what it does not name; and nothing is believed longer than `expiry` seconds after it was last said.
-All of it is in memory: what is lost with this process is said again a few seconds later.
+All of it is in memory: what is lost with this process is said again a few seconds later. Only the place of the last
+heartbeat is given to the next process (`resume`), so that what was taken once is not taken again.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ from amphora_driver.health.status import ListenerReport, PoolReport, Report
 
 # Names remembered for one amphora. One that names ever new objects loses what it said before, not our memory.
 _MOST_NAMES = 50_000
+# What the database's columns hold. Who counts on beyond that is no agent of ours.
+_LARGEST = 2**63 - 1
+
+# (epoch, sequence)
+Order = tuple[int, int]
+_BEFORE_ALL: Order = (-1, -1)
 
 
 class Seen(msgspec.Struct, frozen=True):
     """When an amphora was heard last, on `time.monotonic()`'s clock and in seconds since 1970.
 
-    `generation` is what it said to serve; 0 for nothing yet.
+    `generation` is what it said to serve; 0 for nothing yet. `order` is that heartbeat's (epoch, sequence).
     """
 
     monotonic: float
     wall: float
     generation: int
+    order: Order
 
 
 class Ledger:
@@ -44,8 +52,15 @@ class Ledger:
         self._expiry = expiry
         self._wall_clock = wall_clock
         self._pages: dict[str, _Page] = {}
+        self._orders: dict[str, Order] = {}
         self._heard: set[str] = set()
         self._lock = threading.Lock()
+
+    def resume(self, orders: Mapping[str, Order]) -> None:
+        """Take nothing any more of these amphorae that is not after what was taken before, by whatever process."""
+        with self._lock:
+            for amphora_id, order in orders.items():
+                self._orders[amphora_id] = max(order, self._orders.get(amphora_id, _BEFORE_ALL))
 
     def accept(self, heartbeat: Heartbeat, now: float) -> bool:
         """Take a heartbeat in.
@@ -55,17 +70,20 @@ class Ledger:
             now: on `time.monotonic()`'s clock.
 
         Returns:
-            False if it is not newer than what this amphora already said: a replay, or overtaken on its way.
+            False if it is not newer than what this amphora already said: a replay, or overtaken on its way; or if
+            its numbers are no agent's.
         """
         order = (heartbeat.epoch, heartbeat.sequence)
+        if max(order) > _LARGEST:
+            return False
         with self._lock:
+            if order <= self._orders.get(heartbeat.amphora_id, _BEFORE_ALL):
+                return False
+            self._orders[heartbeat.amphora_id] = order
             page = self._pages.get(heartbeat.amphora_id)
             if page is None:
-                page = self._pages[heartbeat.amphora_id] = _Page(order)
-            elif order <= page.order:
-                return False
-            page.order = order
-            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0)
+                page = self._pages[heartbeat.amphora_id] = _Page()
+            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0, order)
             page.merge(heartbeat.report, now)
             self._heard.add(heartbeat.amphora_id)
         return True
@@ -113,6 +131,7 @@ class Ledger:
         with self._lock:
             for amphora_id in amphora_ids:
                 self._pages.pop(amphora_id, None)
+                self._orders.pop(amphora_id, None)
                 self._heard.discard(amphora_id)
 
     def known(self) -> Mapping[str, Seen]:
@@ -120,15 +139,19 @@ class Ledger:
         with self._lock:
             return {amphora_id: page.seen for amphora_id, page in self._pages.items()}
 
+    def remembered(self) -> set[str]:
+        """Every amphora that takes memory: those that were heard, and those of which only `resume` told."""
+        with self._lock:
+            return set(self._orders)
+
 
 class _Page:
     """One amphora's page: each thing it named, with the moment it did."""
 
-    __slots__ = ("_at_most", "_listeners", "_pools", "generation", "order", "seen")
+    __slots__ = ("_at_most", "_listeners", "_pools", "generation", "seen")
 
-    def __init__(self, order: tuple[int, int]) -> None:
-        self.order = order
-        self.seen = Seen(0.0, 0.0, 0)
+    def __init__(self) -> None:
+        self.seen = Seen(0.0, 0.0, 0, _BEFORE_ALL)
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolPage] = {}

@@ -2,7 +2,8 @@
 """The health manager process: hears heartbeats, and writes down what they change.
 
 Invariant: hearing never waits for the database. One thread receives and remembers, another writes down, so that a
-slow or absent database costs nothing but freshness.
+slow or absent database costs nothing but freshness. A heartbeat that was taken once is not taken again, by whatever
+process: the place of the last one is read before the first one is checked.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ LOG = logging.getLogger(__name__)
 
 # What was not repeated for so many intervals is no longer believed.
 _BELIEVED_FOR = 5
+# Seconds after which the bookkeeper has a look although nobody was heard: something may wait to be tried again.
+_LOOK_EVERY = 1.0
+# Seconds an ending process waits for the database.
+_PATIENCE = 20.0
 
 
 class HealthManager:
@@ -50,13 +55,19 @@ class HealthManager:
         self._receiver = Receiver(conf.health.bind_address, conf.health.bind_port, self._key, self._heard)
         self._news = threading.Event()
         self._stopping = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Receive until `stop`."""
         try:
-            self._receiver.preload(
-                self._database.read(lambda connection: amphorae.heartbeat_keys(connection, self._vault))
+            keys, orders = self._database.read(
+                lambda connection: (
+                    amphorae.heartbeat_keys(connection, self._vault),
+                    amphorae.last_heard(connection),
+                )
             )
+            self._ledger.resume(orders)
+            self._receiver.preload(keys)
         except StoreError as error:
             LOG.warning("starting without keys, each is looked up when its amphora speaks: %s", error)
         writing = threading.Thread(target=self._write, name="bookkeeper")
@@ -66,15 +77,29 @@ class HealthManager:
         finally:
             self.stop()
             writing.join()
+            self._flush(last=True)
+            self._ended.set()
 
     def stop(self) -> None:
-        """End; what was heard and not written yet is said again to the next one."""
+        """Make `run` end, after one more try to write down what was heard."""
         self._stopping.set()
         self._news.set()
         self._receiver.stop()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until `run` has ended; False if it has not in that time."""
+        return self._ended.wait(seconds)
+
     def _key(self, amphora_id: str) -> Secret | None:
-        return self._database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora_id))
+        key, orders = self._database.read(
+            lambda connection: (
+                amphorae.heartbeat_key(connection, self._vault, amphora_id),
+                amphorae.last_heard(connection, [amphora_id]),
+            )
+        )
+        if key is not None:
+            self._ledger.resume(orders)
+        return key
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         if self._ledger.accept(heartbeat, time.monotonic()):
@@ -82,15 +107,21 @@ class HealthManager:
 
     def _write(self) -> None:
         while not self._stopping.is_set():
-            self._news.wait()
+            self._news.wait(_LOOK_EVERY)
             self._news.clear()
-            try:
-                if self._bookkeeper.flush():
-                    doorbell.ring(self._conf.queue.doorbell_dir, doorbell.REPORTER)
-            except StoreError as error:
-                LOG.warning("could not write down what amphorae say, trying again: %s", error)
+            self._flush()
             # Changes that come close together are written together.
             self._stopping.wait(self._conf.health.flush_interval)
+
+    def _flush(self, *, last: bool = False) -> None:
+        try:
+            if self._bookkeeper.flush(last=last):
+                doorbell.ring(self._conf.queue.doorbell_dir, doorbell.REPORTER)
+        except StoreError as error:
+            LOG.warning("could not write down what amphorae say, trying again: %s", error)
+        except Exception:
+            # Without this thread nothing would be written down any more, and nobody would notice.
+            LOG.exception("what amphorae say could not be written down, trying again")
 
 
 class HealthManagerService(cotyledon.Service):
@@ -108,6 +139,9 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
+        # The process ends when this returns.
+        if not self._manager.wait(_PATIENCE):
+            LOG.warning("ending although not everything that was heard is written down")
 
 
 def main() -> int:

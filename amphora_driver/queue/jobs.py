@@ -60,11 +60,7 @@ class Jobs:
             now = time.time()
             row = connection.execute(
                 sa.select(work.c.load_balancer_id, work.c.epoch, work.c.attempts)
-                .where(
-                    work.c.dirty,
-                    work.c.free_at <= now,
-                    sa.or_(work.c.owner.is_(None), work.c.leased_until < now),
-                )
+                .where(*_due(now))
                 .order_by(work.c.free_at)
                 .limit(1)
                 .with_for_update(skip_locked=True)
@@ -164,15 +160,16 @@ class Jobs:
         return (
             connection.execute(
                 sa.select(work.c.load_balancer_id)
-                .where(
-                    work.c.dirty,
-                    work.c.free_at <= now,
-                    sa.or_(work.c.owner.is_(None), work.c.leased_until < now),
-                )
+                .where(*_due(now))
                 .limit(1)
             ).first()
             is not None
         )
+
+
+def _due(now: float) -> tuple[sa.ColumnElement[bool], ...]:
+    """What makes a load balancer's job due: there is something to do, its pause is over, and nobody works on it."""
+    return work.c.dirty, work.c.free_at <= now, sa.or_(work.c.owner.is_(None), work.c.leased_until < now)
 
 
 def guard(connection: sa.Connection, lease: Lease) -> None:

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
-from amphora_driver.store.tables import amphora, amphora_seen
+from amphora_driver.store.tables import amphora, amphora_seen, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amphora_driver.secret import Secret
     from amphora_driver.store.vault import Vault
+
+# Databases limit the number of values in one IN (...).
+_CHUNK = 500
 
 
 class State(str, Enum):
@@ -52,6 +56,59 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     management_address: str | None
     confirmed: int
     plugged: tuple[Plugged, ...]
+
+
+class Serving(msgspec.Struct, kw_only=True):
+    """A load balancer's newest wanted generation, and its amphorae, the oldest first."""
+
+    generation: int
+    amphorae: dict[str, State] = {}
+
+
+class Heard(msgspec.Struct, frozen=True, kw_only=True):
+    """The last heartbeat of an amphora: when (seconds since 1970), what it served, and its place among all of them."""
+
+    amphora_id: str
+    at: float
+    generation: int
+    epoch: int
+    sequence: int
+
+
+# Statements of every second are built once.
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
+_OF_SAME = (
+    sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, work.c.generation)
+    .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    .where(amphora.c.load_balancer_id.in_(sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(_IDS))))
+    .order_by(amphora.c.created_at, amphora.c.id)
+)
+_RECORDED = (
+    sa.select(amphora.c.id, amphora_seen.c.amphora_id)
+    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    .where(amphora.c.id.in_(_IDS))
+)
+_NEW_EPOCH = sa.bindparam("new_epoch", type_=sa.BigInteger)
+_NEW_SEQUENCE = sa.bindparam("new_sequence", type_=sa.BigInteger)
+_VALUES = {
+    "seen_at": sa.bindparam("new_at"),
+    "generation": sa.bindparam("new_generation"),
+    "epoch": _NEW_EPOCH,
+    "sequence": _NEW_SEQUENCE,
+}
+_FIRST_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
+_SEEN = (
+    amphora_seen.update()
+    .where(
+        amphora_seen.c.amphora_id == sa.bindparam("of"),
+        sa.or_(
+            amphora_seen.c.epoch < _NEW_EPOCH,
+            sa.and_(amphora_seen.c.epoch == _NEW_EPOCH, amphora_seen.c.sequence < _NEW_SEQUENCE),
+        ),
+    )
+    .values(**_VALUES)
+)
 
 
 def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, role: str, sealed_key: bytes) -> None:
@@ -127,29 +184,62 @@ def heartbeat_keys(connection: sa.Connection, vault: Vault) -> dict[str, Secret]
     return keys
 
 
-def load_balancers_of(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, str]:
-    """The load balancer of each amphora, for those that are recorded."""
-    rows = connection.execute(sa.select(amphora.c.id, amphora.c.load_balancer_id).where(amphora.c.id.in_(amphora_ids)))
-    return {row.id: row.load_balancer_id for row in rows}
+def of_same_load_balancers(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, Serving]:
+    """The load balancers of these amphorae with all their amphorae, by load balancer id.
+
+    Amphorae that are not recorded, and load balancers that are not wanted by anybody any more, are left out.
+    """
+    found: dict[str, Serving] = {}
+    for start in range(0, len(amphora_ids), _CHUNK):
+        for row in connection.execute(_OF_SAME, {"ids": amphora_ids[start : start + _CHUNK]}):
+            one = found.setdefault(row.load_balancer_id, Serving(generation=row.generation))
+            one.amphorae[row.id] = State(row.state)
+    return found
 
 
-def seen(connection: sa.Connection, reports: Sequence[tuple[str, float, int]]) -> None:
-    """Write down in bulk when amphorae were last heard, as (id, seconds since 1970, generation)."""
-    known = set(
-        connection.execute(
-            sa.select(amphora_seen.c.amphora_id).where(amphora_seen.c.amphora_id.in_([one[0] for one in reports]))
-        ).scalars()
-    )
-    updates = [{"b_id": one[0], "b_at": one[1], "b_generation": one[2]} for one in reports if one[0] in known]
-    inserts = [
-        {"amphora_id": one[0], "seen_at": one[1], "generation": one[2]} for one in reports if one[0] not in known
-    ]
-    if updates:
-        connection.execute(
-            amphora_seen.update()
-            .where(amphora_seen.c.amphora_id == sa.bindparam("b_id"))
-            .values(seen_at=sa.bindparam("b_at"), generation=sa.bindparam("b_generation")),
-            updates,
-        )
-    if inserts:
-        connection.execute(amphora_seen.insert(), inserts)
+def all_load_balancers(connection: sa.Connection) -> dict[str, str]:
+    """The load balancer of every amphora that is recorded."""
+    return {row.id: row.load_balancer_id for row in connection.execute(_ALL)}
+
+
+def last_heard(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
+    """(epoch, sequence) of the last heartbeat written down, of these amphorae or of all."""
+    statement = sa.select(amphora_seen.c.amphora_id, amphora_seen.c.epoch, amphora_seen.c.sequence)
+    if amphora_ids is not None:
+        statement = statement.where(amphora_seen.c.amphora_id.in_(amphora_ids))
+    return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
+
+
+def seen(connection: sa.Connection, heard: Sequence[Heard]) -> None:
+    """Write down in bulk when amphorae were last heard; what another health manager heard later stays."""
+    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    ordered = sorted(heard, key=lambda one: one.amphora_id)
+    for start in range(0, len(ordered), _CHUNK):
+        _seen_chunk(connection, ordered[start : start + _CHUNK])
+
+
+def _seen_chunk(connection: sa.Connection, heard: Sequence[Heard]) -> None:
+    # An amphora that was deleted meanwhile gets no row: nobody would ever delete that one.
+    rows = connection.execute(_RECORDED, {"ids": [one.amphora_id for one in heard]})
+    known = {row.id: row.amphora_id is not None for row in rows}
+    old = [_bound(one) for one in heard if known.get(one.amphora_id) is True]
+    new = [one for one in heard if known.get(one.amphora_id) is False]
+    if old:
+        connection.execute(_SEEN, old)
+    for one in new:
+        try:
+            with connection.begin_nested():
+                connection.execute(_FIRST_SEEN, _bound(one))
+        except IntegrityError:
+            # Another health manager heard it for the first time in this very moment.
+            connection.execute(_SEEN, _bound(one))
+
+
+def _bound(one: Heard) -> dict[str, Any]:
+    return {
+        "of": one.amphora_id,
+        "new_at": one.at,
+        "new_generation": one.generation,
+        "new_epoch": one.epoch,
+        "new_sequence": one.sequence,
+    }

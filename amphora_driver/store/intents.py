@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     Check = Callable[[Node], None]
 
 
+# Requests remembered for a load balancer: about so many of its newest ones.
+_REMEMBERED = 200
+_TIDIED_EVERY = 50
+
+
 class Op:
     """What a job is to do; later words beat earlier ones."""
 
@@ -206,11 +211,29 @@ class Intents:
         _remember(connection, load_balancer_id, generation, action, object_id)
 
 
+# What every call of Octavia's needs is built once: putting a statement together costs more than running it.
+_LOCK = sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+_ADVANCE = (
+    work.update()
+    .where(work.c.load_balancer_id == sa.bindparam("of"))
+    .values(
+        generation=sa.bindparam("new_generation"),
+        op=sa.bindparam("new_op"),
+        dirty=True,
+        free_at=0.0,
+        attempts=0,
+        error=None,
+    )
+)
+_REMEMBER = request.insert()
+_TIDY = request.delete().where(
+    request.c.load_balancer_id == sa.bindparam("of"), request.c.generation <= sa.bindparam("too_old")
+)
+
+
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> int:
     """The next generation of a load balancer, and its job made due at once."""
-    row = connection.execute(
-        sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
-    ).first()
+    row = connection.execute(_LOCK, {"of": load_balancer_id}).first()
     if row is None:
         raise UnknownObject(
             f"change load balancer {load_balancer_id}",
@@ -218,31 +241,25 @@ def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPL
             "An operator can read it in again from Octavia.",
         )
     generation = int(row.generation) + 1
-    connection.execute(
-        work.update()
-        .where(work.c.load_balancer_id == load_balancer_id)
-        .values(
-            generation=generation,
-            op=Op.DELETE if Op.DELETE in (row.op, op) else op,
-            dirty=True,
-            free_at=0.0,
-            attempts=0,
-            error=None,
-        )
-    )
+    todo = Op.DELETE if Op.DELETE in (row.op, op) else op
+    connection.execute(_ADVANCE, {"of": load_balancer_id, "new_generation": generation, "new_op": todo})
     return generation
 
 
 def _remember(connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str) -> None:
     connection.execute(
-        request.insert().values(
-            load_balancer_id=load_balancer_id,
-            generation=generation,
-            action=action,
-            object_id=object_id,
-            accepted_at=time.time(),
-        )
+        _REMEMBER,
+        {
+            "load_balancer_id": load_balancer_id,
+            "generation": generation,
+            "action": action,
+            "object_id": object_id,
+            "accepted_at": time.time(),
+        },
     )
+    if generation % _TIDIED_EVERY == 0:
+        # A generation is one request.
+        connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
 
 
 def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:

@@ -10,7 +10,7 @@ confirmed, and everything is held back until Octavia's own transaction is known 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
@@ -44,6 +44,27 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+# What every call of Octavia's and every change of health needs is built once: putting a statement together costs more
+# than running it.
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_KNOWN = sa.select(status.c.object_id).where(status.c.object_id.in_(_IDS))
+_EXPECT = status.update().where(status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
+_INSERT = status.insert()
+_RECORDED = sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
+    status.c.object_id.in_(_IDS), status.c.load_balancer_id == sa.bindparam("of")
+)
+_OBSERVE = (
+    status.update()
+    .where(status.c.object_id == sa.bindparam("at"))
+    .values(
+        operating=sa.bindparam("new_operating"),
+        reason=sa.bindparam("new_reason"),
+        since=sa.bindparam("new_since"),
+        version=status.c.version + 1,
+    )
+)
+
+
 def expect(
     connection: sa.Connection, load_balancer_id: str, generation: int, objects: Iterable[tuple[Kind, str]]
 ) -> None:
@@ -52,9 +73,9 @@ def expect(
     ids = list(kinds)
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
-        known = set(connection.execute(sa.select(status.c.object_id).where(status.c.object_id.in_(chunk))).scalars())
+        known = set(connection.execute(_KNOWN, {"ids": chunk}).scalars())
         if known:
-            connection.execute(status.update().where(status.c.object_id.in_(sorted(known))).values(pending=generation))
+            connection.execute(_EXPECT, {"ids": sorted(known), "new_pending": generation})
         fresh = [
             {
                 "object_id": object_id,
@@ -69,7 +90,7 @@ def expect(
             if object_id not in known
         ]
         if fresh:
-            connection.execute(status.insert(), fresh)
+            connection.execute(_INSERT, fresh)
 
 
 def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, failed: Mapping[str, str]) -> None:
@@ -117,31 +138,12 @@ def fail(connection: sa.Connection, load_balancer_id: str, generation: int, reas
 
 def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write down operating statuses that differ from the recorded ones; returns how many did."""
-    recorded = {
-        row.object_id: row
-        for row in connection.execute(
-            sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
-                status.c.load_balancer_id == load_balancer_id
-            )
-        )
-    }
-    count = 0
-    for one in seen:
-        row = recorded.get(one.object_id)
-        if row is None or row.provisioning == Provisioning.DELETED.value or row.operating == one.operating.value:
-            continue
-        connection.execute(
-            status.update()
-            .where(status.c.object_id == one.object_id)
-            .values(
-                operating=one.operating.value,
-                reason=one.reason or None,
-                since=time.time(),
-                version=status.c.version + 1,
-            )
-        )
-        count += 1
-    return count
+    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    ordered = sorted(seen, key=lambda one: one.object_id)
+    return sum(
+        _observe_chunk(connection, load_balancer_id, ordered[start : start + _CHUNK])
+        for start in range(0, len(ordered), _CHUNK)
+    )
 
 
 def due(connection: sa.Connection, limit: int) -> list[Due]:
@@ -205,6 +207,25 @@ def operating_of(connection: sa.Connection, load_balancer_ids: Sequence[str]) ->
     )
     known = {row.object_id: Operating(row.operating) for row in rows if row.operating}
     return {one: known.get(one, Operating.OFFLINE) for one in load_balancer_ids}
+
+
+def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
+    rows = connection.execute(_RECORDED, {"ids": [one.object_id for one in seen], "of": load_balancer_id})
+    recorded = {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
+    now = time.time()
+    differing = [
+        {
+            "at": one.object_id,
+            "new_operating": one.operating.value,
+            "new_reason": one.reason or None,
+            "new_since": now,
+        }
+        for one in seen
+        if one.object_id in recorded and recorded[one.object_id] != one.operating.value
+    ]
+    if differing:
+        connection.execute(_OBSERVE, differing)
+    return len(differing)
 
 
 def _forget(connection: sa.Connection, load_balancer_id: str) -> None:

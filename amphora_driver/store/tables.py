@@ -163,13 +163,16 @@ amphora = Table(
     Index("ix_amphora_load_balancer_id", "load_balancer_id"),
 )
 
-# Written in bulk by the health manager and read by everybody: kept apart from `amphora`, which changes seldom.
+# Written in bulk by the health managers and read by everybody: kept apart from `amphora`, which changes seldom.
+# (epoch, sequence) is the place of the last heartbeat taken in: what comes before it is a replay, also after a restart.
 amphora_seen = Table(
     "amphora_seen",
     metadata,
     Column("amphora_id", Id, primary_key=True),
     Column("seen_at", Double, nullable=False),
     Column("generation", BigInteger, nullable=False, default=0),
+    Column("epoch", BigInteger, nullable=False, default=0),
+    Column("sequence", BigInteger, nullable=False, default=0),
 )
 
 # --- who does what --------------------------------------------------------------------------------------------------
@@ -182,6 +185,15 @@ duty = Table(
     Column("owner", String(128), nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("leased_until", Double, nullable=False),
+)
+
+# Addresses taken for a load balancer whose creation Octavia has not asked us for yet, and perhaps never will: it may
+# refuse the rest of the request, or die, after `create_vip_port`.
+vip_claim = Table(
+    "vip_claim",
+    metadata,
+    Column("load_balancer_id", Id, primary_key=True),
+    Column("claimed_at", Double, nullable=False),
 )
 
 # --- the embedded network backend (network/local.py) ----------------------------------------------------------------

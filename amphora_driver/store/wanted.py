@@ -41,6 +41,47 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
+# What every call of Octavia's needs is built once: putting a statement together costs more than running it.
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_OWNER = sa.select(wanted_object.c.load_balancer_id).where(
+    wanted_object.c.id == sa.bindparam("of"), ~wanted_object.c.removed
+)
+_ONE = sa.select(wanted_object.c.body).where(
+    wanted_object.c.id == sa.bindparam("of"), wanted_object.c.kind == sa.bindparam("of_kind"), ~wanted_object.c.removed
+)
+_CHILDREN = sa.select(wanted_object.c.id, wanted_object.c.body).where(
+    wanted_object.c.parent_id == sa.bindparam("under"),
+    wanted_object.c.kind == sa.bindparam("of_kind"),
+    ~wanted_object.c.removed,
+)
+_BELOW = sa.select(wanted_object.c.kind, wanted_object.c.id).where(
+    wanted_object.c.parent_id.in_(_IDS), ~wanted_object.c.removed
+)
+_USERS = sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
+    wanted_object.c.refers_to == sa.bindparam("pool"), ~wanted_object.c.removed
+)
+_TREE = (
+    sa.select(wanted_object.c.kind, wanted_object.c.parent_id, wanted_object.c.body)
+    .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
+    .order_by(wanted_object.c.created, wanted_object.c.id)
+)
+_INSERT = wanted_object.insert()
+_UPDATE = (
+    wanted_object.update()
+    .where(wanted_object.c.id == sa.bindparam("of"))
+    .values(
+        body=sa.bindparam("new_body"),
+        generation=sa.bindparam("new_generation"),
+        refers_to=sa.bindparam("new_reference"),
+    )
+)
+_REMOVE = (
+    wanted_object.update()
+    .where(wanted_object.c.id.in_(_IDS))
+    .values(removed=True, generation=sa.bindparam("new_generation"), refers_to=None)
+)
+_PURGE = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+
 
 def kind_of(node: Node) -> Kind:
     """The kind of a model object."""
@@ -75,19 +116,17 @@ def load_balancer_of(connection: sa.Connection, object_id: str) -> str:
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    row = connection.execute(
-        sa.select(wanted_object.c.load_balancer_id).where(wanted_object.c.id == object_id, ~wanted_object.c.removed)
-    ).first()
-    if row is None:
+    found = connection.execute(_OWNER, {"of": object_id}).scalar()
+    if found is None:
         raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
-    return str(row[0])
+    return str(found)
 
 
 def insert(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
     """Write down new objects, each without its children (list those too, `flatten` does)."""
     rows = [_row(load_balancer_id, generation, node) for node in nodes]
     for start in range(0, len(rows), _CHUNK):
-        connection.execute(wanted_object.insert(), rows[start : start + _CHUNK])
+        connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
 def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
@@ -96,11 +135,7 @@ def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    body = connection.execute(
-        sa.select(wanted_object.c.body).where(
-            wanted_object.c.id == object_id, wanted_object.c.kind == kind.value, ~wanted_object.c.removed
-        )
-    ).scalar()
+    body = connection.execute(_ONE, {"of": object_id, "of_kind": kind.value}).scalar()
     if body is None:
         raise UnknownObject(f"find {kind.value[:-1]} {object_id}", "nothing is recorded under this id")
     return _DECODERS[kind].decode(body)
@@ -108,22 +143,17 @@ def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
 
 def update(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
     """Replace the attributes of recorded objects."""
-    for node in nodes:
-        row = _row("", generation, node)
-        connection.execute(
-            wanted_object.update()
-            .where(wanted_object.c.id == node.id)
-            .values(body=row["body"], generation=generation, refers_to=row["refers_to"])
-        )
+    rows = [
+        {"of": node.id, "new_body": _body(node), "new_generation": generation, "new_reference": _reference(node)}
+        for node in nodes
+    ]
+    if rows:
+        connection.execute(_UPDATE, rows)
 
 
 def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, Any]:
     """The objects of one kind that hang under a parent, by id."""
-    rows = connection.execute(
-        sa.select(wanted_object.c.id, wanted_object.c.body).where(
-            wanted_object.c.parent_id == parent, wanted_object.c.kind == kind.value, ~wanted_object.c.removed
-        )
-    )
+    rows = connection.execute(_CHILDREN, {"under": parent, "of_kind": kind.value})
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
@@ -132,11 +162,7 @@ def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Ki
     found: list[tuple[Kind, str]] = []
     layer = list(object_ids)
     while layer:
-        rows = connection.execute(
-            sa.select(wanted_object.c.kind, wanted_object.c.id).where(
-                wanted_object.c.parent_id.in_(layer[:_CHUNK]), ~wanted_object.c.removed
-            )
-        ).all()
+        rows = connection.execute(_BELOW, {"ids": layer[:_CHUNK]}).all()
         layer = layer[_CHUNK:] + [row.id for row in rows]
         found += [(Kind(row.kind), row.id) for row in rows]
     return found
@@ -145,26 +171,18 @@ def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Ki
 def remove(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
     """Mark objects as no longer wanted. The rows stay until the removal is confirmed and reported."""
     for start in range(0, len(object_ids), _CHUNK):
-        connection.execute(
-            wanted_object.update()
-            .where(wanted_object.c.id.in_(object_ids[start : start + _CHUNK]))
-            .values(removed=True, generation=generation, refers_to=None)
-        )
+        connection.execute(_REMOVE, {"ids": object_ids[start : start + _CHUNK], "new_generation": generation})
 
 
 def purge(connection: sa.Connection, object_ids: Sequence[str]) -> None:
     """Forget removed objects for good."""
     for start in range(0, len(object_ids), _CHUNK):
-        connection.execute(wanted_object.delete().where(wanted_object.c.id.in_(object_ids[start : start + _CHUNK])))
+        connection.execute(_PURGE, {"ids": object_ids[start : start + _CHUNK]})
 
 
 def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, str, str]]:
     """Listeners and L7 policies that point at a pool, as (kind, id, id of the listener)."""
-    rows = connection.execute(
-        sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
-            wanted_object.c.refers_to == pool_id, ~wanted_object.c.removed
-        )
-    )
+    rows = connection.execute(_USERS, {"pool": pool_id})
     return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
 
 
@@ -174,11 +192,7 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    rows = connection.execute(
-        sa.select(wanted_object.c.kind, wanted_object.c.parent_id, wanted_object.c.body)
-        .where(wanted_object.c.load_balancer_id == load_balancer_id, ~wanted_object.c.removed)
-        .order_by(wanted_object.c.created, wanted_object.c.id)
-    )
+    rows = connection.execute(_TREE, {"of": load_balancer_id})
     by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
     for row in rows:
         kind = Kind(row.kind)
@@ -243,15 +257,18 @@ def _body(node: Node) -> str:
     return _ENCODER.encode(bare).decode()
 
 
+def _reference(node: Node) -> str | None:
+    field = _REFERENCE_FIELD.get(kind_of(node))
+    return None if field is None else cast("str | None", getattr(node, field))
+
+
 def _row(load_balancer_id: str, generation: int, node: Node) -> dict[str, Any]:
-    kind = kind_of(node)
-    reference = _REFERENCE_FIELD.get(kind)
     return {
         "id": node.id,
-        "kind": kind.value,
+        "kind": kind_of(node).value,
         "load_balancer_id": load_balancer_id,
         "parent_id": parent_id(node),
-        "refers_to": getattr(node, reference) if reference else None,
+        "refers_to": _reference(node),
         "created": generation,
         "generation": generation,
         "removed": False,

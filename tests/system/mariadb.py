@@ -17,20 +17,23 @@ _START_SECONDS = 60.0
 def server(*databases):
     """Runs while the block does; yields SQLAlchemy URLs of new databases with these names."""
     folder = Path(tempfile.mkdtemp(prefix="adm-"))
-    options = [f"--datadir={folder}/data", "--user=root", "--no-defaults"]
+    # The first option has to be the first: MariaDB insists.
+    common = ["--no-defaults", f"--datadir={folder}/data", "--user=root"]
+    daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
     process = None
     try:
         subprocess.run(
-            ["mariadb-install-db", "--no-defaults", f"--datadir={folder}/data", "--user=root", "--skip-test-db",
-             "--auth-root-authentication-method=normal"],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+            ["mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [shutil.which("mariadbd") or "/usr/sbin/mariadbd", options[2], options[0], options[1], "--skip-networking",
-                 f"--socket={folder}/socket", f"--pid-file={folder}/pid"],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                [daemon, *common, "--skip-networking", f"--socket={folder}/socket", f"--pid-file={folder}/pid"],
+                stdout=log,
+                stderr=log,
+            )
         _await(process, folder)
         engine = sa.create_engine(_url(folder, ""))
         with engine.begin() as connection:

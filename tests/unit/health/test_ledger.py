@@ -33,7 +33,7 @@ def test_each_heartbeat_is_taken_once_and_in_order(ledger):
     assert not ledger.accept(heartbeat(5), 1)
     assert not ledger.accept(heartbeat(4), 1)
     assert ledger.accept(heartbeat(6), 2)
-    assert ledger.last_seen("a") == Seen(2, 1000.0, 1)
+    assert ledger.last_seen("a") == Seen(2, 1000.0, 1, (1, 6))
 
 
 def test_a_new_epoch_begins_at_any_sequence_and_the_old_one_is_over(ledger):
@@ -116,17 +116,46 @@ def test_silent_since(ledger):
 def test_take_heard_gives_each_once(ledger):
     ledger.accept(heartbeat(1), 5)
     ledger.accept(heartbeat(2, Report(None)), 6)
-    assert ledger.take_heard() == {"a": Seen(6, 1000.0, 0)}
+    assert ledger.take_heard() == {"a": Seen(6, 1000.0, 0, (1, 2))}
     assert ledger.take_heard() == {}
     assert ledger.known().keys() == {"a"}
 
 
 def test_forget(ledger):
     ledger.accept(heartbeat(9), 0)
-    ledger.forget(["a", "unknown"])
+    ledger.resume({"b": (1, 1)})
+    ledger.forget(["a", "b", "unknown"])
+    assert ledger.remembered() == set()
     assert ledger.last_seen("a") is None
     assert ledger.take_heard() == {}
     assert ledger.reports(["a"], 0) == {}
+
+
+def test_what_was_taken_by_another_process_is_not_taken_again(ledger):
+    ledger.resume({"a": (5, 10), "silent": (1, 1)})
+    assert ledger.known() == {}
+    assert ledger.last_seen("a") is None
+    assert ledger.silent_since(["a"], 0) == {"a"}
+    assert not ledger.accept(heartbeat(10, epoch=5), 0)
+    assert not ledger.accept(heartbeat(99, epoch=4), 0)
+    assert ledger.accept(heartbeat(11, epoch=5), 0)
+    assert ledger.accept(heartbeat(1, amphora_id="new"), 0)
+    assert ledger.remembered() == {"a", "silent", "new"}
+
+
+def test_resuming_never_goes_back(ledger):
+    ledger.accept(heartbeat(7, epoch=5), 0)
+    ledger.resume({"a": (5, 6)})
+    assert not ledger.accept(heartbeat(7, epoch=5), 0)
+    ledger.resume({"a": (5, 9)})
+    assert not ledger.accept(heartbeat(9, epoch=5), 0)
+    assert ledger.accept(heartbeat(10, epoch=5), 0)
+
+
+@pytest.mark.parametrize(("epoch", "sequence"), [(2**63, 1), (1, 2**63), (2**64 - 1, 2**64 - 1)])
+def test_numbers_no_database_holds_are_refused(ledger, epoch, sequence):
+    assert not ledger.accept(heartbeat(sequence, epoch=epoch), 0)
+    assert ledger.accept(heartbeat(2**63 - 1, epoch=2**63 - 1), 0)
 
 
 def test_an_amphora_cannot_fill_our_memory(ledger, monkeypatch):

@@ -87,6 +87,27 @@ def test_the_same_observation_again_is_no_news(intents, database):
     assert database.write(lambda c: statuses.observe(c, "lb", seen)) == 0
 
 
+def test_only_differing_statuses_of_this_load_balancer_are_written(intents, database):
+    ids = [f"li{number}" for number in range(1200)]
+
+    def write(connection):
+        statuses.expect(connection, "lb", 2, [(Kind.LISTENER, one) for one in ids])
+        statuses.expect(connection, "other", 2, [(Kind.LISTENER, "theirs")])
+
+    database.write(write)
+    seen = [
+        statuses.Observation(object_id=one, kind=Kind.LISTENER, operating=Operating.ONLINE, reason=f"why {one}")
+        for one in [*ids, "theirs", "nothing recorded"]
+    ]
+    assert database.write(lambda c: statuses.observe(c, "lb", seen[:700])) == 700
+    assert database.write(lambda c: statuses.observe(c, "lb", seen)) == 500
+    rows = {row.object_id: row for row in database.read(lambda c: c.execute(sa.select(status)).all())}
+    assert {(rows[one].operating, rows[one].reason, rows[one].version) for one in ids} == {
+        ("ONLINE", f"why {one}", 1) for one in ids
+    }
+    assert rows["theirs"].operating is None
+
+
 def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, database):
     intents.create(Kind.LISTENER, LISTENER)
     commit(database)

@@ -35,6 +35,8 @@ def upgrade() -> None:
     sa.Column('amphora_id', sa.String(length=36), nullable=False),
     sa.Column('seen_at', sa.Double(), nullable=False),
     sa.Column('generation', sa.BigInteger(), nullable=False),
+    sa.Column('epoch', sa.BigInteger(), nullable=False),
+    sa.Column('sequence', sa.BigInteger(), nullable=False),
     sa.PrimaryKeyConstraint('amphora_id', name=op.f('pk_amphora_seen'))
     )
     op.create_table('duty',
@@ -100,6 +102,11 @@ def upgrade() -> None:
     with op.batch_alter_table('status', schema=None) as batch_op:
         batch_op.create_index('ix_status_load_balancer_id', ['load_balancer_id'], unique=False)
 
+    op.create_table('vip_claim',
+    sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
+    sa.Column('claimed_at', sa.Double(), nullable=False),
+    sa.PrimaryKeyConstraint('load_balancer_id', name=op.f('pk_vip_claim'))
+    )
     op.create_table('wanted_object',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('kind', sa.String(length=16), nullable=False),
@@ -191,6 +198,7 @@ def downgrade() -> None:
         batch_op.drop_index('ix_wanted_object_load_balancer_id')
 
     op.drop_table('wanted_object')
+    op.drop_table('vip_claim')
     with op.batch_alter_table('status', schema=None) as batch_op:
         batch_op.drop_index('ix_status_load_balancer_id')
 

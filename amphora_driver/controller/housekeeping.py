@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nobody else would ever clean up.
+
+Invariant: only what has been nobody's for a long while is touched, and one controller at a time does it. Everything
+here may be interrupted anywhere and done again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.store import claims
+
+if TYPE_CHECKING:
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.network.interface import Network
+    from amphora_driver.store.engine import Database
+
+LOG = logging.getLogger(__name__)
+_EVERY = 30.0
+
+
+class Housekeeping:
+    """Releases the VIPs of load balancers that never came.
+
+    Args:
+        conf: our options.
+        database: where the claims are.
+        network: where the VIPs are.
+        owner: name of this process.
+    """
+
+    def __init__(self, conf: ConfigOpts, database: Database, network: Network, owner: str) -> None:
+        self._patience: float = conf.controller.forget_vip_after
+        self._database = database
+        self._network = network
+        self._owner = owner
+
+    def run(self, stopping: threading.Event) -> None:
+        """Look now and then, until told to stop."""
+        while not stopping.wait(_EVERY):
+            try:
+                if hold_duty(self._database, "housekeeping", self._owner, 2 * _EVERY):
+                    self.sweep()
+            except AmphoraDriverError as error:
+                LOG.warning("housekeeping: %s", error)
+
+    def sweep(self) -> None:
+        """Release what has waited long enough."""
+        orphans, served = self._database.read(
+            lambda connection: claims.settled(connection, time.time() - self._patience)
+        )
+        for load_balancer_id in orphans:
+            LOG.info("load balancer %s never came: its VIPs are released", load_balancer_id)
+            self._network.release_vip(load_balancer_id)
+        if orphans or served:
+            self._database.write(lambda connection: claims.drop(connection, [*orphans, *served]))

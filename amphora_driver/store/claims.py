@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VIPs on their way to a load balancer.
+
+Invariant: a claim is written before the first address is taken. So an address whose load balancer never came is found
+again, whatever died in between.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from amphora_driver.store.tables import vip_claim, work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def note(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Addresses are about to be taken for this load balancer; again: the time counts anew."""
+    changed = connection.execute(
+        vip_claim.update().where(vip_claim.c.load_balancer_id == load_balancer_id).values(claimed_at=time.time())
+    ).rowcount
+    if not changed:
+        connection.execute(vip_claim.insert().values(load_balancer_id=load_balancer_id, claimed_at=time.time()))
+
+
+def settled(connection: sa.Connection, before: float) -> tuple[list[str], list[str]]:
+    """Claims made before this moment (seconds since 1970): those whose load balancer never came, and all others."""
+    rows = connection.execute(
+        sa.select(vip_claim.c.load_balancer_id, work.c.load_balancer_id.label("known"))
+        .outerjoin(work, work.c.load_balancer_id == vip_claim.c.load_balancer_id)
+        .where(vip_claim.c.claimed_at < before)
+    ).all()
+    return (
+        [row.load_balancer_id for row in rows if row.known is None],
+        [row.load_balancer_id for row in rows if row.known is not None],
+    )
+
+
+def drop(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+    """These claims are settled."""
+    for load_balancer_id in load_balancer_ids:
+        connection.execute(vip_claim.delete().where(vip_claim.c.load_balancer_id == load_balancer_id))

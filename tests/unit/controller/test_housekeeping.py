@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of a load balancer that never came are given back; those of all others are not touched."""
+
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver import config
+from amphora_driver.controller.housekeeping import Housekeeping
+from amphora_driver.errors import Conflict
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.interface import VipRequest
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.store import claims, migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import vip_claim, work
+
+WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+    return config.load([str(path)])
+
+
+@pytest.fixture
+def database(conf):
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def network(conf, database):
+    network = LocalNetwork(conf, database)
+    network.define_network("n1", "vip", "vip")
+    network.define_subnet(
+        AddressRange(
+            id="s1",
+            network_id="n1",
+            name="vip-v4",
+            cidr="198.51.100.0/24",
+            gateway=None,
+            first="198.51.100.10",
+            last="198.51.100.250",
+        )
+    )
+    return network
+
+
+def claim(database, network, load_balancer_id, age):
+    database.write(lambda connection: claims.note(connection, load_balancer_id))
+    network.allocate_vip(load_balancer_id, "demo", WISH)
+    database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=time.time() - age)))
+
+
+def left(database):
+    return database.read(lambda connection: connection.execute(sa.select(vip_claim)).all())
+
+
+def test_a_load_balancer_that_never_came(conf, database, network):
+    claim(database, network, "lb-never", 3600)
+    Housekeeping(conf, database, network, "me").sweep()
+    assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
+    assert left(database) == []
+
+
+def test_one_that_may_still_come(conf, database, network):
+    claim(database, network, "lb-soon", 1)
+    Housekeeping(conf, database, network, "me").sweep()
+    with pytest.raises(Conflict):
+        network.allocate_vip("lb-other", "demo", WISH)
+    assert len(left(database)) == 1
+
+
+def test_one_that_came(conf, database, network):
+    claim(database, network, "lb-here", 3600)
+    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
+    Housekeeping(conf, database, network, "me").sweep()
+    with pytest.raises(Conflict):
+        network.allocate_vip("lb-other", "demo", WISH)
+    assert left(database) == []

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health manager as a whole: a socket, a database, and a restart in between."""
+
+import hashlib
+import hmac
+import json
+import socket
+import struct
+import threading
+import time
+import uuid
+import zlib
+from contextlib import contextmanager
+
+import pytest
+import sqlalchemy as sa
+from cryptography.fernet import Fernet
+
+from amphora_driver import config
+from amphora_driver.errors import StoreError
+from amphora_driver.health.service import HealthManager
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status
+from amphora_driver.store.vault import Vault
+
+AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
+KEY = bytes(range(32))
+EPOCH = 1_900_000_000_000_000_000
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+def datagram(sequence, epoch=EPOCH):
+    content = b"AHB1" + uuid.UUID(AMPHORA).bytes + struct.pack("!QQ", epoch, sequence)
+    content += zlib.compress(json.dumps({"generation": 1}).encode())
+    return content + hmac.new(KEY, content, hashlib.sha256).digest()
+
+
+@pytest.fixture
+def conf(tmp_path, database):
+    (tmp_path / "key").write_bytes(Fernet.generate_key())
+    sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY))
+    Intents(database, lambda node: None).create_load_balancer(
+        LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False
+    )
+    database.write(lambda c: amphorae.record(c, AMPHORA, "lb", "standalone", sealed))
+    path = tmp_path / "driver.conf"
+    path.write_text(
+        f"[store]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
+        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        "[health]\nbind_address = 127.0.0.1\nbind_port = 0\nflush_interval = 0.05\n"
+    )
+    return config.load([str(path)])
+
+
+@contextmanager
+def running(conf, before=lambda manager: None):
+    manager = HealthManager(conf)
+    before(manager)
+    thread = threading.Thread(target=manager.run)
+    thread.start()
+    try:
+        yield manager
+    finally:
+        manager.stop()
+        assert manager.wait(10)
+        thread.join()
+        manager._database.dispose()
+
+
+def send(manager, *datagrams):
+    """Each is received before the next is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for one in datagrams:
+            before = manager._receiver.accepted
+            sender.sendto(one, ("127.0.0.1", manager._receiver.port))
+            until(lambda before=before: manager._receiver.accepted > before)
+
+
+def until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def operating(database):
+    return database.read(lambda c: c.execute(sa.select(status.c.operating)).scalar_one())
+
+
+def place(database):
+    return database.read(amphorae.last_heard).get(AMPHORA)
+
+
+def test_what_was_heard_is_written_down_at_the_latest_at_the_end(conf, database):
+    with running(conf) as manager:
+        send(manager, *(datagram(sequence) for sequence in range(1, 4)))
+        until(lambda: operating(database) == "ONLINE")
+    assert place(database) == (EPOCH, 3)
+
+
+def test_an_old_datagram_is_refused_after_a_restart(conf, database):
+    with running(conf) as manager:
+        send(manager, datagram(1), datagram(2))
+    with running(conf) as manager:
+        send(manager, datagram(2), datagram(1), datagram(9, epoch=EPOCH - 1))
+        assert manager._ledger.known() == {}
+        send(manager, datagram(3))
+        assert manager._ledger.known().keys() == {AMPHORA}
+    assert place(database) == (EPOCH, 3)
+
+
+def test_an_old_datagram_is_refused_even_when_the_database_was_away_at_the_start(conf, database):
+    with running(conf) as manager:
+        send(manager, datagram(5))
+
+    def away(manager):
+        real = manager._database.read
+
+        def read(work):
+            manager._database.read = real
+            raise StoreError("read from the database", "it is away")
+
+        manager._database.read = read
+
+    with running(conf, before=away) as manager:
+        send(manager, datagram(5))
+        assert manager._ledger.known() == {}
+        send(manager, datagram(6))
+        assert manager._ledger.known().keys() == {AMPHORA}
+
+
+@pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("a fault of ours")])
+def test_a_failed_flush_is_tried_again_without_another_heartbeat(conf, database, error):
+    def failing(manager):
+        real = manager._database.write
+
+        def write(work):
+            manager._database.write = real
+            raise error
+
+        manager._database.write = write
+
+    with running(conf, before=failing) as manager:
+        send(manager, datagram(1))
+        until(lambda: operating(database) == "ONLINE")
+        until(lambda: place(database) == (EPOCH, 1))

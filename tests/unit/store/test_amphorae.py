@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written in bulk about amphorae."""
+
+import sqlalchemy as sa
+
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import Heard
+from amphora_driver.store.tables import amphora_seen, work
+
+
+def record(database, *amphora_ids, load_balancer_id="lb"):
+    for amphora_id in amphora_ids:
+        database.write(lambda c, one=amphora_id: amphorae.record(c, one, load_balancer_id, "standalone", b"key"))
+
+
+def heard(amphora_id, epoch, sequence, at=1000.0):
+    return Heard(amphora_id=amphora_id, at=at, generation=sequence, epoch=epoch, sequence=sequence)
+
+
+def seen(database, *reports):
+    database.write(lambda c: amphorae.seen(c, reports))
+    return database.read(amphorae.last_heard)
+
+
+def test_the_greater_place_stays(database):
+    record(database, "a", "b")
+    assert seen(database, heard("b", 1, 5), heard("a", 1, 9)) == {"a": (1, 9), "b": (1, 5)}
+    assert seen(database, heard("a", 1, 8), heard("b", 2, 1)) == {"a": (1, 9), "b": (2, 1)}
+    assert seen(database, heard("b", 1, 99)) == {"a": (1, 9), "b": (2, 1)}
+    assert database.read(lambda c: amphorae.last_heard(c, ["a", "unknown"])) == {"a": (1, 9)}
+
+
+def test_real_epochs_fit(database):
+    record(database, "a")
+    largest = 2**63 - 1
+    assert seen(database, heard("a", 1_900_000_000_000_000_000, largest)) == {"a": (1_900_000_000_000_000_000, largest)}
+
+
+def test_an_amphora_that_is_gone_leaves_no_row(database):
+    record(database, "a")
+    assert seen(database, heard("a", 1, 1), heard("gone", 1, 1)) == {"a": (1, 1)}
+    database.write(lambda c: amphorae.forget(c, "a"))
+    assert seen(database, heard("a", 1, 2)) == {}
+
+
+def test_two_that_hear_an_amphora_for_the_first_time_in_one_moment(database, monkeypatch):
+    record(database, "a")
+    seen(database, heard("a", 1, 5))
+    # As the second of them saw it before the first one's commit.
+    nothing = sa.select(amphora_seen.c.amphora_id).where(sa.false()).scalar_subquery()
+    stale = sa.select(sa.literal("a").label("id"), nothing.label("amphora_id")).where(
+        sa.literal("a").in_(sa.bindparam("ids", expanding=True))
+    )
+    monkeypatch.setattr(amphorae, "_RECORDED", stale)
+    assert seen(database, heard("a", 1, 4)) == {"a": (1, 5)}
+    assert seen(database, heard("a", 1, 6)) == {"a": (1, 6)}
+
+
+def test_many_at_once(database):
+    names = [f"a{number:04}" for number in range(1100)]
+
+    def write(connection):
+        for name in names:
+            amphorae.record(connection, name, f"lb{name[:3]}", "standalone", b"key")
+        for load_balancer_id in {f"lb{name[:3]}" for name in names}:
+            connection.execute(work.insert().values(load_balancer_id=load_balancer_id, op="apply", generation=3))
+
+    database.write(write)
+    assert len(seen(database, *(heard(name, 1, 1) for name in names))) == 1100
+    found = database.read(lambda c: amphorae.of_same_load_balancers(c, names))
+    assert sum(len(one.amphorae) for one in found.values()) == 1100
+    assert {one.generation for one in found.values()} == {3}

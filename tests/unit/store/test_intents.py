@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an accepted call leaves behind; the driver's own tests say more."""
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import UnknownObject
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool, Vip
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol, PoolProtocol
+from amphora_driver.store import wanted
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import request, wanted_object, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+@pytest.fixture
+def intents(database):
+    intents = Intents(database, lambda node: None)
+    for one in ("lb", "other"):
+        intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
+    return intents
+
+
+def generations(database, load_balancer_id):
+    return list(
+        database.read(
+            lambda c: c.execute(
+                sa.select(request.c.generation)
+                .where(request.c.load_balancer_id == load_balancer_id)
+                .order_by(request.c.generation)
+            ).scalars()
+        )
+    )
+
+
+def test_the_history_is_bounded_and_keeps_the_newest(intents, database):
+    for number in range(2, 261):
+        intents.update(Kind.LOAD_BALANCER, "lb", {"name": f"{number}"})
+    assert generations(database, "lb") == list(range(51, 261)), "at 250 what is 200 older went"
+    assert generations(database, "other") == [1]
+    newest = sa.select(work.c.generation).where(work.c.load_balancer_id == "lb")
+    assert database.read(lambda c: c.execute(newest).scalar_one()) == 260
+
+
+def test_several_objects_change_at_once_each_into_its_own(intents, database):
+    nodes = [
+        Listener(id=f"li{one}", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=one)
+        for one in (1, 2)
+    ]
+    for node in nodes:
+        intents.create(Kind.LISTENER, node)
+    pool = Pool(id="po", loadbalancer_id="lb", protocol=PoolProtocol.HTTP)
+    intents.create(Kind.POOL, pool, for_listener="li1")
+    intents.update(Kind.LISTENER, "li2", {"default_pool_id": "po"})
+    users = database.read(lambda c: wanted.users_of_pool(c, "po"))
+    assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]
+    intents.delete(Kind.POOL, "po")
+    assert database.read(lambda c: wanted.load_tree(c, "lb")).listeners == tuple(nodes)
+    rows = database.read(lambda c: c.execute(sa.select(wanted_object.c.id, wanted_object.c.generation)).all())
+    assert {row.id: row.generation for row in rows} == {"lb": 1, "other": 1, "li1": 6, "li2": 6, "po": 6}
+
+
+def test_what_is_not_recorded_is_refused(intents, database):
+    with pytest.raises(UnknownObject):
+        intents.update(Kind.LISTENER, "nothing", {"name": "x"})
+    with pytest.raises(UnknownObject):
+        intents.fail_over("nothing")
+    assert generations(database, "lb") == [1]
