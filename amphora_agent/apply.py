@@ -238,7 +238,7 @@ class Applier:
                     early = self._change_running(verdict, wanted)
                 try:
                     check.end()
-                except AgentError:
+                except (AgentError, OSError):
                     if early is not None:
                         self._undo(before or "")
                     raise

@@ -144,7 +144,12 @@ def _remove(worker: Socket, step: RemoveServer) -> None:
         while _connections(worker, step) and time.monotonic() < deadline:
             # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
             time.sleep(_POLL_SECONDS)
-    worker.order(f"set server {name} state maint; del server {name}", _DELETED)
+    worker.order(f"set server {name} state maint")
+    # Its idle connections are closed by the threads that own them: a moment after this answer.
+    while (answer := worker.ask(f"del server {name}").strip()) != _DELETED:
+        if time.monotonic() >= deadline:
+            raise HaproxyError(f"have HAProxy do 'del server {name}'", answer or "it said nothing")
+        time.sleep(_POLL_SECONDS)
 
 
 def _connections(worker: Socket, step: RemoveServer) -> int:

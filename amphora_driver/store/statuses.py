@@ -242,14 +242,15 @@ def _settle(
     *,
     settled: bool = True,
 ) -> None:
-    values: dict[str, object] = {
-        "provisioning": provisioning.value,
-        "since": time.time(),
-        "version": status.c.version + 1,
-        "settled": status.c.version + 1,
-    }
+    values: list[tuple[str, object]] = [
+        ("provisioning", provisioning.value),
+        ("since", time.time()),
+        # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+        ("settled", status.c.version + 1),
+        ("version", status.c.version + 1),
+    ]
     if settled:
-        values["pending"] = None
+        values.append(("pending", None))
     if reason is not None or provisioning is Provisioning.ACTIVE:
-        values["reason"] = reason
-    connection.execute(status.update().where(*where).values(**values))
+        values.append(("reason", reason))
+    connection.execute(status.update().where(*where).ordered_values(*values))

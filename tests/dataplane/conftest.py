@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
@@ -20,6 +21,23 @@ def _tidy_when_told_to_end():
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+class Host:
+    """What the host has in the places where an amphora has its own files."""
+
+    def __init__(self) -> None:
+        self.at_first = self()
+
+    def __call__(self) -> dict[str, list[str] | None]:
+        places = (Path("/etc/amphora-agent"), Path("/var/lib/amphora-agent"), Path("/run/amphora-agent"))
+        return {str(p): sorted(f.name for f in p.iterdir()) if p.exists() else None for p in places}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def host_before():
+    """Taken before the first amphora is started."""
+    return Host()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 
 import pytest
 from amphora_lab import FIXED, MAC, VIP, VIP6, Client, eventually, get
@@ -228,3 +229,62 @@ def _next(listening):
         return listening.recv(2048)
     except TimeoutError:
         return b""
+
+
+def test_members_of_a_pool_with_source_ip_persistence_come_and_go_at_run_time(amphora):
+    def hashed(**ids):
+        servers = {name: f"weight 1 check inter 200 fall 1 rise 1 id {number}" for name, number in ids.items()}
+        return text(listener(ids, extra="    balance source\n    hash-type consistent\n", **servers))
+
+    amphora.push(1, hashed(m1=11))
+    with Client(amphora.network) as client:
+        client.hears("m1")
+        for generation, wanted in enumerate(
+            (hashed(m1=11, m2=22), hashed(m1=11), hashed(m1=11, m2=22), hashed(m2=22), hashed(m2=22, m3=11)), start=2
+        ):
+            status, answer = amphora.push(generation, wanted)
+            assert (status, answer["how"]) == (200, "runtime"), answer
+    assert client.failures == []
+    known = [line.split() for line in amphora.ask_haproxy("show servers state").splitlines() if "198.51.100" in line]
+    assert {(row[3], row[2]) for row in known} == {(MEMBER_IDS["m2"], "22"), (MEMBER_IDS["m3"], "11")}
+
+
+def test_what_was_changed_early_is_taken_back_when_the_check_refuses(amphora):
+    amphora.push(1, text(listener(["m1"])))
+    with Client(amphora.network) as client:
+        status, answer = amphora.push(2, text(listener(["m1", "m2", "m3"], m3="chek")))
+        assert (status, answer["object_id"]) == (422, MEMBER_IDS["m3"])
+        assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 1
+        assert MEMBER_IDS["m2"] not in amphora.ask_haproxy("show servers state")
+        assert MEMBER_IDS["m2"] not in (amphora.var / "haproxy.cfg").read_text()
+        client.hears("m1")
+        status, answer = amphora.push(2, text(listener(["m1", "m2"])))
+        assert (status, answer["how"]) == (200, "runtime"), answer
+        client.hears("m2")
+    assert client.failures == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"addr del {VIP}/32 dev eth1",
+        f"addr del {VIP6}/128 dev eth1",
+        "addr add 192.0.2.77/24 dev eth1",
+        "route del default",
+        "link set eth1 down",
+        "link set eth1 mtu 1400",
+    ],
+)
+def test_interfaces_that_somebody_touched_are_put_right_with_any_change(amphora, change):
+    amphora.push(1, text(listener(["m1"])))
+    before = amphora.call("GET", "/v2/diagnostics")[1]["interfaces"]
+    # Until nothing is announced any more, the agent looks at everything with each change anyway.
+    for generation in (2, 3):
+        assert amphora.push(generation, text(listener(["m1", "m2"][: generation - 1])))[0] == 200
+    inner = f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"
+    subprocess.run(["nsenter", f"--net={inner}", "ip", *change.split()], check=True)
+    assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] != before
+    status, answer = amphora.push(4, text(listener(["m1"])))
+    assert (status, answer["how"]) == (200, "runtime"), answer
+    assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] == before
+    assert fetch(amphora, VIP) == fetch(amphora, VIP6) == (200, "m1")

@@ -51,6 +51,11 @@ def test_nothing_to_notice():
             ["balance source", "hash-type consistent", TWO],
             [AddServer, RemoveServer],
         ),
+        (
+            ["balance source", "hash-type consistent", ONE + " id 7"],
+            ["balance source", "hash-type consistent", ONE + " id 7", TWO + " id 8"],
+            [AddServer],
+        ),
         (["balance random(2)", ONE], ["balance random(2)", ONE, TWO], [AddServer]),
         (["balance source", ONE, TWO], ["balance source", ONE], [RemoveServer]),
     ],

@@ -108,6 +108,16 @@ def test_only_differing_statuses_of_this_load_balancer_are_written(intents, data
     assert rows["theirs"].operating is None
 
 
+def test_no_statement_depends_on_the_order_of_assignments(intents, database):
+    # MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    seen = []
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    serve(database, 1)
+    settling = [one for one in seen if one.startswith("UPDATE status") and "settled=" in one]
+    assert settling
+    assert all(one.index("settled=") < one.index(" version=") for one in settling)
+
+
 def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, database):
     intents.create(Kind.LISTENER, LISTENER)
     commit(database)
