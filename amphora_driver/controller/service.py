@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
+# Seconds an ending process waits for the jobs it has begun.
+_PATIENCE = 20.0
 
 
 def backends(conf: ConfigOpts, database: Database) -> Backends:
@@ -76,6 +78,7 @@ class Controller:
             lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.REPORTER),
         )
         self._stopping = threading.Event()
+        self._ended = threading.Event()
         self._hands = threading.BoundedSemaphore(conf.controller.threads)
         self._busy = 0
         self._counting = threading.Lock()
@@ -98,6 +101,11 @@ class Controller:
         renewing.join()
         cleaning.join()
         self._jobs.release_all()
+        self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until `run` has ended; False if it has not in that time."""
+        return self._ended.wait(seconds)
 
     def stop(self) -> None:
         """Take no new job; `run` returns when those begun have ended."""
@@ -158,6 +166,9 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
+        # The process ends when this returns; what is still running then is taken up by another controller.
+        if not self._controller.wait(_PATIENCE):
+            LOG.warning("ending although jobs are still running: their leases run out")
 
 
 def main() -> int:
