@@ -19,7 +19,7 @@ import msgspec
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.bundle import bundle
-from amphora_driver.errors import AgentRefused, ComputeError, ModelError
+from amphora_driver.errors import AgentRefused, AgentUnreachable, ComputeError, ModelError
 from amphora_driver.queue.jobs import Lease, guard, note_outcome
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
@@ -52,6 +52,8 @@ services = {services}
 interval = {interval:g}
 targets = {targets}
 """
+# Seconds after which somebody who waits for an agent looks whether its machine still runs.
+_LOOK_AT_MACHINE = 1.0
 # A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
 _MOST_CULPRITS = 16
 
@@ -175,7 +177,12 @@ class Steps:
     def _plug(self, step: planning.Plug) -> None:
         amphora = self._amphora(step.amphora_id)
         port = self._network.ensure_port(amphora.id, step.network_id, step.subnet_ids)
-        self._compute.attach(amphora.id, port)
+        try:
+            self._compute.attach(amphora.id, port)
+        except ComputeError:
+            if amphora.state is State.BOOTING:
+                self._check_machine(amphora)
+            raise
         subnets = tuple(
             self._network.subnet(subnet_id) for subnet_id in dict.fromkeys(one.subnet_id for one in port.addresses)
         )
@@ -188,8 +195,25 @@ class Steps:
         if amphora.management_address is None:
             raise ComputeError(f"reach amphora {amphora.id}", "its management address is not known yet")
         deadline = time.monotonic() + self._conf.controller.boot_timeout
-        self._agents.wait_until_ready(amphora.id, amphora.management_address, deadline)
+        while True:
+            attempt = min(deadline, time.monotonic() + _LOOK_AT_MACHINE)
+            try:
+                self._agents.wait_until_ready(amphora.id, amphora.management_address, attempt)
+                break
+            except AgentUnreachable:
+                if time.monotonic() >= deadline:
+                    raise
+                self._check_machine(amphora)
         self._write(lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=time.time()))
+
+    def _check_machine(self, amphora: Amphora) -> None:
+        """Make sure that there is still something to wait for; what is not there is booted anew next time."""
+        machine = self._compute.get(amphora.id)
+        if machine is not None and machine.state is not MachineState.FAILED:
+            return
+        self._write(lambda connection: amphorae.change(connection, amphora.id, management_address=None, plugged=()))
+        reason = machine.reason if machine is not None else ""
+        raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
     # --- a generation is served -------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controllers come and go: two share the work, and what a dead one leaves half done another finishes."""
 
+import json
+import os
 import signal
 
 import msgspec
@@ -80,6 +82,16 @@ def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
     assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
     on_the_machine = {path.name for path in stack.settings.amphorae.iterdir() if path.is_dir()}
     assert on_the_machine == cloud.amphorae(made)
+
+
+def test_an_amphora_whose_machine_ends_while_it_boots_is_booted_again(cloud, stack):
+    made = cloud.balancers.create_load_balancer(name="stillborn", vip_subnet_id=topology.VIP_SUBNET)
+    amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
+    record = stack.settings.amphorae / amphora_id / "process.json"
+    pid = json.loads(cloud.until(lambda: record.exists() and record.read_text(), "its machine runs"))["pid"]
+    os.kill(pid, signal.SIGKILL)
+    cloud.active(made.id)
+    assert cloud.amphorae(made) == {amphora_id}
 
 
 def test_a_request_made_while_no_controller_lives_is_not_lost(cloud, stack):
