@@ -25,6 +25,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         readable: the tree is complete; False while it waits to be read back from Octavia.
         tree: what is to be served; None when `gone`.
         networks: the networks an amphora needs, with the subnets on each of them; the VIP's network first.
+        failed: what is known beforehand not to be servable: reasons by object id.
     """
 
     load_balancer_id: str
@@ -34,6 +35,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     readable: bool
     tree: LoadBalancer | None
     networks: dict[str, tuple[str, ...]]
+    failed: dict[str, str] = {}
     amphorae: int = 1
 
 

@@ -16,7 +16,14 @@ import sqlalchemy as sa
 
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.steps import Backends, Steps
-from amphora_driver.errors import AgentRefused, AmphoraDriverError, LeaseLost, ModelError, RequestError
+from amphora_driver.errors import (
+    AgentRefused,
+    AmphoraDriverError,
+    LeaseLost,
+    ModelError,
+    RequestError,
+    UnsupportedOption,
+)
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome
 from amphora_driver.store import amphorae, statuses, wanted
 from amphora_driver.store.intents import Op
@@ -81,6 +88,7 @@ class Reconciler:
         observed = amphorae.of_load_balancer(connection, load_balancer_id)
         gone = row.op == Op.DELETE
         tree = None if gone else wanted.load_tree(connection, load_balancer_id)
+        needed, failed = ({}, {}) if tree is None else networks(tree, observed, self._backends.network)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
@@ -88,7 +96,8 @@ class Reconciler:
             gone=gone,
             readable=not row.read_back,
             tree=tree,
-            networks={} if tree is None else networks(tree, observed, self._backends.network),
+            networks=needed,
+            failed=failed,
         ), observed
 
     def _failed(self, lease: Lease, error: Exception) -> None:
@@ -113,17 +122,30 @@ class Reconciler:
 
 def networks(
     tree: LoadBalancer, observed: tuple[amphorae.Amphora, ...], network: Network
-) -> dict[str, tuple[str, ...]]:
-    """The networks an amphora of this load balancer needs, with their subnets: the VIP's first."""
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """The networks an amphora of this load balancer needs, with their subnets: the VIP's first.
+
+    Returns:
+        The networks, and reasons by id for the members whose subnet does not exist (any more).
+    """
     known: dict[str, str] = {vip.subnet_id: vip.network_id for vip in tree.vips}
     known |= {subnet.id: subnet.network_id for one in observed for port in one.plugged for subnet in port.subnets}
     found: dict[str, dict[str, None]] = {tree.vip.network_id: {vip.subnet_id: None for vip in tree.vips}}
-    members = {member.subnet_id for pool in tree.pools for member in pool.members if member.subnet_id}
-    for subnet_id in sorted(members):
+    failed: dict[str, str] = {}
+    by_subnet: dict[str, list[str]] = {}
+    for pool in tree.pools:
+        for member in pool.members:
+            if member.subnet_id:
+                by_subnet.setdefault(member.subnet_id, []).append(member.id)
+    for subnet_id, members in sorted(by_subnet.items()):
         if subnet_id not in known:
-            known[subnet_id] = network.subnet(subnet_id).network_id
+            try:
+                known[subnet_id] = network.subnet(subnet_id).network_id
+            except UnsupportedOption as error:
+                failed |= dict.fromkeys(members, str(error))
+                continue
         found.setdefault(known[subnet_id], {})[subnet_id] = None
-    return {network_id: tuple(subnets) for network_id, subnets in found.items()}
+    return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
 
 
 def _give_up(connection: sa.Connection, lease: Lease, reason: str) -> None:

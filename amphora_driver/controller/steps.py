@@ -20,7 +20,7 @@ from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.bundle import bundle
 from amphora_driver.errors import AgentRefused, AgentUnreachable, ComputeError, ModelError
-from amphora_driver.queue.jobs import Lease, guard, note_outcome
+from amphora_driver.queue.jobs import Lease, check, guard, note_outcome
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, statuses
@@ -93,6 +93,7 @@ class Steps:
             AmphoraDriverError: the step failed; it is taken again later.
         """
         LOG.info("load balancer %s: %s", wanted.load_balancer_id, _sentence(step))
+        self._database.read(lambda connection: check(connection, self._lease))
         by_id = {one.id: one for one in observed}
         if isinstance(step, planning.Record):
             self._record(step)
@@ -221,7 +222,7 @@ class Steps:
         tree = wanted.tree
         if tree is None:
             raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
-        self._failed = {}
+        self._failed = dict(wanted.failed)
         for _ in range(_MOST_CULPRITS):
             rendered = render(_without(tree, self._failed))
             self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
@@ -244,6 +245,10 @@ class Steps:
         def push(amphora: Amphora) -> None:
             body = bundle(tree, generation, amphora.id, amphora.plugged, text)
             applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body)
+            if applied.generation != generation:
+                raise AgentRefused(
+                    f"have amphora {amphora.id} serve generation {generation}", f"it serves {applied.generation}"
+                )
             LOG.info("amphora %s serves generation %d by %s (%s)", amphora.id, generation, applied.how, applied.reason)
 
         if len(targets) == 1:

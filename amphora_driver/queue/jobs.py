@@ -157,14 +157,7 @@ class Jobs:
 
     def _anything_due(self, connection: sa.Connection) -> bool:
         now = time.time()
-        return (
-            connection.execute(
-                sa.select(work.c.load_balancer_id)
-                .where(*_due(now))
-                .limit(1)
-            ).first()
-            is not None
-        )
+        return connection.execute(sa.select(work.c.load_balancer_id).where(*_due(now)).limit(1)).first() is not None
 
 
 def _due(now: float) -> tuple[sa.ColumnElement[bool], ...]:
@@ -188,6 +181,22 @@ def guard(connection: sa.Connection, lease: Lease) -> None:
     if changed != 1:
         raise LeaseLost(
             f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}",
+            "another controller has taken it over",
+        )
+
+
+def check(connection: sa.Connection, lease: Lease) -> None:
+    """Make sure that the lease still holds, before an effect outside the database that no transaction can take back.
+
+    Raises:
+        LeaseLost: somebody else owns the load balancer, or it is gone.
+    """
+    row = connection.execute(
+        sa.select(work.c.owner, work.c.epoch).where(work.c.load_balancer_id == lease.load_balancer_id)
+    ).first()
+    if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
+        raise LeaseLost(
+            f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
             "another controller has taken it over",
         )
 

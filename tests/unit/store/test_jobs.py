@@ -42,6 +42,7 @@ def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(
         lambda: one.finish(old, 1),
         lambda: one.postpone(old, 1, "late"),
         lambda: database.write(lambda c: jobs.guard(c, old)),
+        lambda: database.read(lambda c: jobs.check(c, old)),
     ):
         with pytest.raises(LeaseLost):
             late()
