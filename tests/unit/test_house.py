@@ -8,6 +8,7 @@ import copy
 import logging
 import pickle
 import re
+import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
@@ -39,11 +40,12 @@ REGISTRIES = re.compile(
 def tracked():
     """Files that belong to the project: tracked ones, and new ones that are not ignored."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if listed.returncode == 0:
+    git = shutil.which("git")
+    listed = git and subprocess.run([git, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed and listed.returncode == 0:
         paths = [ROOT / line for line in listed.stdout.splitlines()]
     else:
-        # An unpacked source distribution.
+        # An unpacked source distribution, or a machine without git.
         paths = [path for name in (*SHIPPED, "tests") for path in (ROOT / name).rglob("*")]
     # Deleted files stay listed until that is committed.
     return tuple(sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts))
