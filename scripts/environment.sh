@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What ./quickstart and ./run-tests need on the machine: Debian packages and Python environments. To be sourced.
 home=$PWD/.sandbox
+# What Python compiles goes there too: nothing is left among the sources.
+export PYTHONPYCACHEPREFIX=$home/pycache
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
@@ -32,6 +34,9 @@ install_packages() {
   [[ -z $ours ]] || rm -f "$policy"
   [[ -z $failed ]] || die "Could not install ${wanted[*]}. See $home/apt.log."
 }
+
+# What building an editable package leaves in the source folder, once every environment is made: nobody reads it again.
+tidy_sources() { rm -rf ./*.egg-info; }
 
 check_python() {
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||

@@ -193,7 +193,8 @@ class NetnsCompute:
             *("--propagation", "private", "--mount-proc", "--wd=/", "--"),
             *(self._python, "-m", "amphora_agent.supervisor", str(spec)),
         ]
-        environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
+        environment = {name: os.environ[name] for name in names if name in os.environ}
         process = spawn(argv, {**environment, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}, folder / "console.log")
         _write(folder / "process.json", msgspec.json.encode(process))
 

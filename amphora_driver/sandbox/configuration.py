@@ -7,6 +7,7 @@ stack never finds the ground moved under it.
 
 from __future__ import annotations
 
+import os
 import sys
 from configparser import ConfigParser
 from io import StringIO
@@ -116,6 +117,10 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """For a shell: the clients' programs, and where they find this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
+    # Where whoever started us wants compiled Python to lie.
+    prefix = os.environ.get("PYTHONPYCACHEPREFIX")
+    if prefix:
+        exports["PYTHONPYCACHEPREFIX"] = prefix
     return "".join(f'export {name}="{value}"\n' for name, value in exports.items())
 
 

@@ -140,7 +140,8 @@ class Supervision:
             return None
 
     def _environment(self) -> Mapping[str, str]:
-        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+        names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "HOME")
+        kept = {name: os.environ[name] for name in names if name in os.environ}
         fixed = {
             "OCTAVIA_CONF": str(self._settings.octavia_configuration),
             "LANG": "C.UTF-8",
