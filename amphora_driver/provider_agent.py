@@ -82,6 +82,8 @@ class Reporter:
         self._library: driver_lib.DriverLibrary | None = None
         self._held_until = 0.0
         self._ended = threading.Event()
+        # Load balancers that could not be read back: not tried again before this time (seconds, monotonic).
+        self._unread: dict[str, tuple[float, float]] = {}
         # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
         self._refused: dict[str, tuple[float, float]] = {}
 
@@ -144,7 +146,12 @@ class Reporter:
 
     def _pass_barriers(self) -> bool:
         """Wait for Octavia's transactions; True if one of them is still open."""
-        rows = self._database.read(_uncommitted)
+        now = time.monotonic()
+        rows = [
+            row
+            for row in self._database.read(_uncommitted)
+            if self._unread.get(row.load_balancer_id, (0.0, 0.0))[0] <= now
+        ]
         if not rows:
             return False
         operating = self._database.read(
@@ -158,13 +165,27 @@ class Reporter:
             for row in rows
         }
         held = self._barrier(barriers)
-        passed = []
-        for row in rows:
-            if row.load_balancer_id in held or (row.committed == 0 and not self._created(row)):
-                continue
-            passed.append((row.load_balancer_id, row.generation))
+        waited = [row for row in rows if row.load_balancer_id not in held]
+        # Those that need no reading first: one that cannot be read takes half a minute to say so.
+        passed = [(row.load_balancer_id, row.generation) for row in waited if row.committed]
         self._database.write(lambda connection: _mark_committed(connection, passed))
-        return len(passed) < len(rows)
+        new = [row for row in waited if not row.committed]
+        created = [(row.load_balancer_id, row.generation) for row in new if self._readable(row)]
+        if created:
+            self._database.write(lambda connection: _mark_committed(connection, created))
+        return len(passed) + len(created) < len(rows)
+
+    def _readable(self, row: Any) -> bool:
+        """`_created`, but what goes wrong with one load balancer holds up no other."""
+        try:
+            created = self._created(row)
+        except (AmphoraDriverError, octavia_errors.DriverAgentTimeout, octavia_errors.DriverError) as error:
+            pause = min(2 * self._unread.get(row.load_balancer_id, (0.0, 0.5))[1], 60.0)
+            self._unread[row.load_balancer_id] = (time.monotonic() + pause, pause)
+            LOG.warning("load balancer %s could not be read: %s; again in %.0f s", row.load_balancer_id, error, pause)
+            return False
+        self._unread.pop(row.load_balancer_id, None)
+        return created
 
     def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
         """Wait on the rows of these load balancers; returns those whose row could not be waited on."""

@@ -80,7 +80,8 @@ class Controller:
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._hands = threading.BoundedSemaphore(conf.controller.threads)
-        self._busy = 0
+        # By lease, not by load balancer: the next job of one may begin before the last one has quite ended.
+        self._running: set[Lease] = set()
         self._counting = threading.Lock()
         self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
 
@@ -130,23 +131,25 @@ class Controller:
 
     def _work(self, lease: Lease) -> None:
         with self._counting:
-            self._busy += 1
+            self._running.add(lease)
         try:
             self._reconciler.reconcile(lease)
         finally:
             with self._counting:
-                self._busy -= 1
+                self._running.discard(lease)
             self._hands.release()
             self._bell.press()
 
     def _renew(self) -> None:
         """Keep the leases of running jobs; a job outlives its lease only if this process could not run at all."""
-        while not self._stopping.wait(self._conf.controller.lease / 3) or self._busy:
+        while not self._stopping.wait(self._conf.controller.lease / 3) or self._running:
             if self._stopping.is_set():
                 time.sleep(0.05)
-            if self._busy:
+            with self._counting:
+                running = {lease.load_balancer_id for lease in self._running}
+            if running:
                 try:
-                    self._jobs.renew()
+                    self._jobs.renew(running)
                 except StoreError as error:
                     LOG.warning("could not renew leases: %s", error)
 

@@ -22,6 +22,8 @@ from amphora_driver.errors import LeaseLost
 from amphora_driver.store.tables import duty, request, work
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from amphora_driver.store.engine import Database
 
 
@@ -95,11 +97,16 @@ class Jobs:
             ).scalar()
         )
 
-    def renew(self) -> None:
-        """Keep every lease of this process for another while."""
+    def renew(self, load_balancer_ids: Collection[str]) -> None:
+        """Keep the leases of these load balancers for another while, as far as they are this process's.
+
+        Only those really being worked on are named: a lease that could not be given back must run out.
+        """
         self._database.write(
             lambda connection: connection.execute(
-                work.update().where(work.c.owner == self._owner).values(leased_until=time.time() + self._seconds)
+                work.update()
+                .where(work.c.owner == self._owner, work.c.load_balancer_id.in_(list(load_balancer_ids)))
+                .values(leased_until=time.time() + self._seconds)
             )
         )
 

@@ -163,6 +163,26 @@ def test_a_fully_populated_one_is_read_back(intents, database, reporter):
     assert {one.object_id for one in found} == {"lb", "li", "po", "ru"}
 
 
+def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, octavia):
+    other = LoadBalancer(id="lb2", project_id="demo", vip=VIP)
+    intents.create_load_balancer(TREE, read_back=True)
+    intents.create_load_balancer(other, read_back=False)
+    octavia.trees["lb"] = {**READ_BACK, "listeners": [{"listener_id": "li", "protocol": "CARRIER PIGEON"}]}
+    octavia.trees["lb2"] = {**READ_BACK, "loadbalancer_id": "lb2"}
+
+    def write(connection):
+        connection.execute(work.update().where(work.c.load_balancer_id == "lb2").values(applied=1))
+        statuses.confirm(connection, "lb2", 1, {})
+
+    database.write(write)
+    reporter.turn()
+    assert octavia.statuses[-1] == {"loadbalancers": [{"id": "lb2", "provisioning_status": "ACTIVE"}]}
+    octavia.trees["lb"] = READ_BACK
+    reporter._unread.clear()
+    reporter.turn()
+    assert database.read(lambda c: wanted.load_tree(c, "lb")).listeners[0].l7policies
+
+
 def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
     intents.create(Kind.LISTENER, LISTENER)

@@ -74,6 +74,18 @@ def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database)
     assert one.claim() is not None, "it came while the job was ending"
 
 
+def test_only_what_is_worked_on_is_renewed(database):
+    add(database)
+    add(database, "forgotten")
+    one = jobs.Jobs(database, "one", 30)
+    one.claim(), one.claim()
+    database.write(lambda c: c.execute(work.update().values(leased_until=1.0)))
+    one.renew({"lb"})
+    two = jobs.Jobs(database, "two", 30)
+    assert two.claim().load_balancer_id == "forgotten", "a lease that could not be given back runs out"
+    assert two.claim() is None
+
+
 def test_a_failed_job_waits_its_pause(database):
     add(database)
     one = jobs.Jobs(database, "one", 30)
