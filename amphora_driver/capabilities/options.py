@@ -95,9 +95,7 @@ def check_listener(listener: Listener) -> None:
         value = getattr(listener, name)
         if value is not None:
             _between(f"listener option {name}", value, 0, MAX_TIMEOUT)
-    for header, wanted in (listener.insert_headers or {}).items():
-        if str(wanted).lower() != "false":
-            _refuse("listener option insert_headers", f"{header}={wanted}", NOT_YET, "Leave it out.")
+    _absent("listener option insert_headers", listener.insert_headers)
     _absent("listener option allowed_cidrs", listener.allowed_cidrs)
     if listener.hsts_max_age is not None:
         _refuse("listener option hsts_max_age", listener.hsts_max_age, NOT_YET, "Leave it out.")

@@ -67,7 +67,7 @@ def changes(kind: Kind, new: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for field in msgspec.structs.fields(SHAPES[kind]):
-        if field.name in _CHILDREN or field.name in ("id", "vip", "additional_vips"):
+        if field.name in _CHILDREN or field.name in ("id", "vip", "additional_vips", "profile"):
             continue
         value = _get(new, field.name)
         if value is data_models.Unset:
@@ -76,7 +76,7 @@ def changes(kind: Kind, new: Any) -> dict[str, Any]:
             if field.default is not msgspec.NODEFAULT:
                 named[field.name] = field.default
             continue
-        named[field.name] = _plain(value)
+        named[field.name] = _value(field.name, value)
     return named
 
 
@@ -180,18 +180,28 @@ def _fields(kind: Kind, source: Any) -> dict[str, Any]:
     """The fields that were given with a value; for a whole object None and Unset both mean the default."""
     fields = {"id": identifier(kind, source)}
     for field in SHAPES[kind].__struct_fields__:
-        if field in _CHILDREN or field in ("id", "vip", "additional_vips"):
+        if field in _CHILDREN or field in ("id", "vip", "additional_vips", "profile"):
             continue
         value = given(source, field)
         if value is not None:
-            fields[field] = _plain(value)
+            fields[field] = _value(field, value)
     return fields
 
 
-def _plain(value: Any) -> Any:
+def _value(field: str, value: Any) -> Any:
+    if field == "insert_headers" and isinstance(value, Mapping):
+        return sorted(str(name) for name, wanted in value.items() if _switch(name, wanted))
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items() if item is not None}
     return value
+
+
+def _switch(header: str, value: Any) -> bool:
+    """Octavia says "true" and "false" in words."""
+    word = str(value).lower()
+    if word not in ("true", "false"):
+        raise ModelError(f"insert the header {header!r}", f"{value!r} is neither true nor false")
+    return word == "true"
 
 
 def _text(value: Any) -> str:

@@ -12,16 +12,21 @@ import msgspec
 
 from amphora_driver.model.vocabulary import (
     Algorithm,
+    ClientAuthentication,
     Kind,
+    L7Action,
+    L7Compare,
+    L7RuleType,
     ListenerProtocol,
     MonitorType,
     PersistenceType,
     PoolProtocol,
+    Topology,
 )
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Common behaviour of all model classes: frozen, keyword-only, small when written down."""
+class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
+    """Common behaviour of all model classes: frozen, keyword-only, small when written down, quick to look up."""
 
 
 class Vip(Shape, frozen=True):
@@ -104,8 +109,8 @@ class L7Rule(Shape, frozen=True):
 
     id: str
     l7policy_id: str
-    type: str
-    compare_type: str
+    type: L7RuleType
+    compare_type: L7Compare
     value: str
     key: str | None = None
     invert: bool = False
@@ -117,7 +122,7 @@ class L7Policy(Shape, frozen=True):
 
     id: str
     listener_id: str
-    action: str
+    action: L7Action
     position: int
     admin_state_up: bool = True
     name: str | None = None
@@ -129,7 +134,10 @@ class L7Policy(Shape, frozen=True):
 
 
 class Listener(Shape, frozen=True):
-    """One port of a load balancer. Timeouts in milliseconds; connection_limit -1 is "no limit of its own"."""
+    """One port of a load balancer.
+
+    Timeouts in milliseconds; connection_limit -1 is "no limit of its own"; insert_headers names those that are on.
+    """
 
     id: str
     loadbalancer_id: str
@@ -143,12 +151,12 @@ class Listener(Shape, frozen=True):
     timeout_member_connect: int | None = None
     timeout_member_data: int | None = None
     timeout_tcp_inspect: int | None = None
-    insert_headers: dict[str, str] | None = None
+    insert_headers: tuple[str, ...] | None = None
     allowed_cidrs: tuple[str, ...] | None = None
     default_tls_container_ref: str | None = None
     sni_container_refs: tuple[str, ...] | None = None
     client_ca_tls_container_ref: str | None = None
-    client_authentication: str | None = None
+    client_authentication: ClientAuthentication | None = None
     client_crl_container_ref: str | None = None
     tls_versions: tuple[str, ...] | None = None
     tls_ciphers: str | None = None
@@ -157,6 +165,33 @@ class Listener(Shape, frozen=True):
     hsts_include_subdomains: bool = False
     hsts_preload: bool = False
     l7policies: tuple[L7Policy, ...] = ()
+
+
+class Profile(Shape, frozen=True):
+    """What flavor, availability zone and configuration chose for a load balancer when it was created.
+
+    It stays with the load balancer: a later change of flavor or configuration changes no load balancer that exists.
+    Backends are named by their entry points; times are milliseconds; None is "as configured".
+    """
+
+    topology: Topology = Topology.SINGLE
+    compute: str | None = None
+    network: str | None = None
+    compute_flavor: str | None = None
+    compute_zone: str | None = None
+    image_tag: str | None = None
+    timeout_client_data: int | None = None
+    timeout_member_connect: int | None = None
+    timeout_member_data: int | None = None
+    timeout_tunnel: int | None = None
+    timeout_http_request: int | None = None
+    connection_limit: int | None = None
+    process_connection_limit: int | None = None
+    process_threads: int | None = None
+    tls_minimum_version: str | None = None
+    tls_ciphers: str | None = None
+    connection_logging: bool | None = None
+    log_format: str | None = None
 
 
 class LoadBalancer(Shape, frozen=True):
@@ -173,6 +208,7 @@ class LoadBalancer(Shape, frozen=True):
     vip_sg_ids: tuple[str, ...] | None = None
     flavor: dict[str, object] | None = None
     availability_zone: dict[str, object] | None = None
+    profile: Profile = Profile()
     listeners: tuple[Listener, ...] = ()
     pools: tuple[Pool, ...] = ()
 

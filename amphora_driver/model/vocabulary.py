@@ -80,6 +80,46 @@ class PersistenceType(Word):
     APP_COOKIE = "APP_COOKIE"
 
 
+class ClientAuthentication(Word):
+    """Whether a TLS listener asks its clients for certificates."""
+
+    NONE = "NONE"
+    OPTIONAL = "OPTIONAL"
+    MANDATORY = "MANDATORY"
+
+
+class L7Action(Word):
+    """What an L7 policy does with a request that matches."""
+
+    REJECT = "REJECT"
+    REDIRECT_TO_URL = "REDIRECT_TO_URL"
+    REDIRECT_TO_POOL = "REDIRECT_TO_POOL"
+    REDIRECT_PREFIX = "REDIRECT_PREFIX"
+
+
+class L7RuleType(Word):
+    """What an L7 rule looks at."""
+
+    HOST_NAME = "HOST_NAME"
+    PATH = "PATH"
+    FILE_TYPE = "FILE_TYPE"
+    HEADER = "HEADER"
+    COOKIE = "COOKIE"
+    SSL_CONN_HAS_CERT = "SSL_CONN_HAS_CERT"
+    SSL_VERIFY_RESULT = "SSL_VERIFY_RESULT"
+    SSL_DN_FIELD = "SSL_DN_FIELD"
+
+
+class L7Compare(Word):
+    """How an L7 rule compares what it looks at with its value."""
+
+    REGEX = "REGEX"
+    STARTS_WITH = "STARTS_WITH"
+    ENDS_WITH = "ENDS_WITH"
+    CONTAINS = "CONTAINS"
+    EQUAL_TO = "EQUAL_TO"
+
+
 class Provisioning(Word):
     """Provisioning statuses a provider reports."""
 

@@ -37,6 +37,8 @@ metadata = MetaData(
 Id = String(36)
 # A load balancer with a thousand nested objects in one body must fit: MySQL's TEXT stops at 64 KiB.
 Body = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
+# A chain of certificates or a bundle of authorities may be longer than MySQL's BLOB.
+Sealed = LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite counts up by itself only for INTEGER primary keys.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
@@ -70,6 +72,10 @@ work = Table(
     metadata,
     Column("load_balancer_id", Id, primary_key=True),
     Column("project_id", String(64), nullable=True),
+    # Chosen at creation, for good: the topology, and the backends (entry points) its amphorae and ports are with.
+    Column("topology", String(32), nullable=False, default="SINGLE"),
+    Column("compute", String(64), nullable=True),
+    Column("network", String(64), nullable=True),
     Column("op", String(16), nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("committed", BigInteger, nullable=False, default=0),
@@ -98,6 +104,19 @@ request = Table(
     Column("applied_at", Double, nullable=True),
     Column("outcome", Text, nullable=True),
     Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
+)
+
+# One row per secret an object uses: sealed by the vault, never shared between objects, gone with the last use.
+# `purpose` says what it is for (certificate, ca, crl); `ref` is the name Octavia's users know it by.
+secret = Table(
+    "secret",
+    metadata,
+    Column("object_id", Id, primary_key=True),
+    Column("purpose", String(16), primary_key=True),
+    Column("ref", String(255), primary_key=True),
+    Column("load_balancer_id", Id, nullable=False),
+    Column("sealed", Sealed, nullable=False),
+    Index("ix_secret_load_balancer_id", "load_balancer_id"),
 )
 
 # --- what Octavia is told -------------------------------------------------------------------------------------------

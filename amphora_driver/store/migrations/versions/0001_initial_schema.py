@@ -85,6 +85,17 @@ def upgrade() -> None:
     with op.batch_alter_table('request', schema=None) as batch_op:
         batch_op.create_index('ix_request_load_balancer_id', ['load_balancer_id', 'generation'], unique=False)
 
+    op.create_table('secret',
+    sa.Column('object_id', sa.String(length=36), nullable=False),
+    sa.Column('purpose', sa.String(length=16), nullable=False),
+    sa.Column('ref', sa.String(length=255), nullable=False),
+    sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
+    sa.Column('sealed', sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), 'mysql', 'mariadb'), nullable=False),
+    sa.PrimaryKeyConstraint('object_id', 'purpose', 'ref', name='pk_secret')
+    )
+    with op.batch_alter_table('secret', schema=None) as batch_op:
+        batch_op.create_index('ix_secret_load_balancer_id', ['load_balancer_id'], unique=False)
+
     op.create_table('status',
     sa.Column('object_id', sa.String(length=36), nullable=False),
     sa.Column('kind', sa.String(length=16), nullable=False),
@@ -127,6 +138,9 @@ def upgrade() -> None:
     op.create_table('work',
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
     sa.Column('project_id', sa.String(length=64), nullable=True),
+    sa.Column('topology', sa.String(length=32), nullable=False),
+    sa.Column('compute', sa.String(length=64), nullable=True),
+    sa.Column('network', sa.String(length=64), nullable=True),
     sa.Column('op', sa.String(length=16), nullable=False),
     sa.Column('generation', sa.BigInteger(), nullable=False),
     sa.Column('committed', sa.BigInteger(), nullable=False),
@@ -203,6 +217,10 @@ def downgrade() -> None:
         batch_op.drop_index('ix_status_load_balancer_id')
 
     op.drop_table('status')
+    with op.batch_alter_table('secret', schema=None) as batch_op:
+        batch_op.drop_index('ix_secret_load_balancer_id')
+
+    op.drop_table('secret')
     with op.batch_alter_table('request', schema=None) as batch_op:
         batch_op.drop_index('ix_request_load_balancer_id')
 
