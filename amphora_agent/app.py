@@ -19,10 +19,12 @@ from amphora_agent.api import bundle, diagnostics, info
 from amphora_agent.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
-from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.haproxy.process import RESPONDER_PORT, Haproxy
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
+from amphora_agent.responder import metrics
+from amphora_agent.responder.server import Responder
 from amphora_agent.stats.ledger import Ledger
 from amphora_agent.stats.sender import Sender
 
@@ -39,12 +41,14 @@ def create(settings: Settings, paths: Paths) -> Flask:
     haproxy = Haproxy(paths, services, inner, before_leaving=ledger.hold)
     sender = Sender(settings, paths, ledger, lambda: applier.generation)
     applier = Applier(settings, paths, haproxy, inner, after=sender.send_now)
+    responder = Responder(inner, RESPONDER_PORT, lambda: metrics.scrape(haproxy.worker), lambda: applier.pings)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
     app.register_blueprint(info.blueprint(settings, applier))
     app.register_blueprint(diagnostics.blueprint(paths, services, haproxy, inner, sender))
     _answer_errors(app)
+    responder.start()
     reboot.serve_again(applier.apply_confirmed)
     sender.start()
     return app

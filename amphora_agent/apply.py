@@ -2,21 +2,21 @@
 """Make this amphora what a bundle says.
 
 Invariant: one bundle at a time; whatever step fails, the configuration that served before serves on, and the
-file that HAProxy would start from is one that it has checked. A bundle is confirmed only after HAProxy has
-said what it runs.
+file that HAProxy would start from is one that it has checked, with all files it names. A bundle is confirmed only
+after HAProxy has said what it runs; a confirmed one whose files are gone is not said to be served.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from amphora_agent import confirmed as disk
-from amphora_agent.bundle import Bundle, Interface, parse
+from amphora_agent.bundle import Bundle, Host, Interface, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.confirmed import Confirmed
 from amphora_agent.errors import (
@@ -26,9 +26,12 @@ from amphora_agent.errors import (
     HaproxyError,
     MachineError,
 )
+from amphora_agent.files import FileSets
 from amphora_agent.haproxy import configuration as text_of
-from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare
+from amphora_agent.haproxy import document as document_of
+from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare, file_changes
 from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.document import Document
 from amphora_agent.haproxy.process import NOTHING, Haproxy, Loaded
 from amphora_agent.haproxy.runtime import carry_out
 from amphora_agent.network import interfaces
@@ -83,11 +86,17 @@ class Applier:
         self._plugged: tuple[Interface, ...] | None = None
         self._read: tuple[str, Configuration] | None = None
         self._lock = threading.Lock()
+        self._files = FileSets(paths)
         self._confirmed: Confirmed | None = None
+        self._lost: Confirmed | None = None
         try:
             self._confirmed = disk.read(paths.confirmed)
         except MachineError as error:
             _log.error("%s", error)
+        if self._confirmed is not None and not self._files.holds(self._confirmed.bundle.files):
+            self._confirmed, self._lost = None, self._confirmed
+            _log.warning("The files of generation %d are gone; it has to be pushed again", self._highest)
+        self._pings: Mapping[str, Host] = self._confirmed.bundle.pings if self._confirmed is not None else {}
 
     @property
     def confirmed(self) -> Confirmed | None:
@@ -95,9 +104,28 @@ class Applier:
         return self._confirmed
 
     @property
+    def lost(self) -> Confirmed | None:
+        """The last confirmed bundle if it cannot be served because its files are gone."""
+        return self._lost
+
+    @property
     def generation(self) -> int | None:
+        """The confirmed generation; 0 if its files are gone, None before the first one."""
         confirmed = self._confirmed
-        return confirmed.bundle.generation if confirmed is not None else None
+        if confirmed is None:
+            return 0 if self._lost is not None else None
+        return confirmed.bundle.generation
+
+    @property
+    def pings(self) -> Mapping[str, Host]:
+        """The addresses to ping, by member: those of the confirmed bundle and of one that is being applied."""
+        return self._pings
+
+    @property
+    def _highest(self) -> int | None:
+        """The highest generation that was ever confirmed."""
+        last = self._confirmed or self._lost
+        return last.bundle.generation if last is not None else None
 
     def apply(self, body: bytes) -> Outcome:
         """Apply a bundle as it came over the wire.
@@ -108,10 +136,17 @@ class Applier:
         bundle = parse(body)
         with self._lock:
             self._refuse_stale(bundle)
-            outcome = self._apply(bundle)
-            # The same bundle again keeps the moment at which it was first confirmed.
-            if self._confirmed is None or self._confirmed.body != body:
-                self._confirm(disk.now_confirmed(bundle, body))
+            try:
+                self._pings = {**self._pings, **bundle.pings}
+                outcome = self._apply(bundle)
+                # The same bundle again keeps the moment at which it was first confirmed.
+                received = digest(body)
+                if self._confirmed is None or self._confirmed.digest != received:
+                    self._confirm(disk.now_confirmed(bundle, received))
+                self._finished()
+            finally:
+                self._pings = self._confirmed.bundle.pings if self._confirmed is not None else {}
+                self._tidy()
         _log.info("Generation %d: %s. %s", outcome.generation, outcome.how, outcome.reason)
         self._after()
         return outcome
@@ -127,9 +162,12 @@ class Applier:
                 return True
             try:
                 outcome = self._apply(self._confirmed.bundle)
+                self._finished()
             except AgentError as error:
                 _log.warning("%s", error)
                 return False
+            finally:
+                self._tidy()
         _log.info("Generation %d again: %s. %s", outcome.generation, outcome.how, outcome.reason)
         self._after()
         return True
@@ -140,30 +178,31 @@ class Applier:
             raise BundleRefused(
                 wanted,
                 f"it is for amphora {bundle.amphora_id}, this is {self._settings.amphora_id}",
-                generation=self.generation,
+                generation=self._highest,
             )
-        if self._confirmed is None:
+        last = self._confirmed or self._lost
+        if last is None:
             return
-        applied = self._confirmed.bundle
+        applied = last.bundle
         if bundle.load_balancer_id != applied.load_balancer_id:
             raise BundleRefused(
                 wanted,
                 f"this amphora serves load balancer {applied.load_balancer_id}",
-                generation=self.generation,
+                generation=self._highest,
             )
         if bundle.generation < applied.generation:
             raise BundleRefused(
                 wanted,
                 f"generation {applied.generation} is applied already",
                 "A newer controller was here; read the wanted state again.",
-                generation=self.generation,
+                generation=self._highest,
             )
-        if bundle.generation == applied.generation and bundle != applied:
+        if bundle.generation == applied.generation and bundle != applied and self._lost is None:
             raise BundleRefused(
                 wanted,
                 "this generation is applied already, with another content",
                 "Every change takes a new generation.",
-                generation=self.generation,
+                generation=self._highest,
             )
 
     def _confirm(self, confirmed: Confirmed) -> None:
@@ -171,7 +210,7 @@ class Applier:
             disk.write(self._paths.confirmed, confirmed)
         except OSError as error:
             raise MachineError("write the bundle down", str(error)) from error
-        self._confirmed = confirmed
+        self._confirmed, self._lost = confirmed, None
 
     # -- the steps ------------------------------------------------------------------------------------------
 
@@ -184,7 +223,7 @@ class Applier:
                     self._plug(bundle.interfaces)
                 how, reason, loaded = self._stop(self._serving())
             else:
-                how, reason, loaded = self._serve(bundle.haproxy, None if plugged else bundle.interfaces)
+                how, reason, loaded = self._serve(bundle, bundle.haproxy, None if plugged else bundle.interfaces)
         except OSError as error:
             raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
         return Outcome(bundle.generation, how, reason, loaded)
@@ -210,51 +249,53 @@ class Applier:
                     interfaces.apply(self._inner, before)
             raise
 
-    def _serving(self) -> str | None:
-        """The text HAProxy runs, or would start from."""
+    def _serving(self) -> Document | None:
+        """What HAProxy runs, or would start from."""
         try:
-            return self._paths.configuration.read_text(encoding="utf-8")
+            return document_of.read(self._paths.configuration.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
 
-    def _serve(self, text: str, to_plug: tuple[Interface, ...] | None) -> tuple[str, str, Loaded]:
-        """Have HAProxy serve a text.
+    def _serve(self, bundle: Bundle, text: str, to_plug: tuple[Interface, ...] | None) -> tuple[str, str, Loaded]:
+        """Have HAProxy serve a bundle's text.
 
         Args:
             to_plug: the interfaces to set up before; None if they are as wanted.
         """
         before, wanted = self._serving(), self._parsed(text)
-        verdict = self._verdict(before, wanted)
+        served = self._confirmed.bundle.files if self._confirmed is not None else ()
+        directory = self._files.lay_out(bundle.files, served)
+        document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits)
+        verdict = self._verdict(before, wanted, bundle)
         early: Changed | None = None
-        if before == text and isinstance(verdict, Unchanged):
+        if before == document and isinstance(verdict, Unchanged):
             if to_plug is not None:
                 self._plug(to_plug)
             with suppress(HaproxyError):
                 return "unchanged", "", self._haproxy.verify(wanted)
             verdict = Reload("HAProxy did not run what it was told to")
         else:
-            with self._haproxy.checking(text, wanted) as check:
+            with self._haproxy.checking(document, wanted, bundle.files) as check:
                 if to_plug is None and isinstance(verdict, Runtime):
                     early = self._change_running(verdict, wanted)
                 try:
                     check.end()
                 except (AgentError, OSError):
                     if early is not None:
-                        self._undo(before or "")
+                        self._undo(before)
                     raise
             if to_plug is not None:
                 self._plug(to_plug)
         # After a power cut HAProxy does not run and the confirmed bundle decides: neither the mark nor the switch
         # has to be on disk before that bundle is, and writing it syncs their directory.
         self._paths.unfinished.touch()
-        if before != text:
+        if before != document:
             self._paths.candidate.replace(self._paths.configuration)
         try:
             outcome = self._bring_about(verdict, wanted, early)
         except (AgentError, OSError):
             self._restore(before)
             raise
-        self._finished()
         self._read = text, wanted
         return outcome
 
@@ -267,10 +308,10 @@ class Applier:
         except HaproxyError as error:
             return error
 
-    def _undo(self, before: str) -> None:
+    def _undo(self, before: Document | None) -> None:
         """Take back what was changed early: the file was refused. The one that was served is still in its place."""
         try:
-            configuration = self._parsed(before)
+            configuration = self._parsed(before.text if before is not None else "")
             try:
                 self._haproxy.verify(configuration)
             except HaproxyError:
@@ -279,14 +320,18 @@ class Applier:
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)
 
-    def _verdict(self, before: str | None, wanted: Configuration) -> Verdict | None:
+    def _verdict(self, before: Document | None, wanted: Configuration, bundle: Bundle) -> Verdict | None:
         """What HAProxy needs; None if it does not run."""
         if not self._haproxy.is_running():
             return None
-        if before is None or self._paths.unfinished.exists():
+        last = self._confirmed or self._lost
+        if before is None or last is None or self._paths.unfinished.exists():
             return Reload("an earlier change was interrupted")
+        elsewhere = file_changes(last.bundle.files, bundle.files, wanted)
+        if last.bundle.limits != bundle.limits:
+            elsewhere.append("the limits of the process changed")
         try:
-            return compare(self._parsed(before), wanted)
+            return compare(self._parsed(before.text), wanted, elsewhere)
         except ConfigurationRefused:
             return Reload("what was served before cannot be compared")
 
@@ -300,7 +345,7 @@ class Applier:
         self, verdict: Verdict | None, wanted: Configuration, early: Changed | None
     ) -> tuple[str, str, Loaded]:
         if verdict is None:
-            self._haproxy.start(wanted)
+            self._haproxy.start()
             return "start", "HAProxy was not running", self._haproxy.verify(wanted)
         if isinstance(verdict, Runtime):
             done = self._change_running(verdict, wanted) if early is None else early
@@ -314,19 +359,30 @@ class Applier:
         self._haproxy.reload(wanted)
         return "reload", verdict.reason, self._haproxy.verify(wanted)
 
-    def _stop(self, before: str | None) -> tuple[str, str, Loaded]:
+    def _stop(self, before: Document | None) -> tuple[str, str, Loaded]:
         if before is None and not self._haproxy.is_running():
             return "unchanged", "", NOTHING
         self._haproxy.stop()
         self._paths.configuration.unlink(missing_ok=True)
-        self._finished()
         return "stop", "no listener is wanted", NOTHING
 
     def _finished(self) -> None:
         self._paths.unfinished.unlink(missing_ok=True)
         self._paths.candidate.unlink(missing_ok=True)
 
-    def _restore(self, before: str | None) -> None:
+    def _tidy(self) -> None:
+        """Remove the files that neither the last confirmed bundle nor a start of HAProxy would need."""
+        try:
+            needed = set()
+            if self._confirmed is not None:
+                needed.add(self._files.place(self._confirmed.bundle.files))
+            if (serving := self._serving()) is not None and serving.files is not None:
+                needed.add(serving.files)
+            self._files.keep_only(needed)
+        except OSError as error:
+            _log.error("Removing files that are not needed any more: %s", error)
+
+    def _restore(self, before: Document | None) -> None:
         """Go back to what served before. The mark of an unfinished change stays: the next one reloads."""
         try:
             if before is None:
@@ -334,14 +390,14 @@ class Applier:
                 self._paths.configuration.unlink(missing_ok=True)
                 self._finished()
                 return
-            write_atomically(self._paths.configuration, before)
-            configuration = text_of.parse(before)
+            write_atomically(self._paths.configuration, before.content)
+            configuration = text_of.parse(before.text)
             if self._haproxy.is_running():
                 try:
                     self._haproxy.verify(configuration)
                 except HaproxyError:
                     self._haproxy.reload(configuration)
-            else:
-                self._haproxy.start(configuration)
+            elif before.files is None or before.files.is_dir():
+                self._haproxy.start()
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)

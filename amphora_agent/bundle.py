@@ -2,7 +2,8 @@
 """The bundle: the whole wanted state of an amphora, as typed values.
 
 Invariant: what `parse` returns is complete and well-formed; a body with an unknown key, a missing one or a
-value of the wrong type never becomes a `Bundle`. Parsing touches nothing outside its argument.
+value of the wrong type never becomes a `Bundle`. Parsing touches nothing outside its argument, and no error of it
+repeats what a file holds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import ipaddress
 import json
 import re
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
@@ -23,8 +24,16 @@ FORMAT = 1
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _SMALLEST_MTU, _LARGEST_MTU = 68, 65535
+# Begins with no dot: neither a hidden file nor a way out of its directory can be named.
+_FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+MOST_FILES = 4096
+LARGEST_FILE = 4 * 1024 * 1024
+LARGEST_FILES = 16 * 1024 * 1024
+"""All of them together, in bytes. Two sets at once have to fit into the amphora's memory."""
 
 Address = IPv4Interface | IPv6Interface
+Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = IPv4Network | IPv6Network
 
 
@@ -33,7 +42,7 @@ class Route:
     """One route in the main table. Without a gateway the destination is on the link."""
 
     destination: Network
-    gateway: ipaddress.IPv4Address | ipaddress.IPv6Address | None
+    gateway: Host | None
 
 
 @dataclass(frozen=True)
@@ -49,14 +58,74 @@ class Interface:
 
 
 @dataclass(frozen=True)
+class File:
+    """A file the configuration names. Two are equal if they hold the same, whether or not it is at hand."""
+
+    name: str
+    sha256: str
+    content: str | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def object_id(self) -> str:
+        """The listener or pool it belongs to."""
+        return self.name.split("/")[1]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one HAProxy may take; None is what the machine allows."""
+
+    connections: int | None
+    threads: int | None
+
+
+@dataclass(frozen=True)
 class Bundle:
-    """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted."""
+    """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted.
+
+    ``pings`` holds the addresses that answer for members whose monitor is a ping, by member id.
+    """
 
     amphora_id: uuid.UUID
     load_balancer_id: uuid.UUID
     generation: int
     haproxy: str | None
+    files: tuple[File, ...]
+    pings: dict[str, Host]
+    limits: Limits
     interfaces: tuple[Interface, ...]
+
+    def without_contents(self) -> Bundle:
+        """The same, with nothing in it that must not lie around."""
+        return replace(self, files=tuple(File(file.name, file.sha256) for file in self.files))
+
+    def stored(self) -> dict[str, Any]:
+        """What is written down of it: everything but the files' contents."""
+        return {
+            "format": FORMAT,
+            "amphora_id": str(self.amphora_id),
+            "load_balancer_id": str(self.load_balancer_id),
+            "generation": self.generation,
+            "haproxy": self.haproxy,
+            "files": [{"name": file.name, "sha256": file.sha256} for file in self.files],
+            "pings": {member: str(address) for member, address in self.pings.items()},
+            "limits": {"connections": self.limits.connections, "threads": self.limits.threads},
+            "interfaces": [_stored_interface(interface) for interface in self.interfaces],
+        }
+
+
+def _stored_interface(interface: Interface) -> dict[str, Any]:
+    return {
+        "mac": interface.mac,
+        "name": interface.name,
+        "mtu": interface.mtu,
+        "addresses": [str(address) for address in interface.addresses],
+        "vips": [str(address) for address in interface.vips],
+        "routes": [
+            {"destination": str(r.destination), "gateway": None if r.gateway is None else str(r.gateway)}
+            for r in interface.routes
+        ],
+    }
 
 
 def digest(body: bytes) -> str:
@@ -71,11 +140,20 @@ def parse(body: bytes) -> Bundle:
         MalformedBundle: saying which key is wrong.
     """
     try:
-        return _bundle(json.loads(body, object_pairs_hook=_without_repetition))
+        return _bundle(json.loads(body, object_pairs_hook=_without_repetition), _file)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MalformedBundle(
             "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for its shape."
         ) from error
+
+
+def parse_stored(document: Any) -> Bundle:
+    """Read what `Bundle.stored` made.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is something else.
+    """
+    return _bundle(document, _stored_file)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,17 +180,17 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _bundle(document: Any) -> Bundle:
-    keys = ("format", "amphora_id", "load_balancer_id", "generation", "haproxy", "interfaces")
-    found = _keys(document, "the bundle", keys)
+def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
+    wanted = ("format", "amphora_id", "load_balancer_id", "generation")
+    found = _keys(document, "the bundle", (*wanted, "haproxy", "files", "pings", "limits", "interfaces"))
     if found["format"] != FORMAT:
         raise ValueError(f"format {found['format']!r} is not known, only {FORMAT}")
     generation = _typed(found["generation"], int, "generation")
     if generation < 0:
         raise ValueError("generation is negative")
     text = found["haproxy"]
-    if text is not None and "\0" in _typed(text, str, "haproxy"):
-        raise ValueError("haproxy contains a NUL character")
+    if text is not None:
+        _bytes(text, "haproxy")
     interfaces = tuple(_interface(item) for item in _typed(found["interfaces"], list, "interfaces"))
     for attribute in ("mac", "name"):
         values = [getattr(interface, attribute) for interface in interfaces]
@@ -123,8 +201,73 @@ def _bundle(document: Any) -> Bundle:
         load_balancer_id=uuid.UUID(_typed(found["load_balancer_id"], str, "load_balancer_id")),
         generation=generation,
         haproxy=text,
+        files=_files(found["files"], read_file),
+        pings=_pings(found["pings"]),
+        limits=_limits(found["limits"]),
         interfaces=interfaces,
     )
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    """A text as it will be written."""
+    text: str = _typed(value, str, where)
+    if "\0" in text:
+        raise ValueError(f"{where} contains a NUL character")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} contains half of a surrogate pair") from None
+
+
+def _files(value: Any, read_file: Callable[[Any, str], File]) -> tuple[File, ...]:
+    items = _typed(value, list, "files")
+    if len(items) > MOST_FILES:
+        raise ValueError(f"{len(items)} files are more than {MOST_FILES}")
+    found = [read_file(item, f"file {number}") for number, item in enumerate(items, start=1)]
+    if len({file.name for file in found}) != len(found):
+        raise ValueError("two files have the same name")
+    if (size := sum(len(file.content or "") for file in found)) > LARGEST_FILES:
+        raise ValueError(f"the files hold {size} characters together, at most {LARGEST_FILES} bytes are taken")
+    return tuple(sorted(found, key=lambda file: file.name))
+
+
+def _file(document: Any, where: str) -> File:
+    found = _keys(document, where, ("name", "content"))
+    name = _file_name(found["name"], where)
+    content = _bytes(found["content"], f"the content of {name}")
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"{name} holds {len(content)} bytes, at most {LARGEST_FILE} are taken")
+    return File(name, hashlib.sha256(content).hexdigest(), found["content"])
+
+
+def _stored_file(document: Any, where: str) -> File:
+    found = _keys(document, where, ("name", "sha256"))
+    if not _SHA256.fullmatch(_typed(found["sha256"], str, where)):
+        raise ValueError(f"{where} has no SHA-256")
+    return File(_file_name(found["name"], where), found["sha256"])
+
+
+def _file_name(value: Any, where: str) -> str:
+    name: str = _typed(value, str, f"the name of {where}")
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"the name of {where} is not of the form tls/<object id>/<name>")
+    return name
+
+
+def _pings(value: Any) -> dict[str, Host]:
+    found = _typed(value, dict, "pings")
+    for member in found:
+        if str(uuid.UUID(member)) != member:
+            raise ValueError(f"pings: {member!r} is not a member's id")
+    return {member: ipaddress.ip_address(_typed(address, str, "pings")) for member, address in found.items()}
+
+
+def _limits(value: Any) -> Limits:
+    found = _keys(value, "limits", ("connections", "threads"))
+    for name, limit in found.items():
+        if limit is not None and _typed(limit, int, name) < 1:
+            raise ValueError(f"limits: {name} is below 1")
+    return Limits(found["connections"], found["threads"])
 
 
 def _interface(document: Any) -> Interface:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import configparser
 import ipaddress
+import logging
 import uuid
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Settings:
     bind_address: str
     bind_port: int
     services: str
+    log_level: int
     interval: float
     targets: tuple[Target, ...]
     heartbeat_key: bytes = field(repr=False)
@@ -62,6 +65,7 @@ def load(paths: Paths) -> Settings:
             bind_address=str(ipaddress.ip_address(parser.get("agent", "bind_address"))),
             bind_port=parser.getint("agent", "bind_port", fallback=9443),
             services=parser.get("agent", "services", fallback="systemd"),
+            log_level=_level(parser.get("agent", "log_level", fallback="INFO")),
             interval=_positive(parser.getfloat("heartbeat", "interval", fallback=3.0)),
             targets=_targets(parser.get("heartbeat", "targets", fallback="")),
             heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii")),
@@ -70,6 +74,12 @@ def load(paths: Paths) -> Settings:
         raise SettingsError(
             f"read {file}", str(error), "The compute backend writes it at boot; see docs/agent-api.md."
         ) from error
+
+
+def _level(name: str) -> int:
+    if name not in _LEVELS:
+        raise ValueError(f"log_level = {name} is none of {', '.join(_LEVELS)}")
+    return _LEVELS[name]
 
 
 def _positive(value: float) -> float:

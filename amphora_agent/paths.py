@@ -89,6 +89,11 @@ class Paths:
         return self.run / "haproxy-master.sock"
 
     @property
+    def files(self) -> Path:
+        """Certificates with their keys, and what else HAProxy reads: a directory for each set, in memory."""
+        return self.run / "files"
+
+    @property
     def empty(self) -> Path:
         """HAProxy's root directory: there is nothing to be found in it."""
         return self.run / "empty"

@@ -53,7 +53,7 @@ class Server(BaseApplication):
             "ssl_context": _tls,
             "worker_tmp_dir": str(self._paths.run),
             "graceful_timeout": 5,
-            "loglevel": "warning",
+            "loglevel": "debug" if self._settings.log_level == logging.DEBUG else "warning",
             "control_socket_disable": True,
         }
         for name, value in options.items():
@@ -76,6 +76,7 @@ def main() -> None:
         settings = config.load(paths)
     except SettingsError as error:
         sys.exit(str(error))
+    logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     Server(settings, paths).run()

@@ -84,7 +84,7 @@ class Machine:
         """Make this process's namespaces into a machine."""
         # Opened first: what is mounted below may hide them.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
-        self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=16m")
+        self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
             self._make_private(place.parent, name)
             place.mkdir(exist_ok=True)

@@ -57,6 +57,12 @@ CONTROLLER = [
     cfg.FloatOpt(
         "boot_timeout", default=300.0, help="Seconds an amphora may take from boot to its agent's first answer."
     ),
+    cfg.StrOpt(
+        "loadbalancer_topology",
+        default="SINGLE",
+        choices=["SINGLE", "ACTIVE_STANDBY"],
+        help="Topology of new load balancers whose flavor names none. Those that exist keep theirs.",
+    ),
     cfg.FloatOpt("retry_first", default=0.5, help="Seconds before the first retry of a failed job; doubles each time."),
     cfg.FloatOpt("retry_most", default=60.0, help="Longest pause between retries, in seconds."),
     cfg.FloatOpt(
@@ -100,8 +106,66 @@ HEALTH = [
         help="Seconds for which changes are collected before they are written down together.",
     ),
 ]
+_MILLISECONDS = {"min": 1, "max": 2_073_600_000}
+HAPROXY = [
+    cfg.IntOpt(
+        "timeout_client_data",
+        default=50_000,
+        **_MILLISECONDS,
+        help="Milliseconds a client may be silent. This and all that follows: where neither listener nor flavor says.",
+    ),
+    cfg.IntOpt(
+        "timeout_member_connect",
+        default=5_000,
+        **_MILLISECONDS,
+        help="Milliseconds a connection to a member may take.",
+    ),
+    cfg.IntOpt("timeout_member_data", default=50_000, **_MILLISECONDS, help="Milliseconds a member may be silent."),
+    cfg.IntOpt(
+        "timeout_tunnel",
+        **_MILLISECONDS,
+        help="Milliseconds both sides of an upgraded or tunnelled connection may be silent. Without it, an hour where "
+        "HTTP is spoken, and the timeouts of client and member elsewhere.",
+    ),
+    cfg.IntOpt(
+        "timeout_http_request",
+        default=10_000,
+        **_MILLISECONDS,
+        help="Milliseconds a client may take to send the head of a request.",
+    ),
+    cfg.IntOpt(
+        "connection_limit",
+        min=1,
+        max=1_000_000,
+        help="Connections at once to one listener. Without it, as many as its amphora takes.",
+    ),
+    cfg.IntOpt(
+        "process_connection_limit",
+        min=1,
+        max=1_000_000,
+        help="Connections at once to all listeners of an amphora. Without it, what its memory allows.",
+    ),
+    cfg.IntOpt("process_threads", min=1, max=64, help="Threads of HAProxy. Without it, one for each processor."),
+    cfg.StrOpt(
+        "tls_minimum_version",
+        choices=["TLSv1", "TLSv1.1", "TLSv1.2", "TLSv1.3"],
+        help="Oldest TLS version that listeners and pools speak. Without it, what they say themselves.",
+    ),
+    cfg.StrOpt("tls_ciphers", help="TLS ciphers in OpenSSL's notation. Without it, OpenSSL's own."),
+    cfg.BoolOpt("connection_logging", default=False, help="Whether each connection or request is logged."),
+    cfg.StrOpt("log_format", help="HAProxy's log-format of those lines. Without it, that of Octavia's flow logs."),
+]
 COMPUTE = [
-    cfg.StrOpt("driver", default="netns", help="Name of the compute backend (entry point amphora_driver.compute)."),
+    cfg.StrOpt(
+        "driver",
+        default="netns",
+        help="Compute backend of new load balancers whose flavor names none (entry point amphora_driver.compute).",
+    ),
+    cfg.ListOpt(
+        "enabled_drivers",
+        default=[],
+        help="More compute backends that flavors may name, or that load balancers are still with.",
+    ),
 ]
 COMPUTE_NETNS = [
     cfg.StrOpt(
@@ -118,7 +182,14 @@ COMPUTE_NETNS = [
     cfg.StrOpt("management_network", default="management", help="Id of the network the agents are reached on."),
 ]
 NETWORK = [
-    cfg.StrOpt("driver", default="local", help="Name of the network backend (entry point amphora_driver.network)."),
+    cfg.StrOpt(
+        "driver",
+        default="local",
+        help="Network backend from which new load balancers take VIPs and ports (entry point amphora_driver.network).",
+    ),
+    cfg.ListOpt(
+        "enabled_drivers", default=[], help="More network backends, for load balancers that are still with them."
+    ),
 ]
 NETWORK_LOCAL = [
     cfg.StrOpt("switch", default="amp-switch", help="Network namespace that holds the bridges."),
@@ -149,6 +220,7 @@ GROUPS: dict[str, list[cfg.Opt]] = {
     "agent": AGENT,
     "octavia": OCTAVIA,
     "health": HEALTH,
+    "haproxy": HAPROXY,
     "compute": COMPUTE,
     "compute_netns": COMPUTE_NETNS,
     "network": NETWORK,

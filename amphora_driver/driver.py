@@ -16,11 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
-from stevedore import DriverManager
 
 from amphora_driver import config
-from amphora_driver.capabilities import flavors, options, zones
+from amphora_driver.backends import Catalogue
+from amphora_driver.capabilities import certificates, flavors, membership, options, profile, tls, zones
 from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
@@ -29,16 +30,19 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import Node
+from amphora_driver.model.loadbalancer import Listener, Node, Pool, Profile
+from amphora_driver.model.secrets import Material, SecretName
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.network.interface import Network, VipRequest
+from amphora_driver.network.interface import VipRequest
 from amphora_driver.queue import doorbell
 from amphora_driver.store import claims, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from oslo_config.cfg import ConfigOpts
 
@@ -60,6 +64,8 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
 def _check(node: Node) -> None:
     """Refuse what cannot be served, whatever kind of object it is."""
     _CHECKS[wanted.kind_of(node)](node)
+    if isinstance(node, Pool):
+        membership.check_distinct(node)
 
 
 class _Shared:
@@ -68,11 +74,27 @@ class _Shared:
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
         self.database = Database(conf.store.connection)
-        self.intents = Intents(self.database, _check)
-        manager = DriverManager(
-            "amphora_driver.network", conf.network.driver, invoke_on_load=True, invoke_args=(conf, self.database)
-        )
-        self.network: Network = manager.driver
+        self.intents = Intents(self.database, _check, self._fits)
+        self.catalogue = Catalogue(conf, self.database)
+
+    @functools.cached_property
+    def vault(self) -> Vault:
+        """What seals users' secrets; read when the first one comes."""
+        return Vault.load(self.conf.store.encryption_key_file)
+
+    def _fits(self, node: Node, chosen: Profile) -> None:
+        """Refuse TLS of which the profile leaves nothing."""
+        options = self.conf.haproxy
+        oldest, ciphers = chosen.tls_minimum_version or options.tls_minimum_version, chosen.tls_ciphers
+        if isinstance(node, Listener) and tls.terminates(node):
+            tls.listener_negotiation(node, oldest, ciphers or options.tls_ciphers)
+        elif isinstance(node, Pool) and node.tls_enabled:
+            tls.pool_negotiation(node, oldest, ciphers or options.tls_ciphers)
+
+    def vip_network(self, load_balancer_id: str) -> str:
+        """The network backend a load balancer's VIPs were taken from, or would be."""
+        noted = self.database.read(lambda connection: claims.of(connection, load_balancer_id))
+        return noted or str(self.conf.network.driver)
 
 
 @functools.lru_cache(maxsize=1)
@@ -119,7 +141,10 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         vip_dictionary: dict[str, Any],
         additional_vip_dicts: list[dict[str, Any]] | None = None,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Take the addresses of a load balancer that is about to be created; again for the same one: the same."""
+        """Take the addresses of a load balancer that is about to be created; again for the same one: the same.
+
+        Octavia asks before the flavor is known: the default network backend answers.
+        """
         primary = VipRequest(
             subnet_id=vip_dictionary.get("vip_subnet_id"),
             network_id=vip_dictionary.get("vip_network_id"),
@@ -136,8 +161,10 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             for one in additional_vip_dicts or ()
         ]
         shared = _shared()
-        shared.database.write(lambda connection: claims.note(connection, loadbalancer_id))
-        first, *others = shared.network.allocate_vip(loadbalancer_id, project_id, [primary, *more])
+        name = shared.database.write(
+            lambda connection: claims.note(connection, loadbalancer_id, shared.conf.network.driver)
+        )
+        first, *others = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, [primary, *more])
         answer = {
             **vip_dictionary,
             "vip_address": first.address,
@@ -163,14 +190,18 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         from Octavia once that has committed it.
         """
         shared = _shared()
+        network = shared.vip_network(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
         try:
-            flavors.validate(from_octavia.given(loadbalancer, "flavor"))
-            zones.validate(from_octavia.given(loadbalancer, "availability_zone"))
-            tree = from_octavia.load_balancer(loadbalancer)
+            flavor, zone = (from_octavia.given(loadbalancer, name) for name in ("flavor", "availability_zone"))
+            chosen = profile.choose(flavor, zone, shared.catalogue.deployment(), vip_network=network)
+            tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
+            # Looked at only: they are read back with everything else.
+            certificates.contents(from_octavia.secrets(Kind.LOAD_BALANCER, loadbalancer))
+            zones.check_vips(zone, tree.vips)
             shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except AmphoraDriverError:
             # Octavia forgets the load balancer; its addresses must not stay taken.
-            shared.network.release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+            shared.catalogue.network(network).release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
             raise
         _ring()
 
@@ -224,10 +255,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def pool_create(self, pool: data_models.Pool) -> None:
         """A new pool; given a listener, it becomes its default pool (Octavia makes no other call for that)."""
-        _shared().intents.create(
-            Kind.POOL, from_octavia.pool(pool), for_listener=from_octavia.given(pool, "listener_id") or None
-        )
-        _ring()
+        self._create(Kind.POOL, pool, for_listener=from_octavia.given(pool, "listener_id") or None)
 
     @_answering
     def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:
@@ -328,36 +356,49 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def get_supported_flavor_metadata(self) -> dict[str, str]:
         """The flavor keys this provider serves, with descriptions."""
-        return flavors.supported()
+        return flavors.supported(_shared().catalogue.deployment())
 
     @_answering
     def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
         """Refuse flavor keys or values that are not served."""
-        flavors.validate(flavor_metadata)
+        flavors.validate(flavor_metadata, _shared().catalogue.deployment())
 
     @_answering
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
         """The availability-zone keys this provider serves, with descriptions."""
-        return zones.supported()
+        return zones.supported(_shared().catalogue.deployment())
 
     @_answering
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
         """Refuse availability-zone keys or values that are not served."""
-        zones.validate(availability_zone_metadata)
+        zones.validate(availability_zone_metadata, _shared().catalogue.deployment())
 
     # --- the three verbs everything below a load balancer knows -------------------------------------------------------
 
-    def _create(self, kind: Kind, source: object) -> None:
-        _shared().intents.create(kind, from_octavia.node(kind, source))
+    def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
+        # References are the user's here, contents come in the database's order.
+        contents = _sealed(from_octavia.secrets(kind, source, paired=False))
+        node = from_octavia.node(kind, source)
+        _shared().intents.create(kind, node, for_listener=for_listener, contents=contents)
         _ring()
 
     def _update(self, kind: Kind, new: object) -> None:
-        _shared().intents.update(kind, from_octavia.identifier(kind, new), from_octavia.changes(kind, new))
+        contents = _sealed(from_octavia.secrets(kind, new))
+        fields = from_octavia.changes(kind, new)
+        _shared().intents.update(kind, from_octavia.identifier(kind, new), fields, contents=contents)
         _ring()
 
     def _delete(self, kind: Kind, source: object) -> None:
         _shared().intents.delete(kind, from_octavia.identifier(kind, source))
         _ring()
+
+
+def _sealed(given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
+    """What a table may hold of these secrets, after a look at what is in them."""
+    if not given:
+        return {}
+    vault = _shared().vault
+    return {name: Sealed(content=vault.seal(one)) for name, one in certificates.contents(given).items()}
 
 
 def _member_of(pool_id: str, source: data_models.Member) -> Any:

@@ -23,20 +23,27 @@ from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
 from amphora_driver import config
-from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.capabilities import certificates
+from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
+from amphora_driver.model.secrets import used_by, used_in
 from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.queue import doorbell, jobs
-from amphora_driver.store import counters, statuses, wanted
+from amphora_driver.store import counters, reading_back, secrets, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Op
+from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import request, work
+from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from multiprocessing.synchronize import Event
 
     from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
+    from amphora_driver.model.secrets import Material, SecretName
 
 LOG = logging.getLogger(__name__)
 
@@ -56,6 +63,9 @@ _AWAY = (
 )
 # How long a load balancer waits for a child whose status Octavia refuses, in seconds: longer is no passing trouble.
 _CHILD_FIRST = 2.0
+# How long reading back may fail, as the pause after a failure, in seconds: what does not come then does not come.
+_READ_PATIENCE = 2.0
+_NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the secret is there and can be read"
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
 # How long Octavia may take to commit a load balancer it has handed over, before we believe that it never will.
@@ -80,6 +90,7 @@ class Reporter:
         self._database = database
         self._name = jobs.process_name()
         self._library: driver_lib.DriverLibrary | None = None
+        self._vault: Vault | None = None
         self._held_until = 0.0
         self._ended = threading.Event()
         # Load balancers that could not be read back: not tried again before this time (seconds, monotonic).
@@ -167,25 +178,40 @@ class Reporter:
         held = self._barrier(barriers)
         waited = [row for row in rows if row.load_balancer_id not in held]
         # Those that need no reading first: one that cannot be read takes half a minute to say so.
-        passed = [(row.load_balancer_id, row.generation) for row in waited if row.committed]
+        passed = [(row.load_balancer_id, row.generation) for row in waited if row.committed and not row.read_back]
         self._database.write(lambda connection: _mark_committed(connection, passed))
-        new = [row for row in waited if not row.committed]
+        new = [row for row in waited if not row.committed or row.read_back]
         created = [(row.load_balancer_id, row.generation) for row in new if self._readable(row)]
         if created:
             self._database.write(lambda connection: _mark_committed(connection, created))
         return len(passed) + len(created) < len(rows)
 
     def _readable(self, row: Any) -> bool:
-        """`_created`, but what goes wrong with one load balancer holds up no other."""
+        """`_known`, but what goes wrong with one load balancer holds up no other."""
         try:
-            created = self._created(row)
+            known = self._known(row)
         except (AmphoraDriverError, octavia_errors.DriverAgentTimeout, octavia_errors.DriverError) as error:
             pause = min(2 * self._unread.get(row.load_balancer_id, (0.0, 0.5))[1], 60.0)
             self._unread[row.load_balancer_id] = (time.monotonic() + pause, pause)
             LOG.warning("load balancer %s could not be read: %s; again in %.0f s", row.load_balancer_id, error, pause)
+            if row.read_back and pause >= _READ_PATIENCE:
+                self._give_up_reading(row)
             return False
         self._unread.pop(row.load_balancer_id, None)
-        return created
+        return known
+
+    def _give_up_reading(self, row: Any) -> None:
+        """Octavia does not hand it over, perhaps because a secret is not there any more: go on with what is known.
+
+        Without its single objects the rest can be served; without its tree a load balancer cannot. That one is in
+        ERROR, so that its user can do something, and is read again and again.
+        """
+        reason = "Octavia could not hand it over: look whether every secret it refers to can be read"
+        if reading_back.objects_of(row.reread) is None:
+            self._database.write(lambda connection: _fail(connection, row, reason))
+        else:
+            self._database.write(lambda connection: _take_objects(connection, row, [], {}, reason))
+            self._unread.pop(row.load_balancer_id, None)
 
     def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
         """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
@@ -206,20 +232,54 @@ class Reporter:
                 held.add(load_balancer_id)
         return held
 
-    def _created(self, row: Any) -> bool:
-        """Whether Octavia has committed a new load balancer; reads the tree back where it arrived incomplete."""
+    def _known(self, row: Any) -> bool:
+        """Whether Octavia has committed, and what arrived incomplete has been read."""
+        objects = reading_back.objects_of(row.reread)
+        if row.committed and objects is not None:
+            return self._reread(row, objects)
         found = self.library.get_loadbalancer(row.load_balancer_id)
         if found is None:
-            if time.time() - row.accepted_at > _COMMIT_PATIENCE:
+            if not row.committed and time.time() - row.accepted_at > _COMMIT_PATIENCE:
                 LOG.warning("Octavia never committed load balancer %s: removing it", row.load_balancer_id)
                 self._database.write(lambda connection: _abandon(connection, row.load_balancer_id))
                 doorbell.ring(self._conf.queue.doorbell_dir, doorbell.CONTROLLER)
             return False
         if row.read_back:
             tree = from_octavia.load_balancer(found)
-            self._database.write(lambda connection: _take_tree(connection, row.generation, tree))
+            contents = self._sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
+            self._database.write(lambda connection: _take_tree(connection, row.generation, tree, contents))
             doorbell.ring(self._conf.queue.doorbell_dir, doorbell.CONTROLLER)
         return True
+
+    def _reread(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
+        """Read single listeners and pools: that costs nothing for a large tree, and needs no other secrets."""
+        get = {Kind.LISTENER: self.library.get_listener, Kind.POOL: self.library.get_pool}
+        nodes: list[Listener | Pool] = []
+        contents: dict[SecretName, Sealed] = {}
+        for kind, object_id in objects:
+            found = get[kind](object_id)
+            if found is not None:
+                nodes.append(from_octavia.listener(found) if kind is Kind.LISTENER else from_octavia.pool(found))
+                contents |= self._sealed(from_octavia.secrets(kind, found))
+        self._database.write(lambda connection: _take_objects(connection, row, nodes, contents, _NOT_GIVEN))
+        doorbell.ring(self._conf.queue.doorbell_dir, doorbell.CONTROLLER)
+        return True
+
+    def _sealed(self, given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
+        """What a table may hold of these secrets; the user's request is over, so what is wrong with one is noted."""
+        found: dict[SecretName, Sealed] = {}
+        if not given:
+            return found
+        if self._vault is None:
+            self._vault = Vault.load(self._conf.store.encryption_key_file)
+        for name, material in given.items():
+            try:
+                secret = certificates.pem(name.purpose, material)
+            except UnsupportedOption as error:
+                found[name] = Sealed(reason=str(error))
+            else:
+                found[name] = Sealed(content=self._vault.seal(secret))
+        return found
 
     # --- the outbox ---------------------------------------------------------------------------------------------------
 
@@ -316,8 +376,9 @@ def _uncommitted(connection: sa.Connection) -> Sequence[Any]:
             work.c.generation,
             work.c.committed,
             work.c.read_back,
+            work.c.reread,
             accepted.label("accepted_at"),
-        ).where(work.c.committed < work.c.generation)
+        ).where(sa.or_(work.c.committed < work.c.generation, work.c.read_back))
     ).all()
 
 
@@ -330,13 +391,42 @@ def _mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]
         )
 
 
-def _take_tree(connection: sa.Connection, generation: int, tree: Any) -> None:
+def _take_tree(
+    connection: sa.Connection, generation: int, tree: LoadBalancer, contents: Mapping[SecretName, Sealed]
+) -> None:
     """The tree Octavia has now is the wanted one; its new objects wait for the same generation."""
     added = wanted.replace_tree(connection, generation, tree)
     statuses.expect(connection, tree.id, generation, [(wanted.kind_of(node), node.id) for node in added])
-    connection.execute(
-        work.update().where(work.c.load_balancer_id == tree.id).values(read_back=False, dirty=True, free_at=0.0)
-    )
+    secrets.drop_load_balancer(connection, tree.id)
+    lost = Sealed(reason=_NOT_GIVEN)
+    secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in dict.fromkeys(used_in(tree))})
+    reading_back.done(connection, tree.id)
+
+
+def _take_objects(
+    connection: sa.Connection,
+    row: Any,
+    nodes: Sequence[Listener | Pool],
+    contents: Mapping[SecretName, Sealed],
+    reason: str,
+) -> None:
+    """What Octavia has of these objects is wanted; secrets of which nothing is known are missing for this reason."""
+    for node in nodes:
+        if wanted.refresh(connection, row.generation, node):
+            used = used_by(node)
+            secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
+    tree = wanted.load_tree(connection, row.load_balancer_id)
+    recorded = secrets.of_load_balancer(connection, row.load_balancer_id)
+    lost = {name: Sealed(reason=reason) for name in dict.fromkeys(used_in(tree)) if name not in recorded}
+    secrets.put(connection, row.load_balancer_id, lost)
+    reading_back.done(connection, row.load_balancer_id)
+    _mark_committed(connection, [(row.load_balancer_id, row.generation)])
+
+
+def _fail(connection: sa.Connection, row: Any, reason: str) -> None:
+    """Octavia has committed what it will not hand over: its user is told."""
+    statuses.fail(connection, row.load_balancer_id, row.generation, reason)
+    _mark_committed(connection, [(row.load_balancer_id, row.generation)])
 
 
 def _abandon(connection: sa.Connection, load_balancer_id: str) -> None:

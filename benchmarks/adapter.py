@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
+from adapter_metrics import Metrics
 from adapters.api import Adapter
 from cryptography.fernet import Fernet
 
@@ -53,7 +54,7 @@ _ROUNDS = 10_000
 _PATIENCE = 60.0
 
 
-class Haproxy(Adapter):
+class Haproxy(Metrics, Adapter):
     """Rendering with nothing remembered; everything else as it is."""
 
     name = "haproxy"
@@ -429,7 +430,7 @@ def heartbeat_key(amphora_id):
 
 def forget():
     """Empty every cache the renderer has."""
-    haproxy._server.cache_clear()  # noqa: SLF001
+    haproxy.forget()
     for remembered in vars(addresses).values():
         if hasattr(remembered, "cache_clear"):
             remembered.cache_clear()
@@ -464,7 +465,7 @@ def _listener(load_balancer_id, one):
         protocol_port=one["port"],
         connection_limit=one["connection_limit"],
         default_pool_id=one["default_pool_id"],
-        insert_headers=one["insert_headers"] or None,
+        insert_headers=tuple(one["insert_headers"]) or None,
         l7policies=tuple(_policy(one["id"], policy) for policy in one["l7policies"]),
         **tls,
     )

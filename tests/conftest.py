@@ -5,11 +5,26 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import haproxy_versions
 import pytest
+from feature_matrix import FeatureMatrix, add_options
 
 RINGS = ("unit", "golden", "hostile", "dataplane", "system")
 _TESTS = Path(__file__).parent
 _passed: Counter[str] = Counter()
+
+
+def pytest_report_header():
+    """A green run says what it was green on."""
+    return haproxy_versions.header()
+
+
+def pytest_addoption(parser):
+    add_options(parser)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(FeatureMatrix(config), "feature matrix")
 
 
 def pytest_collection_modifyitems(items):

@@ -23,9 +23,12 @@ def blueprint(applier: Applier) -> Blueprint:
 
     @routes.get("/v2/bundle")
     def get_bundle() -> ResponseReturnValue:
-        confirmed = applier.confirmed
-        if confirmed is None:
-            return {"generation": None, "applied_at": None, "digest": None}
-        return confirmed.document()
+        confirmed, lost = applier.confirmed, applier.lost
+        return {
+            "generation": applier.generation,
+            "applied_at": confirmed.applied_at if confirmed is not None else None,
+            "digest": confirmed.digest if confirmed is not None else None,
+            "lost_generation": lost.bundle.generation if lost is not None else None,
+        }
 
     return routes

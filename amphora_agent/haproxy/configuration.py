@@ -12,10 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from amphora_agent.errors import ConfigurationRefused
 
+# Keywords of a server whose word is a file's name.
+FILES = ("ca-file", "crl-file", "crt")
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
+OWN = "amphora:"
+"""How the names of the machine's own sections begin."""
 # Every name HAProxy (up to 3.2) takes for the start of a section, wherever on the line it stands.
 _SECTIONS = ALLOWED | {
     "acme",
@@ -43,7 +48,7 @@ _PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t
 
 @dataclass(frozen=True)
 class Line:
-    """One line that says something. ``plain`` tells that no quoting, escape or variable takes part in it."""
+    """One line that says something. ``plain`` tells that HAProxy's sockets would take its words as they are."""
 
     number: int
     words: tuple[str, ...]
@@ -122,6 +127,20 @@ class Configuration:
         """Every server by backend and name."""
         return {(s.name, server.name): server for s in self.backends.values() for server in s.servers}
 
+    @cached_property
+    def server_files(self) -> frozenset[tuple[str, str]]:
+        """The files that servers use, each with its keyword."""
+        servers = (server for section in self.sections for server in section.servers)
+        return frozenset((word, s.value(word)) for s in servers for word in FILES if word in s.keywords)
+
+    def line_at(self, number: int) -> Line | None:
+        """The line of a section with this number, if it is no server's."""
+        for section in self.sections:
+            for line in section.lines:
+                if line.number == number:
+                    return line
+        return None
+
     def object_at(self, number: int) -> str | None:
         """The member, pool or listener that a line of the text is about."""
         for section in reversed(self.sections):
@@ -148,8 +167,9 @@ def split(text: str) -> tuple[list[str], bool]:
     """Split a line into words as HAProxy does.
 
     Returns:
-        The words, and whether they are plain: a line with quotes, escapes or variables is split well enough
-        to see its keywords, but its words are not those of the runtime API's other, simpler rules.
+        The words, and whether they are plain. The sockets split commands at blanks and semicolons and know a
+        backslash, but no quotes: a word that holds one of these, or is not all literal here (escapes, variables), is
+        split well enough to see a line's keywords, but cannot be said there.
     """
     words: list[str] = []
     word: str | None = None
@@ -161,19 +181,20 @@ def split(text: str) -> tuple[list[str], bool]:
             words += [] if word is None else [word]
             word = None
             continue
-        if piece[0] in "\"'\\":
-            plain = False
-            word = (word or "") + _unquoted(piece)
-        else:
-            word = (word or "") + piece
-            plain = plain and piece.isascii() and piece.isprintable() and not set("$;") & set(piece)
+        literal = _unquoted(piece) if piece[0] in "\"'\\" else piece
+        word = (word or "") + literal
+        plain = plain and piece[0] != "\\" and (piece[0] == "'" or not set("$\\") & set(piece)) and _sayable(literal)
     words += [] if word is None else [word]
-    return words, plain
+    return words, plain and "" not in words
+
+
+def _sayable(literal: str) -> bool:
+    return literal.isascii() and literal.isprintable() and not set(" ;\\<") & set(literal)
 
 
 def _unquoted(piece: str) -> str:
     if piece[0] == "'":
-        return piece.strip("'")
+        return piece[1:].removesuffix("'")
     return re.sub(r"\\(.?)", r"\1", piece[1:].removesuffix('"') if piece[0] == '"' else piece)
 
 
@@ -188,6 +209,8 @@ def parse(text: str) -> Configuration:
     for head, body in _raw_sections(text):
         if len(head.words) < 2 and head.words[0] != "defaults":
             raise _refused(head.number, f"a {head.words[0]} section without a name")
+        if head.words[1:] and head.words[1].startswith(OWN):
+            raise _refused(head.number, f"names that begin with '{OWN}' are the machine's own")
         sections.append(
             Section(
                 kind=head.words[0],

@@ -12,16 +12,19 @@ import re
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError, MachineError
-from amphora_agent.haproxy import server_state
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.bundle import File, Limits
+from amphora_agent.errors import AgentError, HaproxyError, MachineError
+from amphora_agent.haproxy import document, server_state, tables
+from amphora_agent.haproxy.configuration import OWN, Configuration
+from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy.refusal import ALERT, refusal
 from amphora_agent.haproxy.runtime import Socket
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
@@ -32,16 +35,19 @@ START_SECONDS = 20.0
 RELOAD_SECONDS = 30.0
 CHECK_SECONDS = 60.0
 LARGEST_MAXCONN = 50_000
+MOST_THREADS = 64
 HARD_STOP_AFTER = "30m"
+# In the inner namespace, on its loopback.
+RESPONDER_PORT, PEERS_PORT = 9101, 9102
+TABLES_SECONDS = 6.0
 _POLL_SECONDS = 0.002
-_ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
-_PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
-_NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
+_TABLES_POLL_SECONDS = 0.05
 _MASTER = re.compile(r"^(?P<pid>\d+)\s+master\s+(?P<reloads>\d+)", re.MULTILINE)
 _WORKER = re.compile(r"^(?P<pid>\d+)\s+worker\s+(?P<reloads>\d+)", re.MULTILINE)
 # Alerts that say only that an alert before them was fatal.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
-_FORCED_MAINTENANCE = 0x01 | 0x04
+# Set while a server is disabled. Another bit, 0x04, remembers that the file said so, even after it was enabled.
+_FORCED_MAINTENANCE = 0x01
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,32 @@ class Haproxy:
 
     # -- the files ------------------------------------------------------------------------------------------
 
-    def write_machine_configuration(self, configuration: Configuration) -> None:
+    def document(
+        self, text: str, configuration: Configuration, files: Sequence[File], directory: Path, limits: Limits
+    ) -> Document:
+        """What HAProxy is to read for a load balancer's text.
+
+        Args:
+            directory: of the files that the text names.
+        """
+        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        return document.compose(
+            text,
+            files=directory,
+            maxconn=min(limits.connections or LARGEST_MAXCONN, largest_maxconn(configuration)),
+            threads=min(limits.threads or threads, threads),
+            certificates=[file.name for file in files if ("crt", file.name) in configuration.server_files],
+        )
+
+    def write_machine_configuration(self) -> None:
         """Write the part of HAProxy's configuration that is this machine's."""
         text = self._templates.get_template("machine.cfg.j2").render(
             stats_socket=self._paths.stats_socket,
             server_state=self._paths.server_state,
-            maxconn=largest_maxconn(configuration),
-            threads=min(64, len(os.sched_getaffinity(0))),
+            own=OWN,
+            peers=tables.PEERS,
+            peers_port=PEERS_PORT,
+            responder_port=RESPONDER_PORT,
             hard_stop_after=HARD_STOP_AFTER,
             empty=self._paths.empty,
         )
@@ -135,40 +160,20 @@ class Haproxy:
         write_atomically(self._paths.server_state, text, durable=False)
 
     @contextmanager
-    def checking(self, text: str, configuration: Configuration) -> Iterator[Check]:
-        """Have HAProxy read a text, beside what it runs now, and leave it in the candidate file, durably.
+    def checking(self, wanted: Document, configuration: Configuration, files: Sequence[File]) -> Iterator[Check]:
+        """Have HAProxy read a document, beside what it runs now, and leave it in the candidate file, durably.
 
         Within the block HAProxy reads; how it ends is what `Check.end` is for.
         """
-        if not self._paths.machine_configuration.exists():
-            self.write_machine_configuration(configuration)
-        write(self._paths.candidate, text, durable=True)
-        files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.candidate)]
-        process = self._inner.run(_start, ["haproxy", "-c", *files])
+        self.write_machine_configuration()
+        write(self._paths.candidate, wanted.content, durable=True)
+        arguments = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.candidate)]
+        process = self._inner.run(_start, ["haproxy", "-c", *arguments])
         try:
-            yield Check(process, lambda output: self._refusal(output, configuration))
+            yield Check(process, lambda output: refusal(output, wanted, configuration, files, self._paths.candidate))
         finally:
             process.kill()
             process.communicate()
-
-    def _refusal(self, output: str, configuration: Configuration) -> MachineError | ConfigurationRefused:
-        alert = _ALERT.search(output)
-        message = alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
-        wanted = "load the configuration into HAProxy"
-        place = _PLACE.search(message)
-        object_id = None
-        if place is not None:
-            if place.group("file") != str(self._paths.candidate):
-                return MachineError(wanted, f"the machine's own part: {message}", "This is an error of the agent.")
-            number = int(place.group("line"))
-            object_id = configuration.object_at(number)
-            message = f"line {number}: {message[: place.start()]}{message[place.end() :]}"
-        for name in _NAMES.findall(message):
-            object_id = object_id or configuration.object_named(name)
-        message = message.replace(f"{self._paths.var}/", "")
-        return ConfigurationRefused(
-            wanted, message, "The configuration served before is still served.", object_id=object_id
-        )
 
     # -- the processes --------------------------------------------------------------------------------------
 
@@ -176,9 +181,9 @@ class Haproxy:
         status = self._services.status(SERVICE)
         return status is not None and status.pid is not None
 
-    def start(self, configuration: Configuration) -> None:
+    def start(self) -> None:
         """Run HAProxy with the files as they are, until it answers."""
-        self.write_machine_configuration(configuration)
+        self.write_machine_configuration()
         self._write_server_state(server_state.EMPTY)
         master = f"{self._paths.master_socket},mode,600"
         files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
@@ -207,7 +212,8 @@ class Haproxy:
         Raises:
             HaproxyError: the new worker did not come up; the old one serves on.
         """
-        self.write_machine_configuration(configuration)
+        self.write_machine_configuration()
+        self._await_tables()
         state = server_state.rewrite(self.worker.ask("show servers state"), configuration)
         self._write_server_state(state)
         self._before_leaving()
@@ -218,6 +224,12 @@ class Haproxy:
         finally:
             # A start after a crash must not take these states, by then old, for those of the members.
             self._write_server_state(server_state.EMPTY)
+
+    def _await_tables(self) -> None:
+        """Wait until the worker would hand over its stick tables, if there is anything in them."""
+        deadline = time.monotonic() + TABLES_SECONDS
+        while tables.would_be_lost(self.worker.ask(tables.QUESTION)) and time.monotonic() < deadline:
+            time.sleep(_TABLES_POLL_SECONDS)  # HAProxy announces it to nobody
 
     def _await_reload(self, old: int | None, reloads: int) -> None:
         deadline = time.monotonic() + RELOAD_SECONDS
@@ -251,7 +263,7 @@ class Haproxy:
         return int(found.group(1)) if found else None
 
     def _last_alert(self) -> str:
-        alerts = [match.group("text") for line in self._services.log(SERVICE) if (match := _ALERT.match(line))]
+        alerts = [match.group("text") for line in self._services.log(SERVICE) if (match := ALERT.match(line))]
         specific = [text for text in alerts if not any(phrase in text for phrase in _EMPTY_PHRASES)]
         return (specific or alerts or [""])[-1]
 
@@ -264,7 +276,7 @@ class Haproxy:
         servers = {}
         for line in self.worker.ask("show servers state").splitlines():
             fields = line.split(" ")
-            if len(fields) > 8 and not line.startswith("#"):
+            if len(fields) > 8 and not line.startswith("#") and not fields[1].startswith(OWN):
                 servers[fields[1], fields[3]] = (int(fields[7]), bool(int(fields[6]) & _FORCED_MAINTENANCE))
         return Loaded(frontends, servers)
 

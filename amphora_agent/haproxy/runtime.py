@@ -13,12 +13,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.comparison import AddServer, RemoveServer, SetMaintenance, SetWeight, Step
-from amphora_agent.haproxy.configuration import Server
+from amphora_agent.haproxy.comparison import (
+    AddServer,
+    NameServers,
+    RemoveServer,
+    SetMaintenance,
+    SetWeight,
+    Step,
+)
 
 ANSWER_SECONDS = 10.0
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
+_AT_ONCE = 50
+"""Commands on one line: HAProxy reads at most 16 KiB."""
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
 
@@ -112,7 +120,9 @@ def carry_out(steps: Iterable[Step], worker: Socket) -> None:
     for step in steps:
         match step:
             case AddServer():
-                _add(worker, f"{step.backend}/{step.server.name}", step.server)
+                _add(worker, step)
+            case NameServers():
+                _name(worker, step)
             case RemoveServer():
                 _remove(worker, step)
             case SetWeight():
@@ -122,13 +132,25 @@ def carry_out(steps: Iterable[Step], worker: Socket) -> None:
                 worker.order(f"set server {step.backend}/{step.name} state {state}")
 
 
-def _add(worker: Socket, name: str, server: Server) -> None:
+def _add(worker: Socket, step: AddServer) -> None:
+    server, name = step.server, f"{step.backend}/{step.server.name}"
     commands = [" ".join(("add server", name, server.address, *server.keywords))]
     if server.checked:
         commands.append(f"enable health {name}")
-    if not server.disabled:
+    if not server.disabled and not step.waits:
         commands.append(f"enable server {name}")
     worker.order("; ".join(commands), _ADDED)  # whatever fails says something else besides
+
+
+def _name(worker: Socket, step: NameServers) -> None:
+    """Have HAProxy compute the cookies of servers it knows.
+
+    HAProxy 2.6 computes those of all servers whenever the key is set, and none when a server is added.
+    """
+    worker.order(f"set dynamic-cookie-key backend {step.backend} {step.key}")
+    for first in range(0, len(step.names), _AT_ONCE):
+        names = step.names[first : first + _AT_ONCE]
+        worker.order("; ".join(f"enable server {step.backend}/{name}" for name in names))
 
 
 def _remove(worker: Socket, step: RemoveServer) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
+from amphora_agent.haproxy.configuration import OWN
+
 QUESTION = "show info;show stat -1 7 -1"
 # A held connection puts its prompt between the answers to one line: there, one question at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 1 -1")
@@ -64,7 +66,7 @@ def parse(answer: str) -> Sample | None:
     members: dict[str, dict[str, str]] = {}
     for line in lines[1:]:
         row = line.split(",")
-        if len(row) < len(columns) // 2:
+        if len(row) < len(columns) // 2 or row[0].startswith(OWN):
             continue
         proxy, name, status = row[0], row[1], row[columns["status"]]
         if name == "FRONTEND":

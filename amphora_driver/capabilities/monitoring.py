@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an HTTP health monitor asks, parsed.
+"""What a health monitor asks, parsed.
 
 Invariant: the renderer prints the parsed request, never the text it was parsed from, so what was checked is
 what is used.  Everything is matched over its full length: `$` would let a trailing newline through.
@@ -10,9 +10,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from amphora_driver.capabilities.refusal import between, one_of
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import HealthMonitor
+from amphora_driver.model.vocabulary import MonitorType
 
+TYPES = (MonitorType.HTTP, MonitorType.HTTPS, MonitorType.TCP, MonitorType.PING, MonitorType.TLS_HELLO)
+SPEAK_HTTP = (MonitorType.HTTP, MonitorType.HTTPS)
+SPEAK_TLS = (MonitorType.HTTPS, MonitorType.TLS_HELLO)
+"""These speak TLS with the member whether or not its pool does."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "CONNECT", "PATCH")
 VERSIONS = {1.0: "HTTP/1.0", 1.1: "HTTP/1.1"}
 MAX_SECONDS = (2**31 - 1) // 1000
@@ -39,6 +45,26 @@ class HTTPRequest(NamedTuple):
     expected: str
 
 
+def checked(monitor: HealthMonitor) -> HTTPRequest | None:
+    """Check the options of a monitor. HTTP options of one that does not speak HTTP say nothing, but for the name.
+
+    Returns:
+        What it asks, if it speaks HTTP.
+
+    Raises:
+        UnsupportedOption: an option, or a value of it, is not served.
+    """
+    one_of("health monitor type", monitor.type, TYPES)
+    between("health monitor option delay", monitor.delay, 1, MAX_SECONDS)
+    between("health monitor option timeout", monitor.timeout, 1, MAX_SECONDS)
+    between("health monitor option max_retries", monitor.max_retries, 1, MAX_RETRIES)
+    between("health monitor option max_retries_down", monitor.max_retries_down, 1, MAX_RETRIES)
+    if monitor.type in SPEAK_HTTP:
+        return http_request(monitor)
+    host(monitor)
+    return None
+
+
 def http_request(monitor: HealthMonitor) -> HTTPRequest:
     """Parse what an HTTP monitor asks; what is not given is Octavia's default (GET, /, 200, HTTP 1.0).
 
@@ -59,10 +85,19 @@ def http_request(monitor: HealthMonitor) -> HTTPRequest:
     version = VERSIONS.get(monitor.http_version or 1.0)
     if version is None:
         raise _refusal("http_version", str(monitor.http_version), "there is no such version", "Use 1.0 or 1.1.")
-    host = monitor.domain_name or None
-    if host is not None and not _DOMAIN.fullmatch(host):
-        raise _refusal("domain_name", host, "it is not a domain name", "Use letters, digits, '-' and '.'.")
-    return HTTPRequest(method, path, version, host, expected_codes(monitor.expected_codes or "200"))
+    return HTTPRequest(method, path, version, host(monitor), expected_codes(monitor.expected_codes or "200"))
+
+
+def host(monitor: HealthMonitor) -> str | None:
+    """The name the monitor asks for; members of a pool that encrypts have to prove it.
+
+    Raises:
+        UnsupportedOption: it is not a domain name.
+    """
+    name = monitor.domain_name or None
+    if name is not None and not _DOMAIN.fullmatch(name):
+        raise _refusal("domain_name", name, "it is not a domain name", "Use letters, digits, '-' and '.'.")
+    return name
 
 
 def expected_codes(text: str) -> str:

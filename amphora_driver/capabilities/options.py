@@ -9,67 +9,67 @@ fills in by itself are never refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NoReturn
+import re
 
-from amphora_driver.capabilities import addresses, flavors, monitoring, zones
-from amphora_driver.errors import UnsupportedOption
+from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls
+from amphora_driver.capabilities.refusal import NOT_YET, absent, between, one_of, refuse
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
-    L7Policy,
-    L7Rule,
     Listener,
     LoadBalancer,
     Member,
     Pool,
+    SessionPersistence,
 )
-from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, MonitorType, PoolProtocol
+from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, PersistenceType, PoolProtocol
 
-LISTENER_PROTOCOLS = (ListenerProtocol.HTTP, ListenerProtocol.TCP, ListenerProtocol.HTTPS)
-POOL_PROTOCOLS = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS)
-ALGORITHMS = (Algorithm.ROUND_ROBIN, Algorithm.LEAST_CONNECTIONS, Algorithm.SOURCE_IP)
-MONITOR_TYPES = (MonitorType.HTTP, MonitorType.TCP)
-VNIC_TYPES = ("normal",)
+LISTENER_PROTOCOLS = (
+    ListenerProtocol.HTTP,
+    ListenerProtocol.TCP,
+    ListenerProtocol.HTTPS,
+    ListenerProtocol.TERMINATED_HTTPS,
+    ListenerProtocol.PROMETHEUS,
+)
+POOL_PROTOCOLS = (
+    PoolProtocol.HTTP,
+    PoolProtocol.TCP,
+    PoolProtocol.HTTPS,
+    PoolProtocol.PROXY,
+    PoolProtocol.PROXYV2,
+)
+ALGORITHMS = tuple(Algorithm)
+VNIC_TYPES = (None, "", "normal")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
 """Milliseconds: what HAProxy's timers hold (manual section 2.5)."""
 
-NOT_YET = "this provider does not serve it yet"
+READS_HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)
+"""Listeners that read and change what their clients say."""
 
+BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
+    ListenerProtocol.TCP: POOL_PROTOCOLS,
+    ListenerProtocol.HTTP: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
+    ListenerProtocol.HTTPS: (PoolProtocol.HTTPS, PoolProtocol.TCP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
+    ListenerProtocol.TERMINATED_HTTPS: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
+    ListenerProtocol.PROMETHEUS: (),
+}
+"""Which pools can stand behind which listeners (Octavia's own matrix)."""
 
-def _refuse(option: str, value: object, reason: str, remedy: str) -> NoReturn:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    raise UnsupportedOption(f"use {option} {shown}", reason, remedy)
-
-
-def _one_of(option: str, value: object, served: Collection[object]) -> None:
-    if value not in served:
-        _refuse(option, str(value), NOT_YET, f"Use one of {', '.join(map(str, served))}.")
-
-
-def _absent(option: str, value: object) -> None:
-    """Refuse any value but those that say nothing: None, False, empty."""
-    if value:
-        _refuse(option, value, NOT_YET, "Leave it out.")
-
-
-def _between(option: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        _refuse(option, value, f"it is not a whole number from {low} to {high}", "Choose a value in that range.")
+_TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect")
+# RFC 6265: a cookie's name is a token.
+_COOKIE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 
 
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
-    """Check the options of the load balancer itself, flavor and availability zone included.
+    """Check the options of the load balancer itself.
+
+    Flavor and availability zone are looked at once, when it is created (`capabilities.profile`).
 
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    flavors.validate(load_balancer.flavor)
-    zones.validate(load_balancer.availability_zone)
-    _absent("load balancer option vip_qos_policy_id", load_balancer.vip_qos_policy_id)
-    _absent("load balancer option vip_sg_ids", load_balancer.vip_sg_ids)
+    absent("load balancer option vip_qos_policy_id", load_balancer.vip_qos_policy_id)
+    absent("load balancer option vip_sg_ids", load_balancer.vip_sg_ids)
 
 
 def check_listener(listener: Listener) -> None:
@@ -81,26 +81,36 @@ def check_listener(listener: Listener) -> None:
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    _one_of("listener protocol", listener.protocol, LISTENER_PROTOCOLS)
-    _between("listener option protocol_port", listener.protocol_port, 1, 65535)
+    protocol = listener.protocol
+    one_of("listener protocol", protocol, LISTENER_PROTOCOLS)
+    between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
         # HAProxy reads 0 as "no limit" (manual: maxconn), the opposite of what it says.
-        _between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
-    for name in (
-        "timeout_client_data",
-        "timeout_member_connect",
-        "timeout_member_data",
-        "timeout_tcp_inspect",
-    ):
+        between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
+    for name in _TIMEOUTS:
         value = getattr(listener, name)
         if value is not None:
-            _between(f"listener option {name}", value, 0, MAX_TIMEOUT)
-    _absent("listener option insert_headers", listener.insert_headers)
-    _absent("listener option allowed_cidrs", listener.allowed_cidrs)
-    if listener.hsts_max_age is not None:
-        _refuse("listener option hsts_max_age", listener.hsts_max_age, NOT_YET, "Leave it out.")
-    _absent("listener option hsts_include_subdomains", listener.hsts_include_subdomains)
-    _absent("listener option hsts_preload", listener.hsts_preload)
+            between(f"listener option {name}", value, 0, MAX_TIMEOUT)
+    for cidr in listener.allowed_cidrs or ():
+        try:
+            addresses.parse_network(cidr)
+        except ValueError:
+            refuse("listener option allowed_cidrs", cidr, "it is not a network", "Use one like 198.51.100.0/24.")
+    headers.check(listener)
+    _check_hsts(listener)
+    if protocol is ListenerProtocol.PROMETHEUS:
+        absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener serves itself")
+    tls.check_listener(listener)
+
+
+def _check_hsts(listener: Listener) -> None:
+    age = listener.hsts_max_age
+    if age is None:
+        # The other two say nothing without it: Octavia keeps them when a user takes the age away.
+        return
+    if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
+        refuse("listener option hsts_max_age", age, "only a TERMINATED_HTTPS listener can send it", "Leave it out.")
+    between("listener option hsts_max_age", age, 0, MAX_TIMEOUT)
 
 
 def check_pool(pool: Pool) -> None:
@@ -111,11 +121,31 @@ def check_pool(pool: Pool) -> None:
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    _one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
-    _one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
+    one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
+    one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        _refuse("pool option session_persistence", str(pool.session_persistence.type), NOT_YET, "Leave it out.")
-    _absent("pool option tls_enabled", pool.tls_enabled)
+        _check_persistence(pool, pool.session_persistence)
+    tls.check_pool(pool)
+
+
+def _check_persistence(pool: Pool, persistence: SessionPersistence) -> None:
+    option = "pool option session_persistence"
+    one_of(option, persistence.type, tuple(PersistenceType))
+    if persistence.type is not PersistenceType.SOURCE_IP:
+        if pool.protocol in (PoolProtocol.TCP, PoolProtocol.HTTPS):
+            refuse(
+                option,
+                str(persistence.type),
+                f"nothing reads cookies on their way to a {pool.protocol} pool",
+                "Use SOURCE_IP.",
+            )
+        name = persistence.cookie_name
+        needed = bool(name) or persistence.type is PersistenceType.APP_COOKIE
+        if needed and not (isinstance(name, str) and _COOKIE_NAME.fullmatch(name)):
+            refuse(f"{option} cookie_name", name, "no cookie has such a name", "Use letters, digits, '_' and '-'.")
+    reason = "it belongs to UDP and SCTP"
+    absent(f"{option} persistence_timeout", persistence.persistence_timeout, reason)
+    absent(f"{option} persistence_granularity", persistence.persistence_granularity, reason)
 
 
 def check_member(member: Member) -> None:
@@ -125,50 +155,31 @@ def check_member(member: Member) -> None:
         UnsupportedOption: an option, or a value of it, is not served; an address is one that can never be a
             member.
     """
-    _one_of("member option vnic_type", member.vnic_type or VNIC_TYPES[0], VNIC_TYPES)
+    if member.vnic_type not in VNIC_TYPES:
+        refuse("member option vnic_type", member.vnic_type, NOT_YET, "Use normal.")
     _check_address("member option address", member.address)
-    _between("member option protocol_port", member.protocol_port, 1, 65535)
-    _between("member option weight", member.weight, 0, MAX_WEIGHT)
+    between("member option protocol_port", member.protocol_port, 1, 65535)
+    between("member option weight", member.weight, 0, MAX_WEIGHT)
     if member.monitor_address is not None:
         _check_address("member option monitor_address", member.monitor_address)
     if member.monitor_port is not None:
-        _between("member option monitor_port", member.monitor_port, 1, 65535)
+        between("member option monitor_port", member.monitor_port, 1, 65535)
 
 
 def _check_address(option: str, value: str) -> None:
     reason = addresses.objection(value)
     if reason is not None:
-        _refuse(option, value, reason, "Use a unicast address of a network the load balancer can reach.")
+        refuse(option, value, reason, "Use a unicast address of a network the load balancer can reach.")
 
 
 def check_healthmonitor(monitor: HealthMonitor) -> None:
-    """Check the options of a health monitor. HTTP options of a monitor that is not HTTP say nothing.
+    """Check the options of a health monitor. HTTP options of a monitor that does not speak HTTP say nothing.
 
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    _one_of("health monitor type", monitor.type, MONITOR_TYPES)
-    _between("health monitor option delay", monitor.delay, 1, monitoring.MAX_SECONDS)
-    _between("health monitor option timeout", monitor.timeout, 1, monitoring.MAX_SECONDS)
-    _between("health monitor option max_retries", monitor.max_retries, 1, monitoring.MAX_RETRIES)
-    _between("health monitor option max_retries_down", monitor.max_retries_down, 1, monitoring.MAX_RETRIES)
-    if monitor.type is MonitorType.HTTP:
-        monitoring.http_request(monitor)
+    monitoring.checked(monitor)
 
 
-def check_l7policy(policy: L7Policy) -> None:
-    """Refuse: L7 policies are not served yet.
-
-    Raises:
-        UnsupportedOption: always.
-    """
-    _refuse("L7 policy action", policy.action, NOT_YET, "Give the listener a default pool instead.")
-
-
-def check_l7rule(rule: L7Rule) -> None:
-    """Refuse: L7 rules are not served yet.
-
-    Raises:
-        UnsupportedOption: always.
-    """
-    _refuse("L7 rule type", rule.type, NOT_YET, "Give the listener a default pool instead.")
+check_l7policy = l7.check_l7policy
+check_l7rule = l7.check_l7rule

@@ -66,6 +66,16 @@ class Counts(FormattableColumn):
         return dict(self._value)
 
 
+class Chosen(FormattableColumn):
+    """What flavor and availability zone chose, by name."""
+
+    def human_readable(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self._value.items()) or "as configured"
+
+    def machine_readable(self) -> dict[str, Any]:
+        return dict(self._value)
+
+
 class Ports(FormattableColumn):
     """What an amphora is plugged into, as recorded."""
 

@@ -10,13 +10,16 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.columns import Counts, Moment, Requests
+from amphora_driver.cli.columns import Chosen, Counts, Moment, Requests
+from amphora_driver.controller import configured
 from amphora_driver.errors import UnknownObject
+from amphora_driver.model.vocabulary import Kind
 from amphora_driver.render import haproxy
 from amphora_driver.store import wanted
 from amphora_driver.store.tables import amphora, request, wanted_object, work
@@ -87,7 +90,7 @@ class RenderLoadBalancer(Command):
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print; 1 if a part of it cannot be rendered."""
         tree = self.app.read(lambda connection: wanted.load_tree(connection, parsed_args.load_balancer))
-        rendered = haproxy.render(tree)
+        rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf))
         self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
         for refusal in rendered.refused:
             self.app.stderr.write(f"{refusal}\n")
@@ -101,6 +104,10 @@ def _show(connection: sa.Connection, load_balancer_id: str, requests: int) -> di
     shown = {name: getattr(row, column.name) for name, column in _LIST.items()}
     return {
         **shown,
+        "Topology": row.topology,
+        "Compute": row.compute,
+        "Network": row.network,
+        "Profile": Chosen(_profile(connection, load_balancer_id)),
         "Committed": row.committed,
         "Epoch": row.epoch,
         "Leased until": Moment(row.leased_until),
@@ -109,6 +116,16 @@ def _show(connection: sa.Connection, load_balancer_id: str, requests: int) -> di
         "Amphorae": Counts(_amphorae(connection, load_balancer_id)),
         "Requests": Requests(_requests(connection, load_balancer_id, requests)),
     }
+
+
+def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
+    """What was chosen at creation, without what has a line of its own; nothing of one that is being removed."""
+    try:
+        node = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    except UnknownObject:
+        return {}
+    chosen: dict[str, Any] = msgspec.to_builtins(node.profile)
+    return {name: value for name, value in chosen.items() if name not in ("topology", "compute", "network")}
 
 
 def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:

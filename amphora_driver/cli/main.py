@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from cliff.app import App
 from cliff.commandmanager import CommandManager
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config
 from amphora_driver.errors import ConfigurationError
@@ -39,7 +40,19 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
+        self._conf: ConfigOpts | None = None
         self._database: Database | None = None
+
+    @property
+    def conf(self) -> ConfigOpts:
+        """Our options.
+
+        Raises:
+            ConfigurationError: a file that was asked for is missing or not understood.
+        """
+        if self._conf is None:
+            self._conf = config.load(self.options.config_file)
+        return self._conf
 
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
@@ -63,7 +76,7 @@ class Amphoractl(App):
             StoreError: the database said no.
         """
         if self._database is None:
-            self._database = _database(self.options.config_file)
+            self._database = _database(self.conf.store.connection)
         return self._database.read(work)
 
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
@@ -88,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(Amphoractl().run(arguments or ["help"]))
 
 
-def _database(files: list[str] | None) -> Database:
-    url = config.load(files).store.connection
+def _database(url: str) -> Database:
     parsed = sa.make_url(url)
     path = parsed.database if parsed.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():

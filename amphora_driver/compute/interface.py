@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -40,7 +40,11 @@ class BootOrder(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         files: what lies in ``/etc/amphora-agent`` when the agent starts, by file name. The placeholder
             ``{management_address}`` in ``agent.conf`` is for the backend to fill in when it decides the address.
-        flavor: the compute flavor, where the backend knows flavors.
+        flavor: the compute flavor, where the backend knows flavors; the like for what follows.
+        zone: the compute availability zone.
+        image_tag: the tag of the image it is booted from.
+        volume_zone: the availability zone of its volume.
+        management_network: the network its agent is reached on.
     """
 
     amphora_id: str
@@ -48,10 +52,23 @@ class BootOrder(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, Secret]
     flavor: str | None = None
     zone: str | None = None
+    image_tag: str | None = None
+    volume_zone: str | None = None
+    management_network: str | None = None
 
 
 class Compute(Protocol):
-    """A backend. Every method raises `ComputeError` when it cannot do its work."""
+    """A backend, made with the options and the network backend it takes ports from; that talks to nobody yet.
+
+    Every method raises `ComputeError` when it cannot do its work.
+
+    Attributes:
+        supports: the keys of flavors and availability zones it can fulfil; all others are refused by name.
+        wiring: how a port becomes an interface. It works with network backends that name the same, and no other.
+    """
+
+    supports: ClassVar[frozenset[str]]
+    wiring: ClassVar[str]
 
     def boot(self, order: BootOrder) -> Machine:
         """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""

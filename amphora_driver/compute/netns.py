@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -47,6 +47,10 @@ class NetnsCompute:
         conf: our options.
         network: where ports come from; the management port of an amphora is taken and given back here.
     """
+
+    # One machine knows neither sizes nor zones; both are taken as names, so that flavors can be tried out on it.
+    supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone"})
+    wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
         options = conf.compute_netns

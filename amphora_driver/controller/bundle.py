@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged
 
 
@@ -34,6 +35,34 @@ class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
     routes: tuple[BundleRoute, ...]
 
 
+class BundleFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file the configuration names; in clear only in the document itself."""
+
+    name: str
+    content: Secret
+
+
+class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one HAProxy may take; None is what the machine allows."""
+
+    connections: int | None
+    threads: int | None
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What HAProxy is given.
+
+    Attributes:
+        text: the rendered configuration, None when there is nothing to serve.
+        files: those it names, with their contents.
+        pings: addresses that answer for members whose monitor is a ping, by member id.
+    """
+
+    text: str | None
+    files: tuple[BundleFile, ...] = ()
+    pings: dict[str, str] = {}
+
+
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """The whole wanted state of one amphora."""
 
@@ -42,17 +71,21 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     load_balancer_id: str
     generation: int
     haproxy: str | None
+    files: tuple[BundleFile, ...]
+    pings: dict[str, str]
+    limits: BundleLimits
     interfaces: tuple[BundleInterface, ...]
 
 
-def bundle(
-    tree: LoadBalancer, generation: int, amphora_id: str, plugged: Sequence[Plugged], haproxy: str | None
-) -> bytes:
+def bundle(tree: LoadBalancer, generation: int, amphora_id: str, plugged: Sequence[Plugged], served: Served) -> bytes:
     """The JSON document for one amphora.
 
     Args:
+        tree: the load balancer.
+        generation: which one this is.
+        amphora_id: whom it is for.
         plugged: its ports, the one on the VIP's network included.
-        haproxy: the rendered configuration, None when there is nothing to serve.
+        served: what its HAProxy is given.
     """
     return msgspec.json.encode(
         Bundle(
@@ -60,10 +93,23 @@ def bundle(
             amphora_id=amphora_id,
             load_balancer_id=tree.id,
             generation=generation,
-            haproxy=haproxy,
+            haproxy=served.text,
+            files=served.files,
+            pings=served.pings,
+            limits=BundleLimits(
+                connections=tree.profile.process_connection_limit, threads=tree.profile.process_threads
+            ),
             interfaces=interfaces(tree, plugged),
-        )
+        ),
+        enc_hook=_in_clear,
     )
+
+
+def _in_clear(value: object) -> str:
+    """The one place where a secret becomes part of a document."""
+    if isinstance(value, Secret):
+        return value.reveal().decode()
+    raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
 
 def interfaces(tree: LoadBalancer, plugged: Sequence[Plugged]) -> tuple[BundleInterface, ...]:

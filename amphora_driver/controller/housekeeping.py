@@ -19,7 +19,7 @@ from amphora_driver.store import claims
 if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.network.interface import Network
+    from amphora_driver.backends import Catalogue
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ class Housekeeping:
     Args:
         conf: our options.
         database: where the claims are.
-        network: where the VIPs are.
+        backends: where the network backends are that the VIPs were taken from.
         owner: name of this process.
     """
 
-    def __init__(self, conf: ConfigOpts, database: Database, network: Network, owner: str) -> None:
+    def __init__(self, conf: ConfigOpts, database: Database, backends: Catalogue, owner: str) -> None:
         self._patience: float = conf.controller.forget_vip_after
         self._database = database
-        self._network = network
+        self._backends = backends
         self._owner = owner
 
     def run(self, stopping: threading.Event) -> None:
@@ -56,8 +56,16 @@ class Housekeeping:
         orphans, served = self._database.read(
             lambda connection: claims.settled(connection, time.time() - self._patience)
         )
-        for load_balancer_id in orphans:
-            LOG.info("load balancer %s never came: its VIPs are released", load_balancer_id)
-            self._network.release_vip(load_balancer_id)
-        if orphans or served:
-            self._database.write(lambda connection: claims.drop(connection, [*orphans, *served]))
+        done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]
+        if done:
+            self._database.write(lambda connection: claims.drop(connection, done))
+
+    def _released(self, orphan: claims.Orphan) -> bool:
+        """Give its addresses back; what goes wrong with one network backend holds up no other."""
+        LOG.info("load balancer %s never came: its VIPs are released", orphan.load_balancer_id)
+        try:
+            self._backends.network(orphan.network).release_vip(orphan.load_balancer_id)
+        except AmphoraDriverError as error:
+            LOG.warning("housekeeping: %s", error)
+            return False
+        return True

@@ -9,10 +9,14 @@ and delete are this one function with different wanted states.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.model.secrets import SecretName
 from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.secrets import Sealed
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         tree: what is to be served; None when `gone`.
         networks: the networks an amphora needs, with the subnets on each of them; the VIP's network first.
         failed: what is known beforehand not to be servable: reasons by object id.
+        secrets: what is kept, sealed, of the secrets it uses.
+        roles: what its topology wants, one for each amphora.
+        compute: the compute backend (entry point) its amphorae are with; None for the default.
+        network: the network backend its VIPs and ports are with; None for the default.
     """
 
     load_balancer_id: str
@@ -36,7 +44,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     tree: LoadBalancer | None
     networks: dict[str, tuple[str, ...]]
     failed: dict[str, str] = {}
-    amphorae: int = 1
+    secrets: dict[SecretName, Sealed] = {}
+    roles: tuple[str, ...] = ("STANDALONE",)
+    compute: str | None = None
+    network: str | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,8 +121,9 @@ def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     if wanted.gone:
         return _removal(wanted, amphorae)
     live = [one for one in amphorae if one.state is not State.RETIRING]
-    if len(live) < wanted.amphorae:
-        return [Record(role="STANDALONE", reason=f"{wanted.amphorae} amphorae are wanted, {len(live)} exist")]
+    missing = list((Counter(wanted.roles) - Counter(one.role for one in live)).elements())
+    if missing:
+        return [Record(role=missing[0], reason=f"{missing[0]} is missing of {', '.join(wanted.roles)}")]
     steps: list[AnyStep] = []
     for one in live:
         steps += _arrival(wanted, one)

@@ -19,13 +19,15 @@ from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.errors import (
     AgentRefused,
     AmphoraDriverError,
+    ConfigurationError,
     LeaseLost,
     ModelError,
     RequestError,
     UnsupportedOption,
 )
+from amphora_driver.model.secrets import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome
-from amphora_driver.store import amphorae, statuses, wanted
+from amphora_driver.store import amphorae, secrets, statuses, wanted
 from amphora_driver.store.intents import Op
 from amphora_driver.store.tables import work
 
@@ -88,7 +90,13 @@ class Reconciler:
         observed = amphorae.of_load_balancer(connection, load_balancer_id)
         gone = row.op == Op.DELETE
         tree = None if gone else wanted.load_tree(connection, load_balancer_id)
-        needed, failed = ({}, {}) if tree is None else networks(tree, observed, self._backends.network)
+        catalogue = self._backends.catalogue
+        needed, failed = ({}, {}) if tree is None else networks(tree, observed, catalogue.network(row.network))
+        # Only in a snapshot of one moment do references and contents belong together.
+        uses_some = tree is not None and next(used_in(tree), None) is not None
+        kept = secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
+        if kept and _generation(connection, load_balancer_id) != row.generation:
+            return self._observe(connection, load_balancer_id)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
@@ -98,13 +106,18 @@ class Reconciler:
             tree=tree,
             networks=needed,
             failed=failed,
+            secrets=kept,
+            roles=catalogue.topology(row.topology).roles,
+            compute=row.compute,
+            network=row.network,
         ), observed
 
     def _failed(self, lease: Lease, error: Exception) -> None:
         """Try again later; tell the user at once what will not mend itself, and in the end everything else too."""
         conf = self._backends.conf.controller
         # An agent whose machine failed (5xx) may do better next time; one that understood and refused will not.
-        hopeless = isinstance(error, (ModelError, RequestError)) or (
+        # A backend that is not enabled stays so until an operator does something.
+        hopeless = isinstance(error, (ModelError, RequestError, ConfigurationError)) or (
             isinstance(error, AgentRefused) and 400 <= error.status < 500
         )
         pause = conf.retry_most if hopeless else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
@@ -150,8 +163,13 @@ def networks(
 
 def _give_up(connection: sa.Connection, lease: Lease, reason: str) -> None:
     guard(connection, lease)
-    generation: Any = connection.execute(
-        sa.select(work.c.generation).where(work.c.load_balancer_id == lease.load_balancer_id)
-    ).scalar_one()
+    generation = _generation(connection, lease.load_balancer_id)
     statuses.fail(connection, lease.load_balancer_id, generation, reason)
     note_outcome(connection, lease.load_balancer_id, generation, f"failed: {reason}")
+
+
+def _generation(connection: sa.Connection, load_balancer_id: str) -> int:
+    found: Any = connection.execute(
+        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+    ).scalar_one()
+    return int(found)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import cotyledon
 from oslo_log import log
-from stevedore import DriverManager
 
 from amphora_driver import config
 from amphora_driver.agent_client import AgentClient
+from amphora_driver.backends import Catalogue
 from amphora_driver.certificates.authority import Authority
+from amphora_driver.controller import configured
 from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
@@ -45,17 +46,11 @@ def backends(conf: ConfigOpts, database: Database) -> Backends:
     Raises:
         ConfigurationError, CertificateError: a file is missing or wrong.
     """
-    network = DriverManager(
-        "amphora_driver.network", conf.network.driver, invoke_on_load=True, invoke_args=(conf, database)
-    ).driver
-    compute = DriverManager(
-        "amphora_driver.compute", conf.compute.driver, invoke_on_load=True, invoke_args=(conf, network)
-    ).driver
+    configured.check(conf)
     return Backends(
         conf=conf,
         database=database,
-        compute=compute,
-        network=network,
+        catalogue=Catalogue(conf, database),
         agents=AgentClient(conf),
         authority=Authority.load(conf.certificates.ca_certificate, conf.certificates.ca_private_key),
         vault=Vault.load(conf.store.encryption_key_file),
@@ -71,7 +66,7 @@ class Controller:
         name = process_name()
         self._jobs = Jobs(self._database, name, conf.controller.lease)
         everything = backends(conf, self._database)
-        self._housekeeping = Housekeeping(conf, self._database, everything.network, name)
+        self._housekeeping = Housekeeping(conf, self._database, everything.catalogue, name)
         self._reconciler = Reconciler(
             everything,
             self._jobs,

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
+from amphora_driver.controller import contents
 from amphora_driver.controller import plan as planning
-from amphora_driver.controller.bundle import bundle
+from amphora_driver.controller.bundle import Served, bundle
+from amphora_driver.controller.configured import defaults, limited
 from amphora_driver.errors import AgentRefused, AgentUnreachable, ComputeError, ModelError
+from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import Lease, check, guard, note_outcome
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.agent_client import AgentClient
+    from amphora_driver.backends import Catalogue
     from amphora_driver.certificates.authority import Authority
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
@@ -59,12 +63,11 @@ _MOST_CULPRITS = 16
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the steps work through."""
+    """Everything the steps work through; the catalogue knows the compute and network backends by name."""
 
     conf: Any
     database: Any
-    compute: Any
-    network: Any
+    catalogue: Any
     agents: Any
     authority: Any
     vault: Any
@@ -76,8 +79,7 @@ class Steps:
     def __init__(self, backends: Backends, lease: Lease) -> None:
         self._conf: ConfigOpts = backends.conf
         self._database: Database = backends.database
-        self._compute: Compute = backends.compute
-        self._network: Network = backends.network
+        self._catalogue: Catalogue = backends.catalogue
         self._agents: AgentClient = backends.agents
         self._authority: Authority = backends.authority
         self._vault: Vault = backends.vault
@@ -94,6 +96,8 @@ class Steps:
         """
         LOG.info("load balancer %s: %s", wanted.load_balancer_id, _sentence(step))
         self._database.read(lambda connection: check(connection, self._lease))
+        self._network: Network = self._catalogue.network(wanted.network)
+        self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         by_id = {one.id: one for one in observed}
         if isinstance(step, planning.Record):
             self._record(step)
@@ -149,12 +153,16 @@ class Steps:
             interval=self._conf.health.interval,
             targets=", ".join(self._conf.health.targets),
         )
+        profile = Profile() if wanted.tree is None else wanted.tree.profile
         machine = self._compute.boot(
             BootOrder(
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
-                flavor=_text(wanted.tree.flavor, "compute_flavor") if wanted.tree else None,
-                zone=_text(wanted.tree.availability_zone, "compute_zone") if wanted.tree else None,
+                flavor=profile.compute_flavor,
+                zone=profile.compute_zone,
+                image_tag=profile.image_tag,
+                volume_zone=profile.volume_zone,
+                management_network=profile.management_network,
                 files={
                     "agent.conf": Secret(conf.encode()),
                     "server.pem": issued.bundle(),
@@ -224,10 +232,9 @@ class Steps:
             raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
         self._failed = dict(wanted.failed)
         for _ in range(_MOST_CULPRITS):
-            rendered = render(_without(tree, self._failed))
-            self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
+            served = self._rendered(tree, wanted)
             try:
-                self._push_text(targets, tree, wanted.generation, rendered.text)
+                self._push_served(targets, tree, wanted.generation, served)
             except AgentRefused as error:
                 # HAProxy itself points at one object: everything else can be served without it.
                 if error.object_id is None or error.object_id in self._failed:
@@ -241,9 +248,23 @@ class Steps:
             f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
         )
 
-    def _push_text(self, targets: Sequence[Amphora], tree: LoadBalancer, generation: int, text: str | None) -> None:
+    def _rendered(self, tree: LoadBalancer, wanted: planning.Wanted) -> Served:
+        """What of the load balancer can be served, whatever else was found not to be."""
+        while True:
+            rendered = render(tree, failed=self._failed, defaults=defaults(self._conf))
+            self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
+            files, lost = contents.filled(rendered.files, wanted.secrets, self._vault)
+            if not lost:
+                return Served(text=rendered.text, files=files, pings=dict(rendered.pings))
+            if lost.keys() <= self._failed.keys():
+                raise ModelError(f"leave out what cannot be served of load balancer {tree.id}", str(lost))
+            for object_id, reason in lost.items():
+                LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
+            self._failed |= lost
+
+    def _push_served(self, targets: Sequence[Amphora], tree: LoadBalancer, generation: int, served: Served) -> None:
         def push(amphora: Amphora) -> None:
-            body = bundle(tree, generation, amphora.id, amphora.plugged, text)
+            body = bundle(limited(tree, self._conf), generation, amphora.id, amphora.plugged, served)
             applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body)
             if applied.generation != generation:
                 raise AgentRefused(
@@ -292,39 +313,9 @@ def _confirm(connection: sa.Connection, load_balancer_id: str, generation: int, 
     note_outcome(connection, load_balancer_id, generation, outcome)
 
 
-def _without(tree: LoadBalancer, failed: dict[str, str]) -> LoadBalancer:
-    """The tree without the objects that cannot be served."""
-    if not failed:
-        return tree
-    pools = tuple(
-        msgspec.structs.replace(
-            pool,
-            members=tuple(one for one in pool.members if one.id not in failed),
-            healthmonitor=None if pool.healthmonitor and pool.healthmonitor.id in failed else pool.healthmonitor,
-        )
-        for pool in tree.pools
-        if pool.id not in failed
-    )
-    listeners = tuple(
-        msgspec.structs.replace(
-            one,
-            default_pool_id=None if one.default_pool_id in failed else one.default_pool_id,
-            l7policies=tuple(policy for policy in one.l7policies if policy.id not in failed),
-        )
-        for one in tree.listeners
-        if one.id not in failed
-    )
-    return msgspec.structs.replace(tree, pools=pools, listeners=listeners)
-
-
 def _sentence(step: planning.AnyStep) -> str:
     what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
     return f"{type(step).__name__} {what or ''} because {step.reason}"
-
-
-def _text(metadata: dict[str, object] | None, key: str) -> str | None:
-    value = (metadata or {}).get(key)
-    return None if value is None else str(value)
 
 
 def _read(path: str) -> bytes:

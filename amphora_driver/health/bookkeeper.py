@@ -9,6 +9,7 @@ However many load balancers were heard, a flush is one reading and at most one w
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,21 @@ import msgspec
 
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
+from amphora_driver.health.losses import Losses
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, statuses, wanted
 from amphora_driver.store.amphorae import Heard, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import sqlalchemy as sa
 
     from amphora_driver.health.ledger import Ledger, Seen
     from amphora_driver.store.engine import Database
+
+LOG = logging.getLogger(__name__)
 
 # How often it is written down that an amphora was heard, in seconds: the only write of a quiet system.
 _SEEN_EVERY = 1.0
@@ -64,6 +68,7 @@ class _Word(msgspec.Struct, frozen=True):
     load_balancer_id: str
     account: _Account
     reports: dict[str, Report]
+    confirmed: dict[str, int]
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -82,11 +87,17 @@ class Bookkeeper:
     Args:
         database: where to.
         ledger: what amphorae said.
+        interval: seconds between an amphora's heartbeats.
+        due: called when a load balancer has become due, because an amphora lost what it served.
     """
 
-    def __init__(self, database: Database, ledger: Ledger) -> None:
+    def __init__(
+        self, database: Database, ledger: Ledger, interval: float = 3.0, due: Callable[[], None] = lambda: None
+    ) -> None:
         self._database = database
         self._ledger = ledger
+        self._losses = Losses(interval)
+        self._due = due
         self._accounts: dict[str, _Account] = {}
         # Heard, but what follows from that is not written down yet.
         self._unwritten: dict[str, Seen] = {}
@@ -106,7 +117,9 @@ class Bookkeeper:
         """
         self._unwritten.update(self._ledger.take_heard())
         words = self._database.read(self._words) if self._unwritten else []
+        now = time.monotonic()
         changed = self._write([_entry(word) for word in words], last=last)
+        self._note_losses(words, now)
         self._unwritten.clear()
         self._tidy()
         return changed
@@ -129,8 +142,31 @@ class Bookkeeper:
                 # What was said of objects before their rows existed was not written, and is written now.
                 account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
                 account.keep(one.amphorae)
-            words.append(_Word(load_balancer_id, account, reports))
+            words.append(_Word(load_balancer_id, account, reports, one.confirmed))
         return words
+
+    def _note_losses(self, words: list[_Word], now: float) -> None:
+        """Have the load balancers of amphorae that lost what they served pushed again."""
+        confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
+        heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
+        losses = self._losses.among(heard, confirmed, now)
+        if not losses:
+            return
+        lost = self._database.write(
+            lambda connection: [
+                one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)
+            ]
+        )
+        for one in lost:
+            LOG.warning(
+                "amphora %s confirmed generation %d and serves %d: it is given its configuration again",
+                one.amphora_id,
+                one.confirmed,
+                one.serves,
+            )
+        self._losses.settled(losses)
+        if lost:
+            self._due()
 
     def _note_seen(self, recorded: set[str]) -> None:
         self._ledger.forget(self._unwritten.keys() - recorded)
@@ -175,6 +211,7 @@ class Bookkeeper:
         owners = self._database.read(amphorae.all_load_balancers)
         self._ledger.forget(remembered - owners.keys())
         self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}
+        self._losses.keep(set(owners))
         served = set(owners.values())
         self._accounts = {one: account for one, account in self._accounts.items() if one in served}
         for account in self._accounts.values():

@@ -70,9 +70,7 @@ def open_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
     view = memoryview(datagram)
     signed, signature = view[:-_SIGNATURE], view[-_SIGNATURE:]
     if not hmac.compare_digest(hmac.digest(key.reveal(), signed, "sha256"), signature):
-        raise HeartbeatRefused(
-            _WANTED, f"its signature is not amphora {amphora_id}'s", reason="signature"
-        )
+        raise HeartbeatRefused(_WANTED, f"its signature is not amphora {amphora_id}'s", reason="signature")
     _magic, _id, epoch, sequence = _HEADER.unpack_from(view)
     document = _inflate(signed[_HEADER.size :], amphora_id)
     try:
@@ -83,9 +81,7 @@ def open_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
         ) from error
     generation = report.generation
     if generation is not None and not 0 <= generation <= _LARGEST_GENERATION:
-        raise HeartbeatRefused(
-            _WANTED, f"amphora {amphora_id} sent an impossible generation", reason="document"
-        )
+        raise HeartbeatRefused(_WANTED, f"amphora {amphora_id} sent an impossible generation", reason="document")
     # Whose report it is, is what the signature proves: whatever the document says about that is not read.
     mine = Report(generation, report.listeners, report.pools, amphora_id)
     return Heartbeat(amphora_id, epoch, sequence, mine)

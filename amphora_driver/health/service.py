@@ -51,7 +51,12 @@ class HealthManager:
         self._database = Database(conf.store.connection, durable=False)
         self._vault = Vault.load(conf.store.encryption_key_file)
         self._ledger = Ledger(expiry=_BELIEVED_FOR * conf.health.interval)
-        self._bookkeeper = Bookkeeper(self._database, self._ledger)
+        self._bookkeeper = Bookkeeper(
+            self._database,
+            self._ledger,
+            conf.health.interval,
+            lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.CONTROLLER),
+        )
         self._receiver = Receiver(conf.health.bind_address, conf.health.bind_port, self._key, self._heard)
         self._news = threading.Event()
         self._stopping = threading.Event()

@@ -187,9 +187,7 @@ def _row(listener_id: str, amphora_id: str, load_balancer_id: str, said: Listene
 
 def _not_below(row: Row, before: Row) -> tuple[Row, int]:
     """The row with no counter below what it was, and how many were: agents promise that none is."""
-    lower = {
-        name: getattr(before, name) for name in _COUNTERS if getattr(row, name) < getattr(before, name)
-    }
+    lower = {name: getattr(before, name) for name in _COUNTERS if getattr(row, name) < getattr(before, name)}
     return (msgspec.structs.replace(row, **lower), len(lower)) if lower else (row, 0)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
+from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool
 from amphora_driver.model.vocabulary import Kind, Operating
 
 
@@ -123,6 +123,7 @@ def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -
     views = _member_views(reports)
     for listener in load_balancer.listeners:
         _listener(listener, reports, result, parent_up=alive)
+        _policies(listener, result, parent_up=alive and listener.admin_state_up)
     for pool in load_balancer.pools:
         _pool(pool, views.get(pool.id), result, parent_up=alive, used=pool.id in used)
     top = _load_balancer(load_balancer, reports, result)
@@ -136,9 +137,15 @@ def _used_pools(listeners: Iterable[Listener]) -> set[str]:
     used: set[str] = set()
     for listener in listeners:
         if listener.admin_state_up:
-            wanted = (listener.default_pool_id, *(policy.redirect_pool_id for policy in listener.l7policies))
+            policies = [policy for policy in listener.l7policies if _matches_sometimes(policy)]
+            wanted = (listener.default_pool_id, *(policy.redirect_pool_id for policy in policies))
             used.update(pool_id for pool_id in wanted if pool_id)
     return used
+
+
+def _matches_sometimes(policy: L7Policy) -> bool:
+    """Whether a policy is served: without a rule that is enabled it never matches anything."""
+    return policy.admin_state_up and any(rule.admin_state_up for rule in policy.rules)
 
 
 def _member_views(reports: Iterable[Report]) -> dict[str, dict[str, list[_View]]]:
@@ -168,6 +175,22 @@ def _listener(listener: Listener, reports: Iterable[Report], result: Statuses, *
         # The one that is full is the one with the traffic: of a pair, the other is idle and says OPEN.
         worst = max(views, key=_rank)
         result[listener.id] = StatusOfObject(Kind.LISTENER, worst.status, _seen(worst))
+
+
+def _policies(listener: Listener, result: Statuses, *, parent_up: bool) -> None:
+    """Enter a listener's policies and their rules: HAProxy says nothing of them, they are served with the listener."""
+    served = listener.id in result
+    for policy in listener.l7policies:
+        up = parent_up and policy.admin_state_up
+        if not up:
+            result[policy.id] = _disabled(Kind.L7POLICY, own=not policy.admin_state_up)
+        elif served:
+            result[policy.id] = StatusOfObject(Kind.L7POLICY, Operating.ONLINE, "served with its listener")
+        for rule in policy.rules:
+            if not (up and rule.admin_state_up):
+                result[rule.id] = _disabled(Kind.L7RULE, own=not rule.admin_state_up)
+            elif served:
+                result[rule.id] = StatusOfObject(Kind.L7RULE, Operating.ONLINE, "served with its listener")
 
 
 def _pool(

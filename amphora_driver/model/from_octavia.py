@@ -8,13 +8,15 @@ not carry and drop lists when turned into dictionaries, so attributes are read o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
 from octavia_lib.api.drivers import data_models
 
 from amphora_driver.errors import ModelError
+from amphora_driver.model import l7policies
 from amphora_driver.model.loadbalancer import (
     SHAPES,
     HealthMonitor,
@@ -26,9 +28,12 @@ from amphora_driver.model.loadbalancer import (
     Node,
     Pool,
 )
+from amphora_driver.model.secrets import FIELDS, Material, Purpose, SecretName
 from amphora_driver.model.vocabulary import Kind
+from amphora_driver.secret import Secret
 
 S = TypeVar("S", bound=msgspec.Struct)
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The name Octavia gives to an object's own id.
 ID_NAMES: dict[Kind, str] = {
@@ -49,6 +54,19 @@ _VIP_FIELDS = {
 }
 
 
+def _understanding(read: F) -> F:
+    """Something of another type than Octavia's documentation says is an error of the request, not of ours."""
+
+    @functools.wraps(read)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(*args, **kwargs)
+        except (TypeError, AttributeError, ValueError, KeyError) as error:
+            raise ModelError("understand what Octavia sent", f"{type(error).__name__}: {error}") from error
+
+    return cast("F", call)
+
+
 def identifier(kind: Kind, source: Any) -> str:
     """The id of an object Octavia handed over."""
     return str(_get(source, ID_NAMES[kind]))
@@ -60,6 +78,7 @@ def given(source: Any, name: str) -> Any:
     return None if value is data_models.Unset else value
 
 
+@_understanding
 def changes(kind: Kind, new: Any) -> dict[str, Any]:
     """The fields an update really names, by the model's own names.
 
@@ -72,7 +91,7 @@ def changes(kind: Kind, new: Any) -> dict[str, Any]:
         value = _get(new, field.name)
         if value is data_models.Unset:
             continue
-        if value is None:
+        if value is None or (field.name == "session_persistence" and not value):
             if field.default is not msgspec.NODEFAULT:
                 named[field.name] = field.default
             continue
@@ -85,9 +104,71 @@ def changed(node: S, named: Mapping[str, Any]) -> S:
     known = {field: getattr(node, field) for field in node.__struct_fields__}
     children = {name: known.pop(name) for name in list(known) if name in _CHILDREN}
     built = _shape(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
-    return msgspec.structs.replace(built, **children)
+    whole: S = msgspec.structs.replace(built, **children)
+    return cast("S", l7policies.without_leftovers(whole)) if isinstance(whole, L7Policy) else whole
 
 
+@_understanding
+def secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName, Material]:
+    """The secrets that came with an object, and with the listeners and pools of a load balancer.
+
+    Not every reference comes with its content: Octavia leaves out what it happens not to have loaded.
+
+    Args:
+        kind: what it is.
+        source: as Octavia handed it over.
+        paired: the contents of several SNI certificates come in the order of their references. That is so wherever
+            both were read in one go; in a listener's creation the references are the user's, the contents the
+            database's.
+    """
+    if kind is Kind.LOAD_BALANCER:
+        found: dict[SecretName, Material] = {}
+        for name, child_kind in (("listeners", Kind.LISTENER), ("pools", Kind.POOL)):
+            for child in _items(source, name):
+                found |= secrets(child_kind, child, paired=paired)
+        return found
+    return _own_secrets(kind, source, paired=paired)
+
+
+def _own_secrets(kind: Kind, source: Any, *, paired: bool) -> dict[SecretName, Material]:
+    found: dict[SecretName, Material] = {}
+    for field, purpose in FIELDS.get(SHAPES[kind], ()):
+        refs, contents = given(source, field), given(source, f"{field.rpartition('_')[0]}_data")
+        if field.endswith("_ref"):
+            refs, contents = [refs], [contents]
+        if not refs or not contents or len(refs) != len(contents) or (len(refs) > 1 and not paired):
+            continue
+        for ref, content in zip(refs, contents, strict=True):
+            if ref and content:
+                name = SecretName(identifier(kind, source), purpose, str(ref))
+                found.setdefault(name, _material(f"{kind.value[:-1]} option {field}", purpose, content))
+    return found
+
+
+def _material(option: str, purpose: Purpose, content: Any) -> Material:
+    if purpose is not Purpose.CERTIFICATE:
+        return Material(option=option, text=_secret(option, content))
+    if not isinstance(content, Mapping):
+        raise ModelError(f"read what {option} names", f"a dictionary was expected, not {type(content).__name__}")
+    key, passphrase = content.get("private_key"), content.get("passphrase")
+    return Material(
+        option=option,
+        text=_secret(option, content.get("certificate")),
+        private_key=_secret(option, key) if key else None,
+        passphrase=_secret(option, passphrase) if passphrase else None,
+        intermediates=tuple(_secret(option, one) for one in content.get("intermediates") or ()),
+    )
+
+
+def _secret(option: str, value: Any) -> Secret:
+    if isinstance(value, str):
+        return Secret(value.encode("utf-8", "replace"))
+    if not isinstance(value, bytes):
+        raise ModelError(f"read what {option} names", f"text was expected, not {type(value).__name__}")
+    return Secret(value)
+
+
+@_understanding
 def load_balancer(source: Any) -> LoadBalancer:
     """A load balancer with all children that were given."""
     fields = _fields(Kind.LOAD_BALANCER, source)
@@ -112,12 +193,14 @@ def load_balancer(source: Any) -> LoadBalancer:
     )
 
 
+@_understanding
 def listener(source: Any) -> Listener:
     """A listener with its L7 policies, where they were given."""
     built = _shape(Listener, _fields(Kind.LISTENER, source))
     return msgspec.structs.replace(built, l7policies=tuple(l7policy(child) for child in _items(source, "l7policies")))
 
 
+@_understanding
 def pool(source: Any) -> Pool:
     """A pool with its members and health monitor, where they were given."""
     built = _shape(Pool, _fields(Kind.POOL, source))
@@ -129,6 +212,7 @@ def pool(source: Any) -> Pool:
     )
 
 
+@_understanding
 def member(source: Any) -> Member:
     """A member."""
     return _shape(Member, _fields(Kind.MEMBER, source))
@@ -139,9 +223,10 @@ def healthmonitor(source: Any) -> HealthMonitor:
     return _shape(HealthMonitor, _fields(Kind.HEALTH_MONITOR, source))
 
 
+@_understanding
 def l7policy(source: Any) -> L7Policy:
     """An L7 policy with its rules, where they were given."""
-    built = _shape(L7Policy, _fields(Kind.L7POLICY, source))
+    built = l7policies.without_leftovers(_shape(L7Policy, _fields(Kind.L7POLICY, source)))
     return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
 
 
@@ -150,6 +235,7 @@ def l7rule(source: Any) -> L7Rule:
     return _shape(L7Rule, _fields(Kind.L7RULE, source))
 
 
+@_understanding
 def node(kind: Kind, source: Any) -> Node:
     """Any object by its kind."""
     return cast("Node", _BUILDERS[kind](source))
@@ -189,7 +275,7 @@ def _fields(kind: Kind, source: Any) -> dict[str, Any]:
 
 
 def _value(field: str, value: Any) -> Any:
-    if field == "insert_headers" and isinstance(value, Mapping):
+    if field == "insert_headers":
         return sorted(str(name) for name, wanted in value.items() if _switch(name, wanted))
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items() if item is not None}

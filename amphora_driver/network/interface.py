@@ -8,7 +8,7 @@ after a crash never makes a second port. `release_*` and `delete_*` touch only w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -59,7 +59,17 @@ class VipRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(Protocol):
-    """A backend. Methods raise `NetworkError`; what a user got wrong raises `Conflict` or `UnsupportedOption`."""
+    """A backend, made with the options and the database; that talks to nobody yet.
+
+    Methods raise `NetworkError`; what a user got wrong raises `Conflict` or `UnsupportedOption`.
+
+    Attributes:
+        supports: the keys of flavors and availability zones it can fulfil; all others are refused by name.
+        wiring: how a port becomes an interface; see `Compute.wiring`.
+    """
+
+    supports: ClassVar[frozenset[str]]
+    wiring: ClassVar[str]
 
     def allocate_vip(self, load_balancer_id: str, project_id: str, wanted: Sequence[VipRequest]) -> tuple[Vip, ...]:
         """Take the addresses wanted, the primary VIP first, all on one port. Again with the same id: the same VIPs.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import sqlalchemy as sa
 
@@ -39,6 +39,9 @@ class LocalNetwork:
         conf: our options; `[compute_netns] management_network` is not for VIPs.
         database: where the rows are.
     """
+
+    supports: ClassVar[frozenset[str]] = frozenset()
+    wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
         self._database = database

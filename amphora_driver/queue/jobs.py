@@ -19,7 +19,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
-from amphora_driver.store.tables import duty, request, work
+from amphora_driver.store.tables import amphora, duty, request, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -127,7 +127,7 @@ class Jobs:
                     # Due again if more is wanted by now, or if what this job waited for has come meanwhile.
                     dirty=sa.or_(
                         work.c.generation > generation,
-                        sa.and_(work.c.applied < work.c.generation, sa.not_(work.c.read_back)),
+                        sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
                     ),
                 )
             )
@@ -165,6 +165,15 @@ class Jobs:
     def _anything_due(self, connection: sa.Connection) -> bool:
         now = time.time()
         return connection.execute(sa.select(work.c.load_balancer_id).where(*_due(now)).limit(1)).first() is not None
+
+
+def _behind() -> sa.ColumnElement[bool]:
+    """An amphora lost what it had confirmed, perhaps while this job was looking elsewhere."""
+    return sa.exists().where(
+        amphora.c.load_balancer_id == work.c.load_balancer_id,
+        amphora.c.state == "ready",
+        amphora.c.confirmed < work.c.generation,
+    )
 
 
 def _due(now: float) -> tuple[sa.ColumnElement[bool], ...]:

@@ -22,7 +22,16 @@ from amphora_driver.errors import QuotingError
 # HAProxy's proxy and server names (manual section 2.1: letters, digits, - _ . :). The colon is left out
 # because it separates pool and listener in backend names.
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_PORT = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_WEIGHT = "(?:[1-9]?[0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
+_ORDINARY_SERVER = re.compile(rf"server {_IDENTIFIER.pattern} {addresses.ORDINARY}:{_PORT} weight {_WEIGHT}")
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
+# Keywords, flags and sample fetches of our own, in a row.
+_KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
+_KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
+# What OpenSSL's lists of ciphers are made of; HAProxy's parser gives none of these characters a meaning.
+_CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
 # C0 and C1 controls, DEL, and the Unicode line and paragraph separators, which tools downstream take for line
 # ends; lone surrogates have no bytes at all.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -46,6 +55,7 @@ class Quoted(str):
 
 # `str.__new__` does not call `__init__`: the one way to make a Quoted.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
+_PRINTABLE = frozenset({Quoted, int})
 
 
 def _refuse(where: str, value: object, reason: str, object_id: str | None) -> NoReturn:
@@ -103,7 +113,119 @@ def words(parts: Iterable[Quoted | int]) -> Quoted:
     Raises:
         TypeError: one of them is neither `Quoted` nor an integer.
     """
-    return _quoted(" ".join(map(finalize, parts)))
+    printed = list(parts)
+    if not _PRINTABLE.issuperset(map(type, printed)):
+        raise TypeError(f"only quoted words and integers can be joined, not {printed!r}")
+    return _quoted(" ".join(map(str, printed)))
+
+
+def ordinary_servers(beginnings: Iterable[str], tail: Quoted | None) -> list[Quoted | None]:
+    """Server lines whose values are the usual ones: an id, an IPv4 address, numbers.
+
+    One look at the whole instead of one at each value: there are thousands of these lines. No value of another kind
+    passes, for none of the patterns has a blank in it.
+
+    Args:
+        beginnings: `server <id> <address>:<port> weight <weight>`, from values that nobody has looked at.
+        tail: more words for each of them.
+
+    Returns:
+        The lines; None for one whose values have to be quoted one by one, or refused by name.
+    """
+    if type(tail) not in (Quoted, type(None)):
+        raise TypeError("lines are made of quoted words")
+    match, end = _ORDINARY_SERVER.fullmatch, "" if tail is None else f" {tail}"
+    return [_quoted(f"{beginning}{end}") if match(beginning) else None for beginning in beginnings]
+
+
+def keywords(text: str) -> Quoted:
+    """Words that this program itself wrote, as one piece of a line.
+
+    Raises:
+        QuotingError: anything that is more than plain words; a mistake of ours.
+    """
+    if not _KEYWORDS.fullmatch(text):
+        _refuse("keywords", text, "these are not plain words", None)
+    return _quoted(text)
+
+
+def lines(parts: Iterable[Quoted], tail: Quoted | None = None) -> Quoted:
+    """Several lines of a section, each indented, each with the same words at its end.
+
+    Raises:
+        TypeError: one of them is not `Quoted`.
+    """
+    rows = list(parts)
+    if set(map(type, rows)) - {Quoted} or type(tail) not in (Quoted, type(None)):
+        raise TypeError("lines are made of quoted words")
+    if not rows:
+        return _quoted("")
+    end = "\n" if tail is None else f" {tail}\n"
+    return _quoted(f"    {f'{end}    '.join(rows)}{end}")
+
+
+def ciphers(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """A list of ciphers with OpenSSL's operators: one plain word.
+
+    Raises:
+        QuotingError: any other character, or more than 4096 of them.
+    """
+    if not isinstance(value, str) or not _CIPHERS.fullmatch(value):
+        _refuse(where, value, "it is not a list of ciphers", object_id)
+    return _quoted(value)
+
+
+def host_name(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """A DNS name: one plain word, also as the argument of a sample fetch.
+
+    Raises:
+        QuotingError: anything else.
+    """
+    if not isinstance(value, str) or not _HOST_NAME.fullmatch(value):
+        _refuse(where, value, "it is not a host name", object_id)
+    return _quoted(value)
+
+
+def call(function: Quoted, argument: Quoted) -> Quoted:
+    """A sample fetch with one argument that needs no quotes: `str(www.example.com)`.
+
+    Raises:
+        QuotingError: the argument is more than a host name.
+    """
+    name = host_name(str(argument), f"the argument of {function}")
+    return _quoted(f"{keywords(function)}({name})")
+
+
+def sample(fetch: str, argument: str, converters: str, where: str, object_id: str | None = None) -> Quoted:
+    """A sample fetch with a string argument, and what is made of it, as one word: `'req.cook("it''s"),sha1'`.
+
+    Inside double quotes HAProxy's second parser, the one for arguments, gives a meaning to `"` and the backslash only
+    (manual section 2.2 and 7.1).
+
+    Args:
+        fetch: the name of the fetch, ours.
+        argument: text; not with `"` or a backslash.
+        converters: what follows, ours; begins with a comma or is empty.
+
+    Raises:
+        QuotingError: the argument has no form here.
+    """
+    if isinstance(argument, str) and ('"' in argument or "\\" in argument):
+        _refuse(where, argument, "it contains a double quote or a backslash", object_id)
+    text(argument, where, object_id)
+    return text(f'{fetch}("{argument}"){converters}', where, object_id)
+
+
+def network(value: str, where: str, object_id: str | None = None) -> Quoted:
+    """A network in canonical form: `198.51.100.0/24`, `2001:db8::/32`.
+
+    Raises:
+        QuotingError: not an address with a prefix length.
+    """
+    try:
+        return _quoted(addresses.parse_network(value).compressed)
+    except (ValueError, TypeError):
+        _refuse(where, value, "it is not a network", object_id)
 
 
 def backend_name(pool_id: Quoted, listener_id: Quoted) -> Quoted:
@@ -167,6 +289,8 @@ def address(value: str, where: str, object_id: str | None = None) -> Quoted:
         QuotingError: not an address, with a scope (`fe80::1%eth0`), or the unspecified address, which HAProxy
             reads as "wherever the client wanted to go" (manual section 5.2).
     """
+    if isinstance(value, str) and addresses.is_ordinary(value):
+        return _quoted(value)
     try:
         parsed = addresses.parse(value)
     except (ValueError, TypeError):
@@ -182,18 +306,22 @@ def endpoint(host: str, port_number: int, where: str, object_id: str | None = No
     return _quoted(f"{address(host, where, object_id)}:{number}")
 
 
-def text(value: str, where: str, object_id: str | None = None, *, flag_position: bool = False) -> Quoted:
+def text(
+    value: str, where: str, object_id: str | None = None, *, flag_position: bool = False, longest: int = MAX_TEXT
+) -> Quoted:
     """Any string, in single quotes: inside them HAProxy interprets nothing (manual section 2.2).
 
     A single quote itself has no form inside single quotes; it is written by closing, an escaped quote,
     opening again.
 
     Args:
-        value: printable text, up to `MAX_TEXT` bytes of UTF-8.
+        value: printable text, up to `longest` bytes of UTF-8.
         where: what the value is, for the error message.
         object_id: the object at fault, for the error.
         flag_position: True where HAProxy would take a word beginning with `-` for a flag; such values are
             refused.
+        longest: more than `MAX_TEXT` is for what this program made of a value of that length. A line of
+            configuration has no limit of its own in HAProxy (2.6 grows its buffer).
 
     Raises:
         QuotingError: empty (HAProxy takes an empty word for the end of the line and ignores what follows),
@@ -203,8 +331,8 @@ def text(value: str, where: str, object_id: str | None = None, *, flag_position:
         _refuse(where, value, "it is empty", object_id)
     if _FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
-    if len(value.encode()) > MAX_TEXT:
-        _refuse(where, value, f"it is longer than {MAX_TEXT} bytes", object_id)
+    if len(value.encode()) > longest:
+        _refuse(where, value, f"it is longer than {longest} bytes", object_id)
     if flag_position and value.startswith("-"):
         _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
     return _quoted("'" + value.replace("'", "'\\''") + "'")
@@ -215,3 +343,34 @@ def log_format(value: str, where: str, object_id: str | None = None) -> Quoted:
     if isinstance(value, str):
         value = value.replace("%", "%%")
     return text(value, where, object_id)
+
+
+def substituted(fetch: str, pattern: str, flags: str, where: str, object_id: str | None = None) -> Quoted:
+    """A sample fetch without what a regular expression finds in it: `'path,regsub("^/x","","i")'`.
+
+    The pattern passes two parsers: inside the single quotes of the first nothing has a meaning, inside the double
+    quotes of the second, the one for arguments, the double quote and the backslash do (manual sections 2.2 and 7.3.1).
+
+    Args:
+        fetch: a sample expression, ours.
+        pattern: any regular expression.
+        flags: of `regsub`, ours.
+        where: what the pattern is, for the error message.
+        object_id: the object at fault, for the error.
+    """
+    inner = pattern.replace("\\", "\\\\").replace('"', '\\"')
+    return text(f'{fetch},regsub("{inner}","","{flags}")', where, object_id, longest=4 * MAX_TEXT)
+
+
+def negated(name: Quoted) -> Quoted:
+    """A named ACL that must not match: `!name`."""
+    if type(name) is not Quoted:
+        raise TypeError("an ACL is named with a quoted identifier")
+    return _quoted(f"!{name}")
+
+
+def argument_of(function: Quoted, backend: Quoted) -> Quoted:
+    """A sample fetch with the name of a backend as its argument: `str(<pool>:<listener>)`."""
+    if type(function) is not Quoted or type(backend) is not Quoted:
+        raise TypeError("a fetch and its backend are quoted")
+    return _quoted(f"{function}({backend})")

@@ -44,7 +44,7 @@ def write(settings: Settings) -> None:
 
 
 def _our_options(settings: Settings) -> _Sections:
-    return {
+    ours = {
         "store": {
             "connection": settings.database_url,
             "encryption_key_file": str(settings.etc / "encryption.keys"),
@@ -74,6 +74,7 @@ def _our_options(settings: Settings) -> _Sections:
             "client_certificate": str(settings.etc / "controller.pem"),
         },
     }
+    return {group: {**ours.get(group, {}), **settings.options.get(group, {})} for group in {**ours, **settings.options}}
 
 
 def _octavia_options(settings: Settings) -> _Sections:
@@ -94,6 +95,8 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
+        # Otherwise Octavia fills its own timeouts into every listener, and none would ever be a flavor's to choose.
+        "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
             **{f"{name}_socket_path": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},

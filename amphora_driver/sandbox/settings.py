@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     # SQLAlchemy URLs of databases elsewhere; files of the state directory without.
     store_url: str | None = None
     octavia_url: str | None = None
+    # Options of the provider, by group, beside or instead of the sandbox's own.
+    options: dict[str, dict[str, str]] = {}
 
     @property
     def etc(self) -> Path:
@@ -148,6 +150,7 @@ def choose(
     *,
     store_url: str | None = None,
     octavia_url: str | None = None,
+    options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
     """The sandbox with this state directory, its choices made now if it was never started."""
     known = find(state)
@@ -167,6 +170,7 @@ def choose(
         agent_python=agent_python or sys.executable,
         store_url=store_url,
         octavia_url=octavia_url,
+        options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))

@@ -59,10 +59,11 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, kw_only=True):
-    """A load balancer's newest wanted generation, and its amphorae, the oldest first."""
+    """A load balancer's newest wanted generation, and its amphorae, the oldest first, with what they confirmed."""
 
     generation: int
     amphorae: dict[str, State] = {}
+    confirmed: dict[str, int] = {}
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 _OF_SAME = (
-    sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, work.c.generation)
+    sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation)
     .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
     .where(amphora.c.load_balancer_id.in_(sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(_IDS))))
     .order_by(amphora.c.created_at, amphora.c.id)
@@ -163,6 +164,23 @@ def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
         )
 
 
+def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
+    """An amphora serves less than it confirmed: its load balancer is due; False if it has confirmed anew meanwhile."""
+    changed = connection.execute(
+        amphora.update()
+        .where(
+            amphora.c.id == amphora_id,
+            amphora.c.confirmed == confirmed,
+            amphora.c.state == State.READY.value,
+        )
+        .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
+    ).rowcount
+    if changed:
+        owner = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id).scalar_subquery()
+        connection.execute(work.update().where(work.c.load_balancer_id == owner).values(dirty=True, free_at=0.0))
+    return bool(changed)
+
+
 def forget(connection: sa.Connection, amphora_id: str) -> None:
     """Delete the row of an amphora of which nothing is left."""
     connection.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id == amphora_id))
@@ -194,6 +212,7 @@ def of_same_load_balancers(connection: sa.Connection, amphora_ids: Sequence[str]
         for row in connection.execute(_OF_SAME, {"ids": amphora_ids[start : start + _CHUNK]}):
             one = found.setdefault(row.load_balancer_id, Serving(generation=row.generation))
             one.amphorae[row.id] = State(row.state)
+            one.confirmed[row.id] = row.confirmed
     return found
 
 

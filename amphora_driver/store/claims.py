@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.store.tables import vip_claim, work
@@ -18,24 +19,46 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def note(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Addresses are about to be taken for this load balancer; again: the time counts anew."""
+def note(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
+    """Addresses are about to be taken for this load balancer; again: the time counts anew.
+
+    Returns:
+        The network backend to take them from: this one, or the one that was noted the first time.
+    """
     changed = connection.execute(
         vip_claim.update().where(vip_claim.c.load_balancer_id == load_balancer_id).values(claimed_at=time.time())
     ).rowcount
-    if not changed:
-        connection.execute(vip_claim.insert().values(load_balancer_id=load_balancer_id, claimed_at=time.time()))
+    if changed:
+        return of(connection, load_balancer_id) or network
+    connection.execute(
+        vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, claimed_at=time.time())
+    )
+    return network
 
 
-def settled(connection: sa.Connection, before: float) -> tuple[list[str], list[str]]:
+def of(connection: sa.Connection, load_balancer_id: str) -> str | None:
+    """The network backend this load balancer's addresses were taken from; None if nothing was noted."""
+    return connection.execute(
+        sa.select(vip_claim.c.network).where(vip_claim.c.load_balancer_id == load_balancer_id)
+    ).scalar()
+
+
+class Orphan(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses of a load balancer that never came, and the network backend they were taken from."""
+
+    load_balancer_id: str
+    network: str | None
+
+
+def settled(connection: sa.Connection, before: float) -> tuple[list[Orphan], list[str]]:
     """Claims made before this moment (seconds since 1970): those whose load balancer never came, and all others."""
     rows = connection.execute(
-        sa.select(vip_claim.c.load_balancer_id, work.c.load_balancer_id.label("known"))
+        sa.select(vip_claim.c.load_balancer_id, vip_claim.c.network, work.c.load_balancer_id.label("known"))
         .outerjoin(work, work.c.load_balancer_id == vip_claim.c.load_balancer_id)
         .where(vip_claim.c.claimed_at < before)
     ).all()
     return (
-        [row.load_balancer_id for row in rows if row.known is None],
+        [Orphan(load_balancer_id=row.load_balancer_id, network=row.network) for row in rows if row.known is None],
         [row.load_balancer_id for row in rows if row.known is not None],
     )
 

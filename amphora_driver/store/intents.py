@@ -14,21 +14,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.errors import UnknownObject
-from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Node, Pool
+from amphora_driver.errors import UnknownObject, UnsupportedOption
+from amphora_driver.model import from_octavia, l7policies
+from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Node, Pool, Profile
+from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.store import statuses, wanted
+from amphora_driver.store import reading_back, secrets, statuses, wanted
+from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import amphora, request, work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from amphora_driver.store.engine import Database
 
     Check = Callable[[Node], None]
+    Fits = Callable[[Node, Profile], None]
+    Contents = Mapping[SecretName, Sealed]
 
 
+# Objects as the history calls them.
+_WORDS = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 # Requests remembered for a load balancer: about so many of its newest ones.
 _REMEMBERED = 200
 _TIDIED_EVERY = 50
@@ -47,23 +53,36 @@ class Intents:
     Args:
         database: where to.
         check: raises `UnsupportedOption` for an object that cannot be served; called with what the object *becomes*.
+        fits: the same for a listener or pool that cannot be had with the profile of its load balancer.
     """
 
-    def __init__(self, database: Database, check: Check) -> None:
+    def __init__(self, database: Database, check: Check, fits: Fits | None = None) -> None:
         self._database = database
         self._check = check
+        self._fits = fits
 
-    def create_load_balancer(self, tree: LoadBalancer, *, read_back: bool) -> None:
-        """A new load balancer. `read_back`: the tree is incomplete, it is read from Octavia after the commit."""
+    def create_load_balancer(self, tree: LoadBalancer, *, read_back: bool, contents: Contents | None = None) -> None:
+        """A new load balancer.
+
+        Args:
+            tree: as far as it is known.
+            read_back: the tree is incomplete, it is read from Octavia after the commit.
+            contents: what came of the secrets it uses.
+        """
         nodes = list(wanted.flatten(tree))
         for node in nodes:
             self._check(node)
+            if self._fits:
+                self._fits(node, tree.profile)
 
         def write(connection: sa.Connection) -> None:
             connection.execute(
                 work.insert().values(
                     load_balancer_id=tree.id,
                     project_id=tree.project_id,
+                    topology=tree.profile.topology.value,
+                    compute=tree.profile.compute,
+                    network=tree.profile.network,
                     op=Op.APPLY,
                     generation=1,
                     committed=0,
@@ -76,6 +95,7 @@ class Intents:
                 )
             )
             wanted.insert(connection, tree.id, 1, nodes)
+            secrets.put(connection, tree.id, contents or {})
             statuses.expect(connection, tree.id, 1, [(wanted.kind_of(node), node.id) for node in nodes])
             _remember(connection, tree.id, 1, "create loadbalancer", tree.id)
 
@@ -88,6 +108,8 @@ class Intents:
             generation = _advance(connection, load_balancer_id, op=Op.DELETE)
             everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
             wanted.remove(connection, generation, [object_id for _, object_id in everything])
+            secrets.drop_load_balancer(connection, load_balancer_id)
+            reading_back.forget(connection, load_balancer_id)
             statuses.expect(connection, load_balancer_id, generation, everything)
             _remember(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
 
@@ -108,13 +130,16 @@ class Intents:
 
         self._database.write(write)
 
-    def create(self, kind: Kind, node: Node, *, for_listener: str | None = None) -> None:
+    def create(
+        self, kind: Kind, node: Node, *, for_listener: str | None = None, contents: Contents | None = None
+    ) -> None:
         """A new object below a load balancer.
 
         Args:
             kind: what it is.
             node: the object, with children where it was given any.
             for_listener: the listener a new pool becomes the default pool of.
+            contents: what came of the secrets it uses; the rest is read from Octavia after its commit.
         """
         nodes = list(wanted.flatten(node))
         for one in nodes:
@@ -122,28 +147,52 @@ class Intents:
 
         def write(connection: sa.Connection) -> None:
             load_balancer_id = wanted.load_balancer_of(connection, str(wanted.parent_id(node)))
+            self._check_fit(connection, load_balancer_id, node)
             generation = _advance(connection, load_balancer_id)
-            wanted.insert(connection, load_balancer_id, generation, nodes)
+            whole = list(nodes)
+            if isinstance(node, L7Policy):
+                whole[0] = _make_room(connection, generation, node)
+            if isinstance(node, Member) and wanted.same_endpoint(connection, node):
+                raise UnsupportedOption(
+                    f"add a member to pool {node.pool_id}",
+                    f"it has one at {node.address} port {node.protocol_port} already",
+                    "Change that one, or choose another address or port.",
+                )
+            wanted.insert(connection, load_balancer_id, generation, whole)
+            _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
                 listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
                 wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
             touched = [(wanted.kind_of(one), one.id) for one in nodes] + _ancestors(connection, node)
-            self._finish(connection, load_balancer_id, generation, touched, f"create {kind.value[:-1]}", node.id)
+            self._finish(connection, load_balancer_id, generation, touched, f"create {_WORDS[kind]}", node.id)
 
         self._database.write(write)
 
-    def update(self, kind: Kind, object_id: str, named: Mapping[str, Any]) -> None:
-        """Some fields of an object change, by the names of the model."""
+    def update(
+        self, kind: Kind, object_id: str, fields: Mapping[str, Any], *, contents: Contents | None = None
+    ) -> None:
+        """Some fields of an object change, by the names of the model.
+
+        Args:
+            kind: what it is.
+            object_id: which one.
+            fields: the new values.
+            contents: what came of the secrets these fields name; the rest is read from Octavia after its commit.
+        """
 
         def write(connection: sa.Connection) -> None:
             load_balancer_id = wanted.load_balancer_of(connection, object_id)
             before = wanted.load(connection, kind, object_id)
-            after = from_octavia.changed(before, named)
+            after = from_octavia.changed(before, fields)
             self._check(after)
+            self._check_fit(connection, load_balancer_id, after)
             generation = _advance(connection, load_balancer_id)
+            if isinstance(after, L7Policy) and after.position != before.position:
+                after = _make_room(connection, generation, after)
             wanted.update(connection, generation, [after])
+            _keep_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             touched = [(kind, object_id), *_ancestors(connection, after)]
-            self._finish(connection, load_balancer_id, generation, touched, f"update {kind.value[:-1]}", object_id)
+            self._finish(connection, load_balancer_id, generation, touched, f"update {_WORDS[kind]}", object_id)
 
         self._database.write(write)
 
@@ -159,7 +208,11 @@ class Intents:
             if isinstance(node, Pool):
                 _let_go_of_pool(connection, generation, node)
             wanted.remove(connection, generation, [one for _, one in gone])
-            self._finish(connection, load_balancer_id, generation, touched, f"delete {kind.value[:-1]}", object_id)
+            if isinstance(node, L7Policy):
+                _close_up(connection, generation, node.listener_id)
+            if type(node) in FIELDS:
+                secrets.drop_objects(connection, [object_id])
+            self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
 
         self._database.write(write)
 
@@ -177,13 +230,15 @@ class Intents:
             before = wanted.children(connection, pool_id, Kind.MEMBER)
             added: list[Node] = []
             changed: list[Node] = []
-            for member_id, build, named in members:
+            for member_id, build, fields in members:
                 if member_id not in before:
                     added.append(build())
-                elif (after := from_octavia.changed(before[member_id], named)) != before[member_id]:
+                elif (after := from_octavia.changed(before[member_id], fields)) != before[member_id]:
                     changed.append(after)
             for node in (*added, *changed):
                 self._check(node)
+            now = {**before, **{node.id: node for node in (*changed, *added)}}
+            self._check(msgspec.structs.replace(pool, members=tuple(now[member_id] for member_id, _, _ in members)))
             kept = {member_id for member_id, _, _ in members}
             gone = [member_id for member_id in before if member_id not in kept]
             generation = _advance(connection, load_balancer_id)
@@ -196,6 +251,12 @@ class Intents:
             self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id)
 
         self._database.write(write)
+
+    def _check_fit(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
+        """Only listeners and pools depend on the profile: calls about anything else do not read it."""
+        if self._fits and isinstance(node, (Listener, Pool)):
+            whole: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+            self._fits(node, whole.profile)
 
     def _finish(
         self,
@@ -277,6 +338,47 @@ def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
         policy = wanted.load(connection, Kind.L7POLICY, str(parent))
         return [(Kind.L7POLICY, policy.id), (Kind.LISTENER, policy.listener_id)]
     return []
+
+
+def _keep_secrets(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    before: Node | None,
+    after: Node,
+    fields: Collection[str],
+    contents: Contents,
+) -> None:
+    """Keep the secrets an object uses now; those whose content is not at hand are read from Octavia.
+
+    Args:
+        before: the object as it was; None for a new one.
+        fields: those an update names: the user may have changed the content and named the same reference again.
+    """
+    if type(after) not in FIELDS:
+        return
+    used, used_before = used_by(after), used_by(before) if before is not None else {}
+    if not used and not used_before:
+        return
+    missing = secrets.settle(connection, load_balancer_id, after.id, used, contents)
+    # Octavia does not say so when the last SNI certificate is taken away: an update that names none may be that.
+    unsaid = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
+    if missing or unsaid or named(after, fields).keys() - contents.keys():
+        reading_back.ask_for(connection, load_balancer_id, wanted.kind_of(after), after.id)
+
+
+def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
+    """Shift the policies of the same listener as Octavia does; returns the one they make room for, at its place."""
+    before: dict[str, L7Policy] = wanted.children(connection, policy.listener_id, Kind.L7POLICY)
+    now = {one.id: one for one in l7policies.placed(before.values(), policy)}
+    own = now.pop(policy.id)
+    wanted.update(connection, generation, [one for one in now.values() if one != before[one.id]])
+    return own
+
+
+def _close_up(connection: sa.Connection, generation: int, listener_id: str) -> None:
+    """Close the gap a policy has left."""
+    before: dict[str, L7Policy] = wanted.children(connection, listener_id, Kind.L7POLICY)
+    wanted.update(connection, generation, [one for one in l7policies.counted(before.values()) if one != before[one.id]])
 
 
 def _let_go_of_pool(connection: sa.Connection, generation: int, pool: Pool) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.model.vocabulary import Kind, Operating, Provisioning
-from amphora_driver.store.tables import listener_statistics, request, status, wanted_object, work
+from amphora_driver.store.tables import listener_statistics, request, secret, status, wanted_object, work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -230,7 +230,7 @@ def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Seque
 
 def _forget(connection: sa.Connection, load_balancer_id: str) -> None:
     """Octavia knows that the load balancer is gone: nothing of it is kept."""
-    for table in (status, wanted_object, work, request, listener_statistics):
+    for table in (status, wanted_object, secret, work, request, listener_statistics):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))
 
 

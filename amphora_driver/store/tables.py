@@ -66,7 +66,8 @@ wanted_object = Table(
 
 # One row per load balancer: what generation is wanted and served, and which controller works on it.
 # `committed` is the newest generation of which Octavia's own transaction is known to have ended;
-# `read_back` asks for the whole tree to be read from Octavia after that, because it arrived incomplete.
+# `read_back` asks for something to be read from Octavia after that, because it arrived incomplete: the listeners and
+# pools in `reread` (JSON, [kind, id] each), or the whole tree where that is empty.
 work = Table(
     "work",
     metadata,
@@ -81,6 +82,7 @@ work = Table(
     Column("committed", BigInteger, nullable=False, default=0),
     Column("applied", BigInteger, nullable=False, default=0),
     Column("read_back", Boolean, nullable=False, default=False),
+    Column("reread", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
     Column("owner", String(128), nullable=True),
     Column("epoch", BigInteger, nullable=False, default=0),
@@ -107,7 +109,8 @@ request = Table(
 )
 
 # One row per secret an object uses: sealed by the vault, never shared between objects, gone with the last use.
-# `purpose` says what it is for (certificate, ca, crl); `ref` is the name Octavia's users know it by.
+# `purpose` says what it is for (certificate, ca, crl); `ref` is the name Octavia's users know it by. `reason` says why
+# nothing is in it, where Octavia could not hand it over or what came cannot be served.
 secret = Table(
     "secret",
     metadata,
@@ -115,7 +118,8 @@ secret = Table(
     Column("purpose", String(16), primary_key=True),
     Column("ref", String(255), primary_key=True),
     Column("load_balancer_id", Id, nullable=False),
-    Column("sealed", Sealed, nullable=False),
+    Column("sealed", Sealed, nullable=True),
+    Column("reason", Text, nullable=True),
     Index("ix_secret_load_balancer_id", "load_balancer_id"),
 )
 
@@ -212,6 +216,8 @@ vip_claim = Table(
     "vip_claim",
     metadata,
     Column("load_balancer_id", Id, primary_key=True),
+    # The network backend (entry point) they were taken from.
+    Column("network", String(64), nullable=True),
     Column("claimed_at", Double, nullable=False),
 )
 

@@ -65,6 +65,19 @@ _TREE = (
     .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
     .order_by(wanted_object.c.created, wanted_object.c.id)
 )
+_SAME = (
+    sa.select(wanted_object.c.id)
+    .where(
+        wanted_object.c.parent_id == sa.bindparam("under"),
+        wanted_object.c.kind == Kind.MEMBER.value,
+        ~wanted_object.c.removed,
+        # The port is followed by another field or ends the object.
+        sa.or_(
+            *(wanted_object.c.body.contains(sa.bindparam(name, type_=sa.Text())) for name in ("endpoint", "at_the_end"))
+        ),
+    )
+    .limit(1)
+)
 _INSERT = wanted_object.insert()
 _UPDATE = (
     wanted_object.update()
@@ -157,6 +170,17 @@ def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, An
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
+def same_endpoint(connection: sa.Connection, member: Member) -> bool:
+    """Whether the pool has another member with this address and port.
+
+    The bodies are searched as text, in the database: to read them all would cost a thousand times more.
+    """
+    # An address has none of the characters that mean something to LIKE: it was checked before.
+    endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
+    wish = {"under": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
+    return connection.execute(_SAME, wish).first() is not None
+
+
 def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
     """Everything that hangs below these objects, as (kind, id)."""
     found: list[tuple[Kind, str]] = []
@@ -224,24 +248,50 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
 
 def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
     """Make the rows say exactly this tree, and return its objects that were not recorded before."""
-    recorded = {
-        row.id: row.body
-        for row in connection.execute(
-            sa.select(wanted_object.c.id, wanted_object.c.body).where(
-                wanted_object.c.load_balancer_id == tree.id, ~wanted_object.c.removed
-            )
+    rows = connection.execute(
+        sa.select(wanted_object.c.id, wanted_object.c.body, wanted_object.c.removed).where(
+            wanted_object.c.load_balancer_id == tree.id
         )
-    }
-    nodes = {node.id: node for node in flatten(tree)}
+    ).all()
+    recorded = {row.id: row.body for row in rows if not row.removed}
+    # Octavia shows what is being deleted too, and does not say so.
+    removed = {row.id for row in rows if row.removed}
+    nodes = {node.id: node for node in flatten(tree) if node.id not in removed}
     purge(connection, [object_id for object_id in recorded if object_id not in nodes])
     added = [node for object_id, node in nodes.items() if object_id not in recorded]
     insert(connection, tree.id, generation, added)
-    update(
-        connection,
-        generation,
-        [node for object_id, node in nodes.items() if object_id in recorded and _body(node) != recorded[object_id]],
-    )
+    known = [_with_ours(node, recorded[object_id]) for object_id, node in nodes.items() if object_id in recorded]
+    update(connection, generation, [node for node in known if _body(node) != recorded[node.id]])
     return added
+
+
+def refresh(connection: sa.Connection, generation: int, node: Listener | Pool) -> bool:
+    """Take the attributes of a recorded object from what was read of it; False if it is not wanted any more."""
+    row = connection.execute(_ONE, {"of": node.id, "of_kind": kind_of(node).value}).first()
+    if row is None:
+        return False
+    ordered = _with_ours(node, row.body)
+    if _body(ordered) != row.body:
+        update(connection, generation, [ordered])
+    return True
+
+
+def _with_ours(node: Node, recorded: str) -> Node:
+    """The node with what only we know: the choices of a load balancer's creation, and the order of SNI certificates.
+
+    Octavia's database keeps no order of them, and the first one is shown to clients that name no host.
+    """
+    if isinstance(node, LoadBalancer):
+        whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
+        return msgspec.structs.replace(
+            node, profile=whole.profile, flavor=whole.flavor, availability_zone=whole.availability_zone
+        )
+    if not isinstance(node, Listener) or not node.sni_container_refs:
+        return node
+    before: Listener = _DECODERS[Kind.LISTENER].decode(recorded)
+    if sorted(before.sni_container_refs or ()) != sorted(node.sni_container_refs):
+        return node
+    return msgspec.structs.replace(node, sni_container_refs=before.sni_container_refs)
 
 
 def _body(node: Node) -> str:

@@ -182,7 +182,14 @@ def _no_filter() -> None:
 class Amphora:
     """The supervisor, the agent and HAProxy, started as the compute backend starts them."""
 
-    def __init__(self, network: Network, directory: Path, authority: Authority, interval: float = 0.5) -> None:
+    def __init__(
+        self,
+        network: Network,
+        directory: Path,
+        authority: Authority,
+        interval: float = 0.5,
+        log_level: str = "INFO",
+    ) -> None:
         self.network = network
         self.id = str(uuid.uuid4())
         self.load_balancer_id = str(uuid.uuid4())
@@ -196,6 +203,7 @@ class Amphora:
         etc = directory / "etc"
         (etc / "agent.conf").write_text(
             f"[agent]\namphora_id = {self.id}\nbind_address = {AMPHORA}\nbind_port = 9443\nservices = supervisor\n"
+            f"log_level = {log_level}\n"
             f"[heartbeat]\ninterval = {interval}\ntargets = {CONTROLLER}:{HEARTBEATS}, {CONTROLLER}:{HEARTBEATS + 1}\n"
         )
         (etc / "server.pem").write_text(authority.issue(self.id, SERVER))
@@ -344,7 +352,8 @@ class Amphora:
             return self.call("GET", "/v2/info")[0] == 200
         return False
 
-    def push(self, generation: int, text: str | None, **changes):
+    def push(self, generation: int, text: str | None, files: dict[str, str] | None = None, **changes):
+        """One bundle; `files` by name. Any of its keys can be given another value by name."""
         interface = {
             "mac": MAC,
             "name": "eth1",
@@ -359,6 +368,9 @@ class Amphora:
             "load_balancer_id": self.load_balancer_id,
             "generation": generation,
             "haproxy": text,
+            "files": [{"name": name, "content": content} for name, content in (files or {}).items()],
+            "pings": {},
+            "limits": {"connections": None, "threads": None},
             "interfaces": [interface],
         }
         return self.call("PUT", "/v2/bundle", {**bundle, **changes})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one network for the run, one amphora for each test."""
+"""Fixtures: one network for the run, one amphora for each test; a lab with one amphora for all rows of the model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 import socket
 from pathlib import Path
 
+import pki
 import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
+from served import Lab, Served
 from throwaway_authority import Authority
 
 from amphora_agent.stats.codec import decode
@@ -91,3 +93,24 @@ def mailbox(amphora):
     made = Mailbox(amphora)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def lab(authority, tmp_path_factory):
+    """The amphora of all tests that are about what a load balancer can say (`served.py`)."""
+    made = Lab(f"dl{os.getpid()}", tmp_path_factory.mktemp("lab"), authority)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(lab):
+    made = Served(lab)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def tenant():
+    """An authority of a tenant's own."""
+    return pki.Authority("tenant")

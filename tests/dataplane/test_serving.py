@@ -12,6 +12,7 @@ from amphora_lab import FIXED, MAC, VIP, VIP6, Client, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
 
 pytestmark = pytest.mark.root
+RULE = "7a9d0c1e-0000-4000-8000-000000000007"
 
 
 def fetch(amphora, *args, **kwargs):
@@ -68,6 +69,7 @@ def test_a_broken_configuration_is_refused_and_the_old_one_serves(amphora):
             MEMBER_IDS["m2"]: text(listener(["m1", "m2"], m2="chek")),
             POOL: text(listener(["m1"], extra="    balance nonsense\n")),
             LISTENER: text(listener(["m1"]).replace("    default_backend", "    no_such_word")),
+            RULE: text(listener(["m1"]).replace("    default_b", f"    acl {RULE} path_reg (\n    default_b")),
         }
         for object_id, wrong in broken.items():
             status, answer = amphora.push(2, wrong)
@@ -113,6 +115,16 @@ def test_members_come_and_go_without_a_reload_and_without_a_failed_request(ampho
     configuration = (amphora.var / "haproxy.cfg").read_text()
     assert MEMBER_IDS["m3"] in configuration
     assert MEMBER_IDS["m1"] not in configuration
+
+
+def test_a_member_disabled_from_the_start_is_enabled_without_a_reload(amphora):
+    off = "weight 1 check inter 200 fall 1 rise 1 disabled"
+    amphora.push(1, text(listener(["m1", "m2"], m1=off)))
+    assert {fetch(amphora)[1] for _ in range(4)} == {"m2"}
+    for generation, keywords, names in ((2, {}, {"m1", "m2"}), (3, {"m1": off}, {"m2"}), (4, {}, {"m1", "m2"})):
+        status, answer = amphora.push(generation, text(listener(["m1", "m2"], **keywords)))
+        assert (status, answer["how"]) == (200, "runtime"), answer
+        assert {fetch(amphora)[1] for _ in range(8)} == names
 
 
 def test_a_member_with_a_request_in_flight_is_removed_by_a_reload(amphora):
@@ -287,4 +299,5 @@ def test_interfaces_that_somebody_touched_are_put_right_with_any_change(amphora,
     status, answer = amphora.push(4, text(listener(["m1"])))
     assert (status, answer["how"]) == (200, "runtime"), answer
     assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] == before
-    assert fetch(amphora, VIP) == fetch(amphora, VIP6) == (200, "m1")
+    # A check that failed meanwhile has taken the member down; the next one brings it back.
+    eventually(lambda: fetch(amphora, VIP) == fetch(amphora, VIP6) == (200, "m1"), "it serves")

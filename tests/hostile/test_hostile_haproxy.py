@@ -1,70 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running HAProxy reads every quoted text as exactly that text: it answers with what it read."""
+"""A running HAProxy reads every quoted value as exactly one word with that value: it answers with what it read.
+
+Hundreds of values go into one process. The shortest one that is misread is shown first.
+"""
 
 from __future__ import annotations
 
 import http.client
-import random
 import socket
 import subprocess
 import time
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 from corpus import STRINGS
+from haproxy_versions import HAProxy, every_version
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from texts import anything, printable
 
 from amphora_driver.errors import QuotingError
 from amphora_driver.render import quoting
 
-SPECIAL = " '\"\\#$%{}[]()-_./:@,;|&~<>é€ab0"
-
-
-def texts() -> list[str]:
-    chance = random.Random(1)  # the same texts in every run
-    made = ["".join(chance.choices(SPECIAL, k=chance.randint(1, 30))) for _ in range(300)]
-    return [*STRINGS, *made]
+EXAMPLES = 400
 
 
 class _Connection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__("haproxy")
-        self.path = path
+        self.path = str(path)
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(self.path)
 
 
-@pytest.mark.parametrize(
-    ("quote", "keyword"), [(quoting.text, "string"), (quoting.log_format, "lf-string")], ids=["text", "log_format"]
-)
-def test_haproxy_reads_what_was_meant(quote, keyword, tmp_path):
-    wanted, rules = [], []
-    for value in texts():
-        try:
-            quoted = quote(value, "it")
-        except QuotingError:
-            continue
-        rule = f"http-request return status 200 content-type text/plain {keyword} {quoted}"
-        rules.append(f"    {rule} if {{ path /{len(wanted)} }}")
-        wanted.append(value)
-    assert len(wanted) > 300
-    sock = tmp_path / "s"
+@contextmanager
+def serving(haproxy: HAProxy, rules: list[str], folder: Path):
+    """A connection to a HAProxy with these rules in an HTTP frontend."""
+    sock = folder / "s"
     lines = ["defaults", "    mode http", "    timeout client 9s", "frontend f", f"    bind unix@{sock}", *rules, ""]
-    (tmp_path / "cfg").write_text("\n".join(lines))
-    process = subprocess.Popen(["haproxy", "-db", "-f", str(tmp_path / "cfg")], stderr=subprocess.DEVNULL)
+    (folder / "cfg").write_text("\n".join(lines))
+    with (folder / "said").open("w") as said:
+        command = [haproxy.here().program, "-db", "-f", str(folder / "cfg")]
+        process = subprocess.Popen(command, stderr=said)
     try:
         deadline = time.monotonic() + 10
-        while not sock.exists():
+        connection = _Connection(sock)
+        while True:
             assert time.monotonic() < deadline
-            assert process.poll() is None
+            assert process.poll() is None, (folder / "said").read_text()
+            with suppress(FileNotFoundError, ConnectionRefusedError):
+                connection.connect()
+                break
+            connection.close()
             time.sleep(0.02)
-        connection = _Connection(str(sock))
-        got = []
-        for number in range(len(wanted)):
-            connection.request("GET", f"/{number}")
-            got.append(connection.getresponse().read().decode())
+        yield connection
         connection.close()
     finally:
         process.terminate()
         process.wait(10)
-    assert got == wanted
+
+
+def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
+    """What HAProxy answers for each of these ends of a `return` rule."""
+    rule = "    http-request return status 200 content-type text/plain"
+    rules = [f"{rule} {end} if {{ path /{number} }}" for number, end in enumerate(returns)]
+    got = []
+    with serving(haproxy, rules, folder) as connection:
+        for number in range(len(returns)):
+            connection.request("GET", f"/{number}")
+            got.append(connection.getresponse().read().decode())
+    return got
+
+
+@lru_cache
+def generated(way: str) -> tuple[str, ...]:
+    """The corpus, and as many texts from hypothesis."""
+    found = dict.fromkeys(STRINGS)
+    strategies = WAYS[way][2]
+
+    @settings(max_examples=max(EXAMPLES, settings.default.max_examples))
+    @given(st.one_of(*strategies))
+    def collect(value):
+        found[value] = None
+
+    collect()
+    return tuple(found)
+
+
+WAYS = {
+    "text": (quoting.text, "string", (anything, printable), str),
+    "log_format": (quoting.log_format, "lf-string", (anything, printable), str),
+    "token": (quoting.token, "string", (anything, st.from_regex(r"[a-z0-9_.:/+-]+", fullmatch=True)), str),
+    "identifier": (quoting.identifier, "string", (anything, st.uuids().map(str)), str),
+    "address": (
+        quoting.address,
+        "string",
+        (anything, st.ip_addresses().map(str)),
+        lambda value: str(ip_address(value)) if ":" not in value else f"[{ip_address(value)}]",
+    ),
+}
+
+
+@every_version
+@pytest.mark.parametrize("way", WAYS)
+def test_haproxy_reads_what_was_meant(way, version, tmp_path):
+    quote, keyword, _, meaning = WAYS[way]
+    wanted, returns = [], []
+    for value in generated(way):
+        try:
+            quoted = quote(value, "it")
+        except QuotingError:
+            continue
+        returns.append(f"{keyword} {quoted}")
+        wanted.append(meaning(value))
+    assert len(wanted) > 50
+    got = echoed(version, returns, tmp_path)
+    wrong = sorted(((w, g) for w, g in zip(wanted, got, strict=True) if w != g), key=lambda pair: len(pair[0]))
+    assert wrong == []
+
+
+def test_a_misread_value_is_seen(tmp_path):
+    """The proof proves something: without quotes HAProxy reads something else."""
+    assert echoed(HAProxy("system"), ["lf-string '%[method]'"], tmp_path) == ["GET"]
+    assert echoed(HAProxy("system"), ["string x#y"], tmp_path) == ["x"]

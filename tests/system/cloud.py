@@ -67,6 +67,18 @@ class Cloud:
         """The address of something openstacksdk has no method for."""
         return f"{self.settings.endpoint}/v2.0/lbaas/{path}"
 
+    def put(self, path, body):
+        """Change something by attributes that openstacksdk does not know."""
+        answer = self.balancers.put(self.url(path), json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path, body):
+        """Make something with attributes that openstacksdk does not know."""
+        answer = self.balancers.post(self.url(path), json=body)
+        assert answer.status_code == 201, answer.text
+        return answer.json()
+
     def amphorae(self, balancer):
         """The ids of the amphorae that serve a load balancer."""
         return set(self.database.read(lambda c: [one.id for one in amphorae.of_load_balancer(c, balancer.id)]))

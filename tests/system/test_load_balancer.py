@@ -61,22 +61,6 @@ def test_fully_populated_in_one_call(cloud):
     cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ONLINE")
 
 
-def test_a_policy_that_is_not_served_yet_is_said_to_be_in_error(cloud):
-    """Octavia hands a fully populated load balancer over without its L7 policies; its commit shows them."""
-    policy = {
-        "name": "reject",
-        "action": "REJECT",
-        "position": 1,
-        "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/private"}],
-    }
-    balancer = cloud.served("policy", listener={"l7policies": [policy]})
-    found = next(iter(cloud.balancers.l7_policies()))
-    assert found.provisioning_status == "ERROR"
-    assert cloud.listener_of(balancer).provisioning_status in ("ACTIVE", "ERROR")
-    found = cloud.answers(balancer.vip_address, 2)
-    assert not found.keys() & {"member1", "member2"}, "what a policy forbids is not let through"
-
-
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS", "SOURCE_IP"])
 def test_algorithms(cloud, algorithm):
     balancer = cloud.served(f"algorithm-{algorithm.lower()}")

@@ -55,8 +55,8 @@ def test_a_listener_port_in_use(cloud):
     ("option", "word"),
     [
         ({"protocol": "UDP"}, "UDP"),
-        ({"protocol": "HTTP", "insert_headers": {"X-Forwarded-For": "true"}}, "insert_headers"),
-        ({"protocol": "TCP", "allowed_cidrs": ["192.0.2.0/24"]}, "allowed_cidrs"),
+        ({"protocol": "SCTP"}, "SCTP"),
+        ({"protocol": "HTTP", "connection_limit": 0}, "connection_limit"),
     ],
 )
 def test_an_option_that_is_not_served(cloud, option, word):

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 
 import pytest
 
-from amphora_agent.bundle import digest, parse
-from amphora_agent.errors import MalformedBundle
+from amphora_agent import confirmed
+from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse
+from amphora_agent.errors import MachineError, MalformedBundle
 
+OWNER = "6005052a-3a34-59e3-815f-5cebba3097eb"
+PEM = f"tls/{OWNER}/default.pem"
 GOOD = {
     "format": 1,
     "amphora_id": "0b9d7a52-0000-4000-8000-000000000001",
     "load_balancer_id": "52cf7a52-0000-4000-8000-000000000002",
     "generation": 8,
     "haproxy": "defaults\n",
+    "files": [{"name": PEM, "content": "s3cret"}, {"name": f"tls/{OWNER}/certificates.list", "content": f"{PEM}\n"}],
+    "pings": {"0b9d7a52-0000-4000-8000-000000000009": "2001:db8::9"},
+    "limits": {"connections": 2000, "threads": None},
     "interfaces": [
         {
             "mac": "FA:16:3E:00:00:0B",
@@ -48,6 +55,15 @@ def test_a_good_one():
     (interface,) = bundle.interfaces
     assert interface.mac == "fa:16:3e:00:00:0b"
     assert str(interface.vips[0]) == "198.51.100.5/32"
+    assert [(file.name, file.object_id) for file in bundle.files] == [
+        (f"tls/{OWNER}/certificates.list", OWNER),
+        (PEM, OWNER),
+    ]
+    assert bundle.files[1].content == "s3cret"
+    assert bundle.files[1].sha256 == hashlib.sha256(b"s3cret").hexdigest()
+    assert {member: str(address) for member, address in bundle.pings.items()} == GOOD["pings"]
+    assert bundle.limits == Limits(2000, None)
+    assert "s3cret" not in repr(bundle)
     assert parse(changed(["haproxy"], None)).haproxy is None
     assert parse(changed(["interfaces", 0, "routes", 0, "gateway"], None)).interfaces[0].routes[0].gateway is None
 
@@ -64,6 +80,31 @@ def test_a_good_one():
         (["haproxy"], 5, "haproxy"),
         (["haproxy"], "a\0b", "NUL"),
         (["surprise"], 1, "surprise"),
+        (["haproxy"], "\ud800", "surrogate"),
+        (["files"], ..., "files"),
+        (["files"], {}, "files"),
+        (["files"], GOOD["files"] * 2, "two files"),
+        (["files"], [{"name": f"tls/{OWNER}/{n}", "content": ""} for n in range(MOST_FILES + 1)], "more than"),
+        (["files", 0], {"name": PEM}, "content"),
+        (["files", 0, "content"], 5, "content"),
+        (["files", 0, "content"], "s3cret\0", "NUL"),
+        (["files", 0, "content"], "s3cret\ud800", "surrogate"),
+        (["files", 0, "content"], "x" * (LARGEST_FILE + 1), "at most"),
+        (["files", 0, "sha256"], "x", "sha256"),
+        (
+            ["files"],
+            [{"name": f"tls/{OWNER}/{n}", "content": "x" * LARGEST_FILE} for n in range(LARGEST_FILES // LARGEST_FILE)]
+            + GOOD["files"],
+            "together",
+        ),
+        (["pings"], [], "pings"),
+        (["pings"], {"m": "192.0.2.1"}, "UUID"),
+        (["pings"], {OWNER.upper(): "192.0.2.1"}, "member"),
+        (["pings"], {OWNER: "example.com"}, "example.com"),
+        (["limits"], None, "limits"),
+        (["limits", "connections"], 0, "connections"),
+        (["limits", "threads"], "2", "threads"),
+        (["limits", "memory"], 2, "memory"),
         (["interfaces"], {}, "interfaces"),
         (["interfaces", 0], "eth0", "interface"),
         (["interfaces", 0, "mac"], "fa:16", "MAC"),
@@ -84,6 +125,54 @@ def test_a_bad_one(path, value, word):
         parse(changed(path, value))
     assert word in caught.value.happened
     assert caught.value.status == 400
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/shadow",
+        f"tls/{OWNER}/..",
+        f"tls/{OWNER}/.hidden",
+        f"tls/{OWNER}/../x",
+        f"tls/../{OWNER}/x",
+        f"tls/{OWNER}/a/b",
+        f"tls/{OWNER}/",
+        f"tls/{OWNER}",
+        f"tls/{OWNER.upper()}/x",
+        f"tls/{OWNER}/X",
+        f"tls/{OWNER}/a b",
+        f"tls/{OWNER}/a\n",
+        f"tls/{OWNER}/é",
+        f"tls/{OWNER}/" + "a" * 101,
+        f"TLS/{OWNER}/x",
+        f"./tls/{OWNER}/x",
+        "tls/s3cret/x",
+    ],
+)
+def test_a_name_that_is_none(name):
+    with pytest.raises(MalformedBundle, match="tls/<object id>/<name>") as caught:
+        parse(changed(["files", 0, "name"], name))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
+    bundle = parse(json.dumps(GOOD).encode())
+    file = tmp_path / "confirmed.json"
+    confirmed.write(file, confirmed.now_confirmed(bundle, digest(b"body")))
+    assert "s3cret" not in file.read_text()
+    found = confirmed.read(file)
+    assert found.bundle == bundle
+    assert found.digest == digest(b"body")
+    assert all(one.content is None for one in found.bundle.files)
+    assert found.bundle != parse(changed(["files", 0, "content"], "another"))
+    assert found.bundle != parse(changed(["limits", "threads"], 2))
+    for broken in ("{", "{}", file.read_text().replace('"sha256": "', '"sha256": "x')):
+        file.write_text(broken)
+        with pytest.raises(MachineError):
+            confirmed.read(file)
+    assert confirmed.read(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000])

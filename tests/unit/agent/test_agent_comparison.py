@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from amphora_agent.bundle import File
 from amphora_agent.haproxy.comparison import (
     AddServer,
+    NameServers,
     Reload,
     RemoveServer,
     Runtime,
@@ -14,12 +16,14 @@ from amphora_agent.haproxy.comparison import (
     SetWeight,
     Unchanged,
     compare,
+    file_changes,
 )
 from amphora_agent.haproxy.configuration import parse
 from amphora_agent.haproxy.server_state import EMPTY, rewrite
 
 ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
 TWO = "server b 192.0.2.2:80 weight 2"
+COOKIE = ("cookie C insert dynamic",)
 
 
 def configuration(*lines, defaults=("mode http",), frontend="bind 198.51.100.5:80", name="p:l"):
@@ -80,8 +84,13 @@ def test_at_run_time(old, new, kinds):
         (configuration(ONE), configuration(ONE.replace("5s", "6s")), "its keywords differ"),
         (configuration(ONE), configuration(ONE.replace(":80", ":81")), "its address is 192.0.2.1:81"),
         (configuration(ONE), configuration(ONE, TWO + " cookie b"), "'cookie' cannot"),
-        (configuration(ONE), configuration(ONE, TWO + " ssl ca-file /ca.pem"), "'ca-file' cannot"),
-        (configuration(ONE), configuration(ONE, TWO + ' sni "str(x)"'), "quoting"),
+        (configuration(ONE), configuration(ONE, TWO + " ssl ca-file /ca.pem"), "'ca-file /ca.pem' is not in HAProxy's"),
+        (configuration(ONE + " ssl crt a"), configuration(ONE + " ssl crt a", TWO + " ssl ca-file a"), "'ca-file a'"),
+        (configuration(ONE), configuration(ONE, TWO + ' sni "str(\\"x\\")"'), "quoting"),
+        (configuration(ONE), configuration(ONE, TWO + " sni 'str(\"a b\")'"), "quoting"),
+        (configuration(ONE), configuration(ONE, TWO + " sni 'str(a;b)'"), "quoting"),
+        (configuration(ONE), configuration(ONE, TWO + " sni 'str(a\\\\b)'"), "quoting"),
+        (configuration(ONE), configuration(ONE, TWO + " no-check-ssl"), "'no-check-ssl' cannot"),
         (configuration("balance source", ONE), configuration("balance source", ONE, TWO), "balancing method"),
         (
             configuration("balance static-rr", ONE),
@@ -89,6 +98,18 @@ def test_at_run_time(old, new, kinds):
             "weights are fixed",
         ),
         (configuration("cookie C insert dynamic", ONE), configuration("cookie C insert dynamic", ONE, TWO), "dynamic"),
+        (
+            configuration(*COOKIE, "dynamic-cookie-key 'a b'", ONE),
+            configuration(*COOKIE, "dynamic-cookie-key 'a b'", ONE, TWO),
+            "dynamic",
+        ),
+        (
+            configuration(*COOKIE, "dynamic-cookie-key k", ONE),
+            configuration(
+                *COOKIE, "dynamic-cookie-key k", ONE, *(f"server s{n} 192.0.2.9:{n}" for n in range(1, 2000))
+            ),
+            "2000 members would halt",
+        ),
         (
             configuration(ONE, defaults=["default-server inter 1s"]),
             configuration(ONE, TWO, defaults=["default-server inter 1s"]),
@@ -105,6 +126,44 @@ def test_by_a_reload(old, new, reason):
     verdict = compare(old, new)
     assert isinstance(verdict, Reload)
     assert reason in verdict.reason
+
+
+def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
+    old = configuration(*COOKIE, "dynamic-cookie-key k", ONE)
+    new = configuration(*COOKIE, "dynamic-cookie-key k", TWO, "server c 192.0.2.3:80 disabled")
+    verdict = compare(old, new)
+    assert isinstance(verdict, Runtime)
+    added = [step for step in verdict.steps if isinstance(step, AddServer)]
+    assert [(step.server.name, step.waits) for step in added] == [("b", True), ("c", False)]
+    assert verdict.steps[2] == NameServers("p:l", "k", ("b",))
+    assert [type(step) for step in verdict.steps[3:]] == [RemoveServer]
+
+
+def test_a_file_that_another_server_uses_is_known():
+    secured = " ssl ca-file a crt b crl-file c"
+    assert isinstance(compare(configuration(ONE + secured), configuration(ONE + secured, TWO + secured)), Runtime)
+
+
+def test_quotes_that_change_nothing_are_no_hindrance():
+    verdict = compare(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
+    assert isinstance(verdict, Runtime)
+    assert verdict.steps[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
+
+
+def test_files_that_differ_are_named_with_their_owner():
+    def file(name, content):
+        return File(name, content * 64)
+
+    listener, pool = f"tls/{'l' * 4}/default.pem", "tls/p/ca.pem"
+    running = parse("frontend llll\n    bind :80\nbackend p:llll\n")
+    old, new = (file(listener, "a"), file(pool, "b")), (file(listener, "c"), file("tls/p/crl.pem", "d"))
+    assert file_changes(old, old, running) == []
+    assert file_changes(old, new, running) == [
+        f"file {listener} of listener llll has another content",
+        "file tls/p/ca.pem of pool p is gone",
+        "file tls/p/crl.pem of pool p is new",
+    ]
+    assert compare(running, running, ["because"]) == Reload("because")
 
 
 def test_reasons_stay_short():

@@ -26,6 +26,13 @@ backend pool:lis
     ("line", "words", "plain"),
     [
         ("  server a 192.0.2.1:80\tcheck # x", ["server", "a", "192.0.2.1:80", "check"], True),
+        ("a 'b' \"c\"", ["a", "b", "c"], True),
+        ("a 'b;c'", ["a", "b;c"], False),
+        ("a 'b\\c'", ["a", "b\\c"], False),
+        ('a "$HOME"', ["a", "$HOME"], False),
+        ("a '$b'", ["a", "$b"], True),
+        ("a <<", ["a", "<<"], False),
+        ("a ''", ["a", ""], False),
         ('a "b c" \'d"e\'', ["a", "b c", 'd"e'], False),
         ("a b\\ c", ["a", "b c"], False),
         ('a "b\\"c" ""', ["a", 'b"c', ""], False),
@@ -91,6 +98,8 @@ def test_the_object_of_a_name(name, expected):
         "frontend\n    bind :80\n",
         "frontend a\nfrontend a\n",
         "backend a\nmode http\n",
+        "backend amphora:metrics\n",
+        "frontend 'amphora:certificates'\n",
     ],
 )
 def test_what_belongs_to_the_machine_is_refused(text):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import uuid
 
@@ -76,6 +77,8 @@ Unstoppable Jobs: 1
 
 # pxname,svname,qcur,qmax,scur,smax,slim,stot,bin,bout,dreq,dresp,ereq,econ,eresp,wretr,wredis,status,weight,x,
 lis,FRONTEND,,,2,3,100,40,1000,2000,0,0,5,,,,,OPEN,,,
+amphora:metrics,responder,0,0,0,0,,7,8,9,,0,,0,0,0,0,no check,1,,
+amphora:metrics,BACKEND,0,0,0,0,10,7,8,9,0,0,,0,0,0,0,UP,1,,
 p:lis,m1,0,0,0,0,,7,8,9,,0,,0,0,0,0,UP 1/3,1,,
 p:lis,BACKEND,0,0,0,0,10,7,8,9,0,0,,0,0,0,0,UP,1,,
 
@@ -150,15 +153,18 @@ CONF = """[agent]
 amphora_id = 0b9d7a52-0000-4000-8000-000000000001
 bind_address = {bind}
 services = supervisor
+log_level = {level}
 [heartbeat]
 targets = {targets}
 """
 
 
-def settings(tmp_path, bind="203.0.113.11", targets="203.0.113.2:5555, [2001:db8::1]:5555", key="00" * 32):
+def settings(
+    tmp_path, bind="203.0.113.11", targets="203.0.113.2:5555, [2001:db8::1]:5555", key="00" * 32, level="INFO"
+):
     paths = Paths(tmp_path)
     paths.etc.mkdir(parents=True, exist_ok=True)
-    (paths.etc / "agent.conf").write_text(CONF.format(bind=bind, targets=targets))
+    (paths.etc / "agent.conf").write_text(CONF.format(bind=bind, targets=targets, level=level))
     (paths.etc / "heartbeat.key").write_text(key + "\n")
     return load(paths)
 
@@ -166,13 +172,22 @@ def settings(tmp_path, bind="203.0.113.11", targets="203.0.113.2:5555, [2001:db8
 def test_settings(tmp_path):
     found = settings(tmp_path)
     assert (found.bind, found.interval, found.services) == ("203.0.113.11:9443", 3.0, "supervisor")
+    assert found.log_level == logging.INFO
     assert [str(target) for target in found.targets] == ["203.0.113.2:5555", "[2001:db8::1]:5555"]
     assert "heartbeat_key" not in repr(found)
     assert settings(tmp_path, bind="2001:db8::b").bind == "[2001:db8::b]:9443"
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bind": "somewhere"}, {"targets": "203.0.113.2"}, {"targets": "host:1"}, {"key": "00"}, {"key": "xx"}]
+    "wrong",
+    [
+        {"bind": "somewhere"},
+        {"targets": "203.0.113.2"},
+        {"targets": "host:1"},
+        {"key": "00"},
+        {"key": "xx"},
+        {"level": "all"},
+    ],
 )
 def test_wrong_settings(tmp_path, wrong):
     with pytest.raises(SettingsError):

@@ -8,8 +8,6 @@ from amphora_driver.capabilities.monitoring import expected_codes
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
-    L7Policy,
-    L7Rule,
     Listener,
     LoadBalancer,
     Member,
@@ -17,18 +15,35 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
-from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
+from amphora_driver.model.vocabulary import (
+    Algorithm,
+    ClientAuthentication,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 
 TLS_DEFAULTS = {
     "tls_versions": ("TLSv1.2", "TLSv1.3"),
     "tls_ciphers": "TLS_AES_256_GCM_SHA384",
     "alpn_protocols": ("h2", "http/1.1"),
 }
+CERTIFICATE = {"default_tls_container_ref": "r"}
+NONE, MANDATORY = ClientAuthentication.NONE, ClientAuthentication.MANDATORY
 
 
 def listener(**changes) -> Listener:
     values = {"id": "l", "loadbalancer_id": "b", "protocol": ListenerProtocol.HTTP, "protocol_port": 80, **changes}
     return Listener(**values)
+
+
+def terminated(**changes) -> Listener:
+    return listener(**{"protocol": ListenerProtocol.TERMINATED_HTTPS, **CERTIFICATE, **changes})
+
+
+def kept(kind: PersistenceType, **more) -> SessionPersistence:
+    return SessionPersistence(type=kind, **more)
 
 
 def pool(**changes) -> Pool:
@@ -55,23 +70,45 @@ def load_balancer(**changes) -> LoadBalancer:
         (options.check_listener, listener()),
         (options.check_listener, listener(protocol=ListenerProtocol.TCP)),
         (options.check_listener, listener(protocol=ListenerProtocol.HTTPS, **TLS_DEFAULTS)),
-        (options.check_listener, listener(client_authentication="NONE", insert_headers={}, **TLS_DEFAULTS)),
-        (options.check_listener, listener(insert_headers={"X-Forwarded-For": "false"}, tls_versions=())),
+        (options.check_listener, listener(client_authentication=NONE, insert_headers=(), **TLS_DEFAULTS)),
+        (options.check_listener, listener(insert_headers=("X-Forwarded-For", "X-Real-IP"), tls_versions=())),
+        (options.check_listener, listener(allowed_cidrs=("10.0.0.1/8", "2001:db8::/32", "192.0.2.1", "::/0"))),
+        (options.check_listener, terminated(hsts_include_subdomains=True, hsts_preload=True)),
+        (options.check_listener, listener(protocol=ListenerProtocol.PROMETHEUS)),
+        (options.check_listener, listener(protocol=ListenerProtocol.PROMETHEUS, **CERTIFICATE, **TLS_DEFAULTS)),
+        (options.check_listener, terminated(hsts_max_age=0, hsts_preload=True, insert_headers=("X-SSL-Client-CN",))),
+        (options.check_listener, terminated(default_tls_container_ref=None, sni_container_refs=("r",))),
+        (options.check_listener, terminated(client_authentication=MANDATORY, client_ca_tls_container_ref="c")),
+        (options.check_listener, terminated(tls_versions=("TLSv1", "TLSv1.3"), tls_ciphers=None)),
         (options.check_listener, listener(allowed_cidrs=(), hsts_include_subdomains=False, hsts_preload=False)),
+        (options.check_listener, listener(hsts_max_age=None, hsts_include_subdomains=True, hsts_preload=True)),
         (options.check_listener, listener(connection_limit=1, timeout_client_data=0, timeout_tcp_inspect=2073600000)),
         (options.check_pool, pool()),
         (options.check_pool, pool(tls_enabled=False, **TLS_DEFAULTS)),
         (options.check_pool, pool(protocol=PoolProtocol.HTTPS, lb_algorithm=Algorithm.SOURCE_IP)),
+        (options.check_pool, pool(protocol=PoolProtocol.PROXY, lb_algorithm=Algorithm.SOURCE_IP_PORT)),
+        (options.check_pool, pool(protocol=PoolProtocol.PROXYV2, tls_enabled=True, **TLS_DEFAULTS)),
+        (options.check_pool, pool(tls_enabled=True, ca_tls_container_ref="a", crl_container_ref="c")),
+        (options.check_pool, pool(tls_enabled=False, crl_container_ref="c", tls_versions=("TLSv1", "TLSv1.3"))),
+        (options.check_pool, pool(session_persistence=kept(PersistenceType.HTTP_COOKIE))),
+        (options.check_pool, pool(session_persistence=kept(PersistenceType.APP_COOKIE, cookie_name="it's$%#`|~"))),
+        (
+            options.check_pool,
+            pool(protocol=PoolProtocol.TCP, session_persistence=kept(PersistenceType.SOURCE_IP)),
+        ),
         (options.check_member, member()),
         (options.check_member, member(vnic_type="normal", weight=256, monitor_port=1, monitor_address="2001:db8::1")),
         (options.check_member, member(address="10.0.0.1", weight=0)),
         (options.check_healthmonitor, monitor()),
         (options.check_healthmonitor, monitor(type=MonitorType.TCP, url_path=None, expected_codes=None)),
+        (options.check_healthmonitor, monitor(type=MonitorType.PING, url_path="no path")),
+        (options.check_healthmonitor, monitor(type=MonitorType.TLS_HELLO)),
+        (options.check_healthmonitor, monitor(type=MonitorType.HTTPS, url_path="/x", domain_name="a.b")),
         (options.check_healthmonitor, monitor(expected_codes="200,  202", http_version=1.0, http_method="CONNECT")),
         (options.check_healthmonitor, monitor(domain_name="a_b.example.com.", http_version=1.1)),
         (options.check_loadbalancer, load_balancer()),
         (options.check_loadbalancer, load_balancer(flavor={}, availability_zone={}, vip_sg_ids=())),
-        (options.check_loadbalancer, load_balancer(flavor={"loadbalancer_topology": "SINGLE"})),
+        (options.check_loadbalancer, load_balancer(flavor={"anything": "was judged before"})),
     ],
 )
 def test_served(check, wanted):
@@ -81,27 +118,59 @@ def test_served(check, wanted):
 @pytest.mark.parametrize(
     ("check", "wanted", "option", "value"),
     [
-        (options.check_listener, listener(protocol=ListenerProtocol.TERMINATED_HTTPS), "protocol", "TERMINATED_HTTPS"),
-        (options.check_listener, listener(protocol=ListenerProtocol.PROMETHEUS), "protocol", "PROMETHEUS"),
         (options.check_listener, listener(protocol=ListenerProtocol.UDP), "protocol", "UDP"),
         (options.check_listener, listener(protocol=ListenerProtocol.SCTP), "protocol", "SCTP"),
         (options.check_listener, listener(insert_headers=("X-A",)), "insert_headers", "X-A"),
-        (options.check_listener, listener(allowed_cidrs=("10.0.0.0/8",)), "allowed_cidrs", "10.0.0.0/8"),
+        (options.check_listener, listener(insert_headers=("X-SSL-Issuer",)), "insert_headers", "X-SSL-Issuer"),
+        (
+            options.check_listener,
+            listener(protocol=ListenerProtocol.TCP, insert_headers=("X-Real-IP",)),
+            "insert_headers",
+            "X-Real-IP",
+        ),
+        (options.check_listener, listener(allowed_cidrs=("10.0.0.0/33",)), "allowed_cidrs", "10.0.0.0/33"),
+        (options.check_listener, listener(allowed_cidrs=("10.0.0.0/8\n",)), "allowed_cidrs", "10.0.0.0/8"),
+        (options.check_listener, listener(allowed_cidrs=("fe80::%x/64",)), "allowed_cidrs", "fe80::%x/64"),
+        (
+            options.check_listener,
+            listener(protocol=ListenerProtocol.PROMETHEUS, default_pool_id="p"),
+            "default_pool_id",
+            "p",
+        ),
+        (options.check_listener, terminated(default_tls_container_ref=None), "default_tls_container_ref", "None"),
+        (options.check_listener, terminated(hsts_max_age=-1), "hsts_max_age", "-1"),
+        (options.check_listener, terminated(client_authentication=MANDATORY), "client_authentication", "MANDATORY"),
+        (options.check_listener, terminated(client_crl_container_ref="c"), "client_crl_container_ref", "c"),
+        (options.check_listener, terminated(alpn_protocols=("h2", "spdy/3")), "alpn_protocols", "spdy/3"),
+        (options.check_listener, terminated(tls_versions=("SSLv3", "TLSv1.2")), "tls_versions", "SSLv3"),
+        (options.check_listener, terminated(tls_ciphers="AES\n"), "tls_ciphers", "AES"),
         (options.check_listener, listener(hsts_max_age=0), "hsts_max_age", "0"),
-        (options.check_listener, listener(hsts_preload=True), "hsts_preload", "True"),
         (options.check_listener, listener(connection_limit=-2), "connection_limit", "-2"),
         (options.check_listener, listener(connection_limit=2**31), "connection_limit", "2147483648"),
         (options.check_listener, listener(timeout_member_data=-1), "timeout_member_data", "-1"),
-        (options.check_pool, pool(protocol=PoolProtocol.PROXY), "protocol", "PROXY"),
-        (options.check_pool, pool(protocol=PoolProtocol.PROXYV2), "protocol", "PROXYV2"),
+        (options.check_pool, pool(protocol=PoolProtocol.UDP), "protocol", "UDP"),
         (options.check_pool, pool(protocol=PoolProtocol.SCTP), "protocol", "SCTP"),
-        (options.check_pool, pool(lb_algorithm=Algorithm.SOURCE_IP_PORT), "lb_algorithm", "SOURCE_IP_PORT"),
-        (options.check_pool, pool(tls_enabled=True), "tls_enabled", "True"),
+        (options.check_pool, pool(tls_enabled=True, crl_container_ref="c"), "crl_container_ref", "c"),
+        (options.check_pool, pool(tls_enabled=True, alpn_protocols=("h3",)), "alpn_protocols", "h3"),
+        (options.check_pool, pool(tls_enabled=True, tls_versions=("TLSv1", "TLSv1.3")), "tls_versions", "TLSv1.1"),
         (
             options.check_pool,
-            pool(session_persistence=SessionPersistence(type=PersistenceType.APP_COOKIE, cookie_name="c")),
+            pool(protocol=PoolProtocol.HTTPS, session_persistence=kept(PersistenceType.HTTP_COOKIE)),
             "session_persistence",
-            "APP_COOKIE",
+            "HTTP_COOKIE",
+        ),
+        (options.check_pool, pool(session_persistence=kept(PersistenceType.APP_COOKIE)), "cookie_name", "None"),
+        (
+            options.check_pool,
+            pool(session_persistence=kept(PersistenceType.APP_COOKIE, cookie_name="a;b")),
+            "cookie_name",
+            "a;b",
+        ),
+        (
+            options.check_pool,
+            pool(session_persistence=kept(PersistenceType.SOURCE_IP, persistence_timeout=5)),
+            "persistence_timeout",
+            "5",
         ),
         (options.check_member, member(vnic_type="direct"), "vnic_type", "direct"),
         (options.check_member, member(weight=257), "weight", "257"),
@@ -116,9 +185,6 @@ def test_served(check, wanted):
         (options.check_member, member(address="fe80::1%eth0"), "address", "fe80::1%eth0"),
         (options.check_member, member(monitor_address="::"), "monitor_address", "::"),
         (options.check_member, member(monitor_port=0), "monitor_port", "0"),
-        (options.check_healthmonitor, monitor(type=MonitorType.PING), "type", "PING"),
-        (options.check_healthmonitor, monitor(type=MonitorType.HTTPS), "type", "HTTPS"),
-        (options.check_healthmonitor, monitor(type=MonitorType.TLS_HELLO), "type", "TLS-HELLO"),
         (options.check_healthmonitor, monitor(type=MonitorType.UDP_CONNECT), "type", "UDP-CONNECT"),
         (options.check_healthmonitor, monitor(type=MonitorType.SCTP), "type", "SCTP"),
         (options.check_healthmonitor, monitor(delay=0), "delay", "0"),
@@ -132,19 +198,11 @@ def test_served(check, wanted):
         (options.check_healthmonitor, monitor(url_path="/" + "a" * 255), "url_path", "/aaa"),
         (options.check_healthmonitor, monitor(domain_name="a.b\n"), "domain_name", "a.b"),
         (options.check_healthmonitor, monitor(domain_name="-a.b"), "domain_name", "-a.b"),
+        (options.check_healthmonitor, monitor(type=MonitorType.TCP, domain_name="a b"), "domain_name", "a b"),
         (options.check_healthmonitor, monitor(domain_name="a..b"), "domain_name", "a..b"),
         (options.check_healthmonitor, monitor(http_version=2.0), "http_version", "2.0"),
-        (options.check_l7policy, L7Policy(id="y", listener_id="l", action="REJECT", position=1), "policy", "REJECT"),
-        (
-            options.check_l7rule,
-            L7Rule(id="r", l7policy_id="y", type="PATH", compare_type="REGEX", value="."),
-            "rule",
-            "PATH",
-        ),
         (options.check_loadbalancer, load_balancer(vip_sg_ids=("g",)), "vip_sg_ids", "g"),
         (options.check_loadbalancer, load_balancer(vip_qos_policy_id="q"), "vip_qos_policy_id", "q"),
-        (options.check_loadbalancer, load_balancer(flavor={"sriov_vip": True}), "flavor", "sriov_vip"),
-        (options.check_loadbalancer, load_balancer(availability_zone={"volume_zone": "v"}), "zone", "volume_zone"),
     ],
 )
 def test_refused_by_name_and_value(check, wanted, option, value):

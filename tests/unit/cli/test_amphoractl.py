@@ -15,7 +15,7 @@ import pytest
 from cliff.commandmanager import CommandManager
 
 from amphora_driver.cli.main import COMMANDS, Amphoractl, main
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.store import wanted
 from amphora_driver.store.engine import Database
@@ -56,12 +56,14 @@ def fill(connection):
     tree = LoadBalancer(
         id=LB, project_id="project", name="web",
         vip=Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p"),
+        profile=Profile(compute="netns", network="local", timeout_tunnel=60000),
         listeners=(Listener(id=LISTENER, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80),),
     )
     wanted.insert(connection, LB, 8, list(wanted.flatten(tree)))
     for lb, project, dirty in ((LB, "project", True), (OTHER, "another", False)):
         connection.execute(work.insert().values(
-            load_balancer_id=lb, project_id=project, op="apply", generation=8, applied=7, dirty=dirty,
+            load_balancer_id=lb, project_id=project, compute="netns", network="local", op="apply",
+            generation=8, applied=7, dirty=dirty,
             owner="controller-1" if dirty else None, attempts=2, error="no such interface", leased_until=1e9,
         ))
     for generation, applied in ((7, 1000.25), (8, None)):
@@ -136,6 +138,8 @@ def test_loadbalancer_list(run):
 
 def test_loadbalancer_show(run):
     shown = json.loads(run("loadbalancer", "show", LB, "-f", "json")[1])
+    assert (shown["Topology"], shown["Compute"], shown["Network"]) == ("SINGLE", "netns", "local")
+    assert shown["Profile"] == {"timeout_tunnel": 60000}
     assert shown["Objects"] == {"listeners": 1, "loadbalancers": 1}
     assert shown["Amphorae"] == {"ready": 1}
     assert shown["Leased until"] == "2001-09-09T01:46:40+00:00"
@@ -145,6 +149,8 @@ def test_loadbalancer_show(run):
     ]
     table = run("loadbalancer", "show", LB, "--max-width", "0")[1]
     assert "not applied yet" in table
+    assert "timeout_tunnel: 60000" in table
+    assert "as configured" in run("loadbalancer", "show", OTHER)[1], "one that is removed has no profile left"
     assert "applied after 0.25 s (runtime)" in table
     assert "1 listeners, 1 loadbalancers" in table
     assert len(json.loads(run("loadbalancer", "show", LB, "--requests", "1", "-f", "json")[1])["Requests"]) == 1
@@ -154,6 +160,11 @@ def test_loadbalancer_render(run):
     status, out, err = run("loadbalancer", "render", LB)
     assert (status, err) == (0, "")
     assert "198.51.100.5:80" in out
+
+
+def test_loadbalancer_render_asks_the_configuration(run, config_file):
+    config_file.write_text(config_file.read_text() + "[haproxy]\ntimeout_client_data = 1234\n")
+    assert "timeout client 1234" in run("loadbalancer", "render", LB)[1]
 
 
 def test_amphora_list(run):

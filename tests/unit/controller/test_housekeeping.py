@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver import config
+from amphora_driver.backends import Catalogue
 from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.errors import Conflict
 from amphora_driver.network.addresses import AddressRange
@@ -52,8 +53,8 @@ def network(conf, database):
     return network
 
 
-def claim(database, network, load_balancer_id, age):
-    database.write(lambda connection: claims.note(connection, load_balancer_id))
+def claim(database, network, load_balancer_id, age, backend="local"):
+    database.write(lambda connection: claims.note(connection, load_balancer_id, backend))
     network.allocate_vip(load_balancer_id, "demo", WISH)
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=time.time() - age)))
 
@@ -64,14 +65,14 @@ def left(database):
 
 def test_a_load_balancer_that_never_came(conf, database, network):
     claim(database, network, "lb-never", 3600)
-    Housekeeping(conf, database, network, "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
     assert left(database) == []
 
 
 def test_one_that_may_still_come(conf, database, network):
     claim(database, network, "lb-soon", 1)
-    Housekeeping(conf, database, network, "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert len(left(database)) == 1
@@ -80,7 +81,25 @@ def test_one_that_may_still_come(conf, database, network):
 def test_one_that_came(conf, database, network):
     claim(database, network, "lb-here", 3600)
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
-    Housekeeping(conf, database, network, "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert left(database) == []
+
+
+def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, database, network):
+    claim(database, network, "lb-never", 3600)
+    database.write(lambda connection: claims.note(connection, "lb-elsewhere", "elsewhere"))
+    database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
+    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
+    assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
+    assert [row.load_balancer_id for row in left(database)] == ["lb-elsewhere"]
+
+
+def test_a_claim_stays_with_the_backend_it_was_made_with(database):
+    def note(backend):
+        return database.write(lambda connection: claims.note(connection, "lb", backend))
+
+    assert [note("local"), note("elsewhere")] == ["local", "local"]
+    assert database.read(lambda connection: claims.of(connection, "lb")) == "local"
+    assert database.read(lambda connection: claims.of(connection, "unknown")) is None

@@ -131,7 +131,23 @@ def test_plan(want, observed, steps):
 
 
 def test_a_pair_is_pushed_at_once_and_waits_for_both():
-    pair = (amphora(confirmed=3), amphora(id="a2", confirmed=2))
-    found = planning.plan(wanted(amphorae=2), pair)
+    both = wanted(roles=("MASTER", "BACKUP"))
+    master, backup = amphora(role="MASTER", confirmed=3), amphora(id="a2", role="BACKUP", confirmed=2)
+    found = planning.plan(both, (master, backup))
     assert [step.amphora_ids for step in found] == [("a1", "a2")]
-    assert type(planning.plan(wanted(amphorae=2), (amphora(), amphora(id="a2", confirmed=3)))[0]).__name__ == "Push"
+    assert type(planning.plan(both, (amphora(role="MASTER"), backup))[0]).__name__ == "Push"
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [((), "MASTER"), (("MASTER",), "BACKUP"), (("BACKUP",), "MASTER"), (("BACKUP", "BACKUP"), "MASTER")],
+)
+def test_the_role_that_is_missing_is_filled(there, missing):
+    observed = tuple(amphora(id=f"a{number}", role=role) for number, role in enumerate(there))
+    assert [step.role for step in planning.plan(wanted(roles=("MASTER", "BACKUP")), observed)] == [missing]
+
+
+def test_one_that_retires_fills_no_role():
+    retiring = amphora(role="MASTER", state=State.RETIRING)
+    found = planning.plan(wanted(roles=("MASTER", "BACKUP")), (retiring, amphora(id="a2", role="BACKUP")))
+    assert [step.role for step in found] == ["MASTER"]

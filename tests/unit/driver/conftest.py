@@ -2,6 +2,7 @@
 """The provider driver on a real SQLite database with the embedded network backend."""
 
 import pytest
+from cryptography.fernet import Fernet
 from octavia_objects import NETWORK, SUBNET, SUBNET6, listener, load_balancer, member, pool
 
 from amphora_driver import config, driver
@@ -14,8 +15,10 @@ from amphora_driver.store.engine import Database
 @pytest.fixture
 def conf(tmp_path, monkeypatch):
     path = tmp_path / "amphora-driver.conf"
+    (tmp_path / "encryption.keys").write_bytes(Fernet.generate_key())
     path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/encryption.keys\n"
+        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
     )
     monkeypatch.setenv(config.FILE_VARIABLE, str(path))
     config.shared.cache_clear()

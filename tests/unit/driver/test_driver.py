@@ -102,6 +102,22 @@ def test_batch_adds_changes_and_removes(served, database):
     assert ("members", member(1).member_id) in pending(database), "a member that goes is reported too"
 
 
+def test_a_thousand_members_in_one_batch(served, database):
+    many = [member(number, address=f"10.0.{number // 250}.{number % 250 + 1}") for number in range(1, 1501)]
+    served.member_batch_update(POOL, many[:1000])
+    assert len(tree(database).pools[0].members) == 1000
+    served.member_batch_update(POOL, many[500:])
+    assert {one.address for one in tree(database).pools[0].members} == {one.address for one in many[500:]}
+
+
+def test_the_same_address_with_another_port_is_another_member(served, database):
+    served.member_create(member(1, member_id=MONITOR, protocol_port=80))
+    served.member_create(member(1, member_id=LISTENER.replace("1", "2", 1), protocol_port=808))
+    assert sorted(one.protocol_port for one in tree(database).pools[0].members) == [80, 808, 8080]
+    served.member_delete(member(1, member_id=MONITOR, protocol_port=80))
+    served.member_create(member(1, member_id=LISTENER.replace("1", "3", 1), protocol_port=80))
+
+
 def test_delete_takes_everything_below(served, database):
     monitor = data_models.HealthMonitor(
         healthmonitor_id=MONITOR,
@@ -134,14 +150,22 @@ def test_deleting_the_load_balancer_makes_every_child_wait(served, database):
         served.member_create(member(2))
 
 
+V6 = member(2, address="2001:db8::1")
+OTHER_V6 = member(3, address="2001:DB8::0:1")
+
+
 @pytest.mark.parametrize(
     ("call", "word"),
     [
         (lambda one: one.listener_create(listener(protocol="UDP")), "UDP"),
-        (lambda one: one.listener_create(listener(insert_headers={"X-Forwarded-For": "true"})), "insert_headers"),
-        (lambda one: one.listener_update(listener(), listener(allowed_cidrs=["192.0.2.0/24"])), "allowed_cidrs"),
-        (lambda one: one.pool_create(pool(lb_algorithm="SOURCE_IP_PORT")), "SOURCE_IP_PORT"),
-        (lambda one: one.pool_update(pool(), data_models.Pool(pool_id=POOL, tls_enabled=True)), "tls_enabled"),
+        (lambda one: one.listener_create(listener(protocol="TERMINATED_HTTPS")), "default_tls_container_ref"),
+        (lambda one: one.listener_create(listener(connection_limit="many")), "connection_limit"),
+        (lambda one: one.listener_create(listener(insert_headers=["X-Forwarded-For"])), "understand"),
+        (lambda one: one.listener_update(listener(), listener(allowed_cidrs=["192.0.2.0/99"])), "allowed_cidrs"),
+        (lambda one: one.pool_create(pool(protocol="SCTP")), "SCTP"),
+        (lambda one: one.member_create(member(1, member_id=MONITOR)), "192.0.2.1 port 8080"),
+        (lambda one: one.member_batch_update(POOL, [member(1), member(1, member_id=MONITOR)]), "192.0.2.1 port 8080"),
+        (lambda one: one.pool_create(pool(pool_id=MONITOR, members=[V6, OTHER_V6])), "2001:DB8::0:1 port 8080"),
         (lambda one: one.validate_flavor({"colour": "blue"}), "colour"),
         (lambda one: one.validate_availability_zone({"colour": "blue"}), "colour"),
     ],

@@ -393,3 +393,36 @@ def test_what_another_health_manager_heard_later_stays(house, now):
     house.flush()
     assert [one.sequence for one in house.rows(amphora_seen)] == [51]
     assert len(house.rows(amphora)) == 1
+
+
+def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
+    rung = []
+    house.books = Bookkeeper(house.trying, house.ledger, interval=0.0, due=lambda: rung.append(True))
+    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, state=amphorae.State.READY))
+    database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
+    database.write(lambda c: statuses.confirm(c, "lb1", 1, {}))
+    house.say()
+    house.flush()
+    settled = {row.object_id: row.settled for row in house.rows(status)}
+    house.say(generation=0)
+    house.flush()
+    assert not rung, "it may have been sent before the confirmation"
+    house.say(generation=0)
+    house.flush()
+    assert rung == [True]
+    (row,) = house.rows(amphora)
+    assert (row.confirmed, row.state) == (0, "ready")
+    assert [row.dirty for row in house.rows(work)] == [True]
+    assert {row.object_id: row.settled for row in house.rows(status)} == settled, "Octavia hears nothing of it"
+    for _ in range(3):
+        house.say(generation=0)
+        house.flush()
+    assert rung == [True], "said once"
+
+
+def test_what_was_confirmed_anew_meanwhile_stays(house, database):
+    database.write(lambda c: amphorae.change(c, "am1", confirmed=2, state=amphorae.State.READY))
+    assert not database.write(lambda c: amphorae.take_back(c, "am1", 1, 0))
+    assert [row.confirmed for row in house.rows(amphora)] == [2]
+    database.write(lambda c: amphorae.change(c, "am1", state=amphorae.State.RETIRING))
+    assert not database.write(lambda c: amphorae.take_back(c, "am1", 2, 0))

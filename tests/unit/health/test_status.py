@@ -5,8 +5,26 @@ import msgspec
 import pytest
 
 from amphora_driver.health.status import Report, operating_statuses
-from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol, MonitorType, Operating, PoolProtocol
+from amphora_driver.model.loadbalancer import (
+    HealthMonitor,
+    L7Policy,
+    L7Rule,
+    Listener,
+    LoadBalancer,
+    Member,
+    Pool,
+    Vip,
+)
+from amphora_driver.model.vocabulary import (
+    Kind,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    Operating,
+    PoolProtocol,
+)
 
 change = msgspec.structs.replace
 
@@ -19,6 +37,15 @@ LISTENER = Listener(
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
 LB = LoadBalancer(id="b", project_id="x", vip=VIP, listeners=(LISTENER,), pools=(POOL,))
 OFF = {"admin_state_up": False}
+RULE = L7Rule(id="r", l7policy_id="y", type=L7RuleType.PATH, compare_type=L7Compare.EQUAL_TO, value="/")
+POLICY = L7Policy(
+    id="y", listener_id="l1", action=L7Action.REDIRECT_TO_POOL, position=1, redirect_pool_id="p1", rules=(RULE,)
+)
+
+
+def routed(policy) -> LoadBalancer:
+    """The pool is reached by this policy alone."""
+    return change(LB, listeners=(change(LISTENER, default_pool_id=None, l7policies=(policy,)),))
 
 
 def report(m1="UP", m2="UP", listener="OPEN", amphora="a1", behind=("l1",)) -> Report:
@@ -175,9 +202,47 @@ def test_unused_pool():
 
 
 def test_a_pool_used_by_a_policy_is_used():
-    policy = L7Policy(id="y", listener_id="l1", action="REDIRECT_TO_POOL", position=1, redirect_pool_id="p1")
-    load_balancer = change(LB, listeners=(change(LISTENER, default_pool_id=None, l7policies=(policy,)),))
-    assert statuses(load_balancer, report())["p1"] == "ONLINE"
+    load_balancer = routed(POLICY)
+    found = statuses(load_balancer, report())
+    assert {name: found[name] for name in ("p1", "y", "r")} == {"p1": "ONLINE", "y": "ONLINE", "r": "ONLINE"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (change(POLICY, **OFF), {"p1": "OFFLINE", "y": "OFFLINE", "r": "OFFLINE"}),
+        (change(POLICY, rules=(change(RULE, **OFF),)), {"p1": "OFFLINE", "y": "ONLINE", "r": "OFFLINE"}),
+        (change(POLICY, rules=()), {"p1": "OFFLINE", "y": "ONLINE"}),
+    ],
+)
+def test_a_policy_that_never_matches_uses_no_pool(policy, wanted):
+    found = statuses(routed(policy), report())
+    assert {name: found.get(name) for name in ("p1", "y", "r")} == {"r": None, **wanted}
+
+
+def test_policies_of_a_listener_nobody_speaks_of_are_unknown():
+    assert not {"y", "r"} & statuses(routed(POLICY), report(listener=None)).keys()
+    off = change(LB, listeners=(change(routed(POLICY).listeners[0], **OFF),))
+    assert {name: statuses(off, report())[name] for name in ("y", "r")} == {"y": "OFFLINE", "r": "OFFLINE"}
+
+
+def test_a_pool_behind_two_listeners_and_a_policy():
+    """One of the backends sees a member down first: the pool is as well as the best of them says."""
+    one = change(LISTENER, id="l2", protocol_port=81)
+    both = change(LB, listeners=(routed(POLICY).listeners[0], one))
+    seen = report(behind=("l1", "l2"))
+    mixed = change(seen, pools={**seen.pools, "p1:l2": change(seen.pools["p1:l2"], members={"m1": "DOWN", "m2": "UP"})})
+    found = statuses(both, mixed)
+    assert {name: found[name] for name in ("m1", "p1", "b")} == {"m1": "ONLINE", "p1": "ONLINE", "b": "ONLINE"}
+
+
+def test_a_listener_of_metrics_has_no_pool_and_is_online():
+    metrics = Listener(id="l3", loadbalancer_id="b", protocol=ListenerProtocol.PROMETHEUS, protocol_port=8404)
+    found = statuses(change(LB, listeners=(LISTENER, metrics)), report(behind=("l1", "l3")))
+    assert (found["l3"], found["b"]) == ("ONLINE", "ONLINE")
+    alone = change(LB, listeners=(metrics,), pools=())
+    document = change(report(behind=("l3",)), pools={})
+    assert statuses(alone, document) == {"l3": "ONLINE", "b": "ONLINE"}
 
 
 def test_empty_pool():

@@ -10,7 +10,7 @@ from octavia_sockets import OctaviaSockets
 
 from amphora_driver import config
 from amphora_driver.health import statistics
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import Reporter
 from amphora_driver.store import migrate, statuses, wanted
@@ -161,6 +161,23 @@ def test_a_fully_populated_one_is_read_back(intents, database, reporter):
     found = database.read(lambda c: statuses.due(c, 100))
     assert [one.kind for one in found][-1] is Kind.LOAD_BALANCER
     assert {one.object_id for one in found} == {"lb", "li", "po", "ru"}
+
+
+def test_what_was_chosen_at_creation_survives_being_read_back(intents, database, reporter, octavia):
+    chosen = {
+        "profile": Profile(compute="netns", network="local", timeout_tunnel=60000),
+        "flavor": {"timeout_tunnel": 60000},
+        "availability_zone": {"compute_zone": "z"},
+    }
+    # Octavia shows the zone by its name, and a flavor as it is by now.
+    octavia.trees["lb"] = {**READ_BACK, "availability_zone": "zone-1", "flavor": {"timeout_tunnel": 5}}
+    intents.create_load_balancer(
+        LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), **chosen), read_back=True
+    )
+    reporter.turn()
+    tree = database.read(lambda c: wanted.load_tree(c, "lb"))
+    assert not row(database).read_back
+    assert {name: getattr(tree, name) for name in chosen} == chosen
 
 
 def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, octavia):

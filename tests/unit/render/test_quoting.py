@@ -153,3 +153,119 @@ def test_quoted_cannot_be_made_by_hand():
         quoting.backend_name("a", "b")
     with pytest.raises(TypeError):
         quoting.words([quoting.token("a", "it"), "b"])
+
+
+def test_a_pattern_within_two_levels_of_quotes():
+    word = quoting.substituted("path", "^\\d\"'$,)#", "i", "it")
+    assert word == '\'path,regsub("^\\\\d\\"\'\\\'\'$,)#","","i")\''
+
+
+def test_a_longer_text_where_a_value_became_longer():
+    assert len(quoting.text("x" * 5000, "it", longest=6000)) == 5002
+    with pytest.raises(QuotingError, match="longer than 6000"):
+        quoting.text("x" * 6001, "it", longest=6000)
+
+
+@pytest.mark.parametrize(
+    "text", ["acl", "-m beg --", "if { path,field(-1,/) -m sub", "use_backend %[var(txn.pool)]", "}"]
+)
+def test_keywords_and_flags(text):
+    assert quoting.keywords(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " acl", "acl ", "a  b", "---", "-mm", "{{", "a'b", "%[x y]", "a\nb", "a#b", "$a", "!a"]
+)
+def test_keywords_refuses(text):
+    with pytest.raises(QuotingError):
+        quoting.keywords(text)
+
+
+def test_names_of_others_are_made_of_quoted_words_only():
+    assert quoting.negated(quoting.identifier("r1", "it")) == "!r1"
+    function, backend = quoting.keywords("str"), quoting.backend_name(*map(quoting.keywords, ("p", "l")))
+    assert quoting.argument_of(function, backend) == "str(p:l)"
+    for make in (lambda: quoting.negated("r1"), lambda: quoting.argument_of(function, "p:l")):
+        with pytest.raises(TypeError):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "word"),
+    [
+        (quoting.ciphers, "!aNULL:ECDHE+AES:-A:@SECLEVEL=0", "!aNULL:ECDHE+AES:-A:@SECLEVEL=0"),
+        (quoting.host_name, "a_b.example.com", "a_b.example.com"),
+        (quoting.network, "192.0.2.9/24", "192.0.2.0/24"),
+        (quoting.network, "192.0.2.9", "192.0.2.9/32"),
+        (quoting.network, "2001:DB8:0::/32", "2001:db8::/32"),
+    ],
+)
+def test_words_of_one_kind(make, value, word):
+    made = make(value, "it")
+    assert (type(made), made) == (quoting.Quoted, word)
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        *((quoting.ciphers, value) for value in ("", "a b", "a\n", "a'", "a$", "a#", "é", None)),
+        *((quoting.host_name, value) for value in ("", "a b", "a)", "a,b", "-a", "a-", "a.b\n", "a'", None)),
+        *((quoting.network, value) for value in ("", "x", "10.0.0.0/33", "10.0.0.0/8\n", "fe80::%x/64", None, 5)),
+    ],
+)
+def test_words_of_one_kind_refuse(make, value):
+    with pytest.raises(QuotingError):
+        make(value, "it")
+
+
+def test_a_fetch_with_an_argument():
+    assert quoting.call(quoting.keywords("str"), quoting.host_name("a.b", "it")) == "str(a.b)"
+    assert quoting.sample("req.cook", "it's $x", ",sha1", "it") == "'req.cook(\"it'\\''s $x\"),sha1'"
+    for argument in ('a"b', "a\\b", "a\nb", ""):
+        with pytest.raises(QuotingError):
+            quoting.sample("req.cook", argument, "", "it")
+
+
+def test_lines():
+    one, tail = quoting.keywords("server a"), quoting.keywords("ssl verify none")
+    assert quoting.lines([one, one]) == "    server a\n    server a\n"
+    assert quoting.lines([one], tail) == "    server a ssl verify none\n"
+    assert quoting.lines([], tail) == ""
+    for rows, end in ((["server b"], None), ([one], "ssl")):
+        with pytest.raises(TypeError):
+            quoting.lines(rows, end)
+
+
+@pytest.mark.parametrize("tail", [None, quoting.keywords("check")])
+@pytest.mark.parametrize(
+    ("beginning", "ordinary"),
+    [
+        ("server m 192.0.2.1:80 weight 1", True),
+        ("server m 223.255.255.255:65535 weight 256", True),
+        ("server m 192.0.2.1:65536 weight 1", False),
+        ("server m 192.0.2.1:0 weight 1", False),
+        ("server m 192.0.2.1:80 weight 257", False),
+        ("server m 192.0.2.1:80 weight True", False),
+        ("server m 192.0.2.1:80 weight 1.0", False),
+        ("server m 192.0.2.01:80 weight 1", False),
+        ("server m 127.0.0.1:80 weight 1", False),
+        ("server m 169.254.169.254:80 weight 1", False),
+        ("server m 0.0.0.0:80 weight 1", False),
+        ("server m 224.0.0.1:80 weight 1", False),
+        ("server m [2001:db8::1]:80 weight 1", False),
+        ("server m 192.0.2.1:80 weight 1\n", False),
+        ("server m 192.0.2.1:80 weight 1\nserver n 192.0.2.1:80 weight 1", False),
+        ("server m 192.0.2.1:80 disabled 192.0.2.1:80 weight 1", False),
+        ("server -f 192.0.2.1:80 weight 1", False),
+    ],
+)
+def test_ordinary_servers(beginning, ordinary, tail):
+    (line,) = quoting.ordinary_servers([beginning], tail)
+    assert line == ((f"{beginning} {tail}" if tail else beginning) if ordinary else None)
+
+
+def test_words_are_joined_from_quoted_words_only():
+    assert quoting.words([quoting.keywords("weight"), 5]) == "weight 5"
+    for wrong in ("x", True, None, 1.0):
+        with pytest.raises(TypeError):
+            quoting.words([wrong])

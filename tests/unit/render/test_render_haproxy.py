@@ -18,8 +18,17 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
-from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
-from amphora_driver.render.haproxy import render
+from amphora_driver.model.vocabulary import (
+    Algorithm,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
+from amphora_driver.render.haproxy import forget, render
 
 change = msgspec.structs.replace
 
@@ -32,13 +41,18 @@ LISTENER = Listener(
 OTHER = change(LISTENER, id="l2", protocol_port=81)
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
 LB = LoadBalancer(id="b", project_id="x", vip=VIP, listeners=(LISTENER, OTHER), pools=(POOL,))
-POLICY = L7Policy(
-    id="y1",
-    listener_id="l1",
-    action="REJECT",
-    position=1,
-    rules=(L7Rule(id="r1", l7policy_id="y1", type="PATH", compare_type="EQUAL_TO", value="/"),),
+RULE = L7Rule(id="r1", l7policy_id="y1", type=L7RuleType.PATH, compare_type=L7Compare.EQUAL_TO, value="/")
+POLICY = L7Policy(id="y1", listener_id="l1", action=L7Action.REJECT, position=1, rules=(RULE,))
+BAD_RULE = change(RULE, value="x\ny")
+ELSEWHERE = change(
+    POLICY,
+    id="y2",
+    position=2,
+    action=L7Action.REDIRECT_TO_POOL,
+    redirect_pool_id="p2",
+    rules=(change(RULE, id="r2", l7policy_id="y2"),),
 )
+OTHER_POOL = change(POOL, id="p2", members=(), healthmonitor=None)
 
 
 def with_listener(**changes) -> LoadBalancer:
@@ -81,10 +95,10 @@ def test_nothing_to_serve(load_balancer):
     [
         (with_listener(protocol=ListenerProtocol.UDP), "l1", "UDP"),
         (with_listener(protocol=ListenerProtocol.SCTP), "l1", "SCTP"),
-        (with_listener(protocol=ListenerProtocol.PROMETHEUS), "l1", "PROMETHEUS"),
-        (with_listener(protocol=ListenerProtocol.TERMINATED_HTTPS), "l1", "TERMINATED_HTTPS"),
-        (with_listener(allowed_cidrs=("192.0.2.0/24",)), "l1", "allowed_cidrs"),
-        (with_listener(insert_headers={"X-Forwarded-For": "true"}), "l1", "X-Forwarded-For"),
+        (with_listener(protocol=ListenerProtocol.PROMETHEUS), "l1", "default_pool_id"),
+        (with_listener(protocol=ListenerProtocol.TERMINATED_HTTPS), "l1", "default_tls_container_ref"),
+        (with_listener(allowed_cidrs=("192.0.2.0/240",)), "l1", "allowed_cidrs"),
+        (with_listener(insert_headers=("X-Mine",)), "l1", "X-Mine"),
         (with_listener(hsts_max_age=1), "l1", "hsts_max_age"),
         (with_listener(default_pool_id="p9"), "l1", "p9"),
         (with_listener(protocol_port=81), "l2", "81"),
@@ -99,12 +113,12 @@ def test_nothing_to_serve(load_balancer):
         (with_member(monitor_address="0.0.0.0"), "m1", "monitor_address"),
         (with_member(id="m2"), "m2", "same id"),
         (with_member(id="m\n1"), "m\n1", "identifier"),
-        (with_monitor(type=MonitorType.PING), "h1", "PING"),
-        (with_monitor(type=MonitorType.TLS_HELLO), "h1", "TLS-HELLO"),
+        (with_monitor(type=MonitorType.UDP_CONNECT), "h1", "UDP-CONNECT"),
+        (with_monitor(type=MonitorType.SCTP), "h1", "SCTP"),
         (with_monitor(delay=0), "h1", "delay"),
         (with_monitor(type=MonitorType.HTTP, url_path="/a b"), "h1", "url_path"),
         (change(LB, vip_qos_policy_id="q"), "b", "vip_qos_policy_id"),
-        (change(LB, flavor={"loadbalancer_topology": "ACTIVE_STANDBY"}), "b", "loadbalancer_topology"),
+        (change(LB, vip_sg_ids=("g",)), "b", "vip_sg_ids"),
         (change(LB, additional_vips=(change(VIP, address="::%x"),)), "b", "address"),
     ],
 )
@@ -120,11 +134,11 @@ def test_one_bad_object_does_not_take_the_others_down(load_balancer, object_id, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"protocol": PoolProtocol.PROXY},
         {"protocol": PoolProtocol.UDP},
-        {"tls_enabled": True},
-        {"lb_algorithm": Algorithm.SOURCE_IP_PORT},
-        {"session_persistence": SessionPersistence(type=PersistenceType.SOURCE_IP)},
+        {"tls_enabled": True, "tls_versions": ("TLSv1", "TLSv1.3")},
+        {"tls_enabled": True, "crl_container_ref": "c"},
+        {"tls_enabled": True, "tls_ciphers": "a b"},
+        {"session_persistence": SessionPersistence(type=PersistenceType.APP_COOKIE)},
     ],
 )
 def test_a_refused_pool_is_not_used(changes):
@@ -136,16 +150,63 @@ def test_a_refused_pool_is_not_used(changes):
 
 
 def test_a_listener_is_not_served_without_its_policies():
-    rendered = render(with_listener(l7policies=(POLICY,)))
+    rendered = render(with_listener(l7policies=(change(POLICY, rules=(BAD_RULE,)),)))
     assert [error.object_id for error in rendered.refused] == ["r1", "y1", "l1"]
     assert "frontend l1" not in rendered.text
     assert "frontend l2" in rendered.text
 
 
-def test_a_disabled_policy_keeps_nobody_out():
-    rendered = render(with_listener(l7policies=(change(POLICY, admin_state_up=False),)))
-    assert [error.object_id for error in rendered.refused] == ["r1", "y1"]
+@pytest.mark.parametrize(
+    "policy", [change(POLICY, admin_state_up=False), change(POLICY, rules=(change(BAD_RULE, admin_state_up=False),))]
+)
+def test_what_is_switched_off_keeps_nobody_out(policy):
+    rendered = render(with_listener(l7policies=(change(policy, rules=(change(BAD_RULE, admin_state_up=False),)),)))
+    assert rendered.refused == ()
     assert "frontend l1" in rendered.text
+
+
+def test_a_policy_to_a_pool_that_is_not_recorded_takes_its_listener_along():
+    rendered = render(with_listener(l7policies=(ELSEWHERE,)))
+    assert [error.object_id for error in rendered.refused] == ["y2", "l1"]
+    assert "frontend l1" not in rendered.text
+
+
+def test_every_pool_a_listener_uses_has_a_backend_once():
+    again = change(ELSEWHERE, id="y3", redirect_pool_id="p1", rules=(change(RULE, id="r3", l7policy_id="y3"),))
+    tree = with_listener(l7policies=(POLICY, ELSEWHERE, again))
+    text = render(change(tree, pools=(POOL, OTHER_POOL))).text
+    assert [line for line in text.splitlines() if line.startswith("backend")] == [
+        "backend p1:l1",
+        "backend p2:l1",
+        "backend p1:l2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "gone", "left", "listed"),
+    [
+        ({"m1"}, [" m1 "], [" m2 ", "backend p1:l1"], []),
+        ({"h1"}, [" check "], [" m1 ", "backend p1:l1"], []),
+        ({"p1"}, ["backend", " m1 "], ["frontend l1", "frontend l2"], []),
+        ({"l1"}, ["frontend l1", ":l1"], ["frontend l2", "backend p1:l2"], []),
+        ({"y1"}, ["frontend l1", ":l1"], ["frontend l2"], ["l1"]),
+        ({"r1"}, ["frontend l1", ":l1"], ["frontend l2"], ["l1"]),
+        ({"y1", "l1"}, ["frontend l1"], ["frontend l2"], []),
+        ({"nobody"}, [], ["frontend l1", " m1 "], []),
+    ],
+)
+def test_what_haproxy_refused_is_left_out_and_never_opens_anything(failed, gone, left, listed):
+    tree = with_listener(l7policies=(POLICY,))
+    rendered = render(tree, failed=failed)
+    assert [error.object_id for error in rendered.refused] == listed
+    assert not [words for words in gone if words in rendered.text]
+    assert not [words for words in left if words not in rendered.text]
+    assert render(tree).refused == ()  # nothing of it is remembered
+
+
+def test_a_failed_policy_that_is_switched_off_keeps_nobody_out():
+    tree = with_listener(l7policies=(change(POLICY, admin_state_up=False),))
+    assert render(tree, failed=["y1", "r1"]).text == render(LB).text
 
 
 def test_an_http_listener_needs_an_http_pool():
@@ -159,7 +220,7 @@ def test_without_any_good_vip_there_is_nothing():
 
 
 def test_a_refused_monitor_leaves_the_pool_without_checks():
-    assert " check " not in render(with_monitor(type=MonitorType.PING)).text
+    assert " check " not in render(with_monitor(type=MonitorType.SCTP)).text
 
 
 @pytest.mark.parametrize(
@@ -220,3 +281,11 @@ def test_zero_timeouts_are_the_defaults():
         ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tcp_inspect"), 0
     )
     assert render(with_listener(**zeros)).text == render(LB).text
+
+
+def test_what_is_remembered_changes_nothing():
+    for tree in (LB, with_member(weight=9), with_listener(insert_headers=("X-Real-IP",)), LB):
+        warm = render(tree)
+        forget()
+        cold = render(tree)
+        assert (warm.text, warm.files, warm.pings) == (cold.text, cold.files, cold.pings)

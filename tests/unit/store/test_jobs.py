@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
 from amphora_driver.queue import jobs
+from amphora_driver.store import amphorae
 from amphora_driver.store.tables import work
 
 
@@ -72,6 +73,21 @@ def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database)
     database.write(lambda c: c.execute(work.update().values(read_back=False, dirty=True)))
     one.finish(lease, 1)
     assert one.claim() is not None, "it came while the job was ending"
+
+
+def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
+    add(database, applied=1)
+    one = jobs.Jobs(database, "one", 30)
+    lease = one.claim()
+    database.write(lambda c: amphorae.record(c, "am", "lb", "STANDALONE", b"key"))
+    database.write(lambda c: amphorae.change(c, "am", confirmed=1, state=amphorae.State.READY))
+    assert database.write(lambda c: amphorae.take_back(c, "am", 1, 0))
+    one.finish(lease, 1)
+    again = one.claim()
+    assert again is not None
+    database.write(lambda c: amphorae.change(c, "am", confirmed=1))
+    one.finish(again, 1)
+    assert one.claim() is None
 
 
 def test_only_what_is_worked_on_is_renewed(database):

@@ -90,7 +90,8 @@ def upgrade() -> None:
     sa.Column('purpose', sa.String(length=16), nullable=False),
     sa.Column('ref', sa.String(length=255), nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
-    sa.Column('sealed', sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), 'mysql', 'mariadb'), nullable=False),
+    sa.Column('sealed', sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), 'mysql', 'mariadb'), nullable=True),
+    sa.Column('reason', sa.Text(), nullable=True),
     sa.PrimaryKeyConstraint('object_id', 'purpose', 'ref', name='pk_secret')
     )
     with op.batch_alter_table('secret', schema=None) as batch_op:
@@ -115,6 +116,7 @@ def upgrade() -> None:
 
     op.create_table('vip_claim',
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
+    sa.Column('network', sa.String(length=64), nullable=True),
     sa.Column('claimed_at', sa.Double(), nullable=False),
     sa.PrimaryKeyConstraint('load_balancer_id', name=op.f('pk_vip_claim'))
     )
@@ -146,6 +148,7 @@ def upgrade() -> None:
     sa.Column('committed', sa.BigInteger(), nullable=False),
     sa.Column('applied', sa.BigInteger(), nullable=False),
     sa.Column('read_back', sa.Boolean(), nullable=False),
+    sa.Column('reread', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mysql', 'mariadb'), nullable=True),
     sa.Column('dirty', sa.Boolean(), nullable=False),
     sa.Column('owner', sa.String(length=128), nullable=True),
     sa.Column('epoch', sa.BigInteger(), nullable=False),

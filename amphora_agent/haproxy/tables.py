@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stick tables, and whether a worker would hand them to the next one.
+
+Invariant: pure. A worker teaches its successor only after it has learned itself: from its own predecessor (some
+100 ms after a reload), or, as the first one, after waiting five seconds for a predecessor in vain (HAProxy 2.6; source:
+``show peers`` before and after reloads).
+"""
+
+from __future__ import annotations
+
+import re
+
+PEERS = "amphora"
+QUESTION = "show table;show peers"
+_USED = re.compile(r"^# table: .*\bused:([1-9]\d*)", re.MULTILINE)
+_FLAGS = re.compile(rf"\bid={PEERS} disabled=\d+ flags=(0x[0-9a-f]+)")
+_LEARNED = 0x3
+
+
+def would_be_lost(answer: str) -> bool:
+    """Whether the answer to `QUESTION` tells of entries that a reload now would lose."""
+    flags = _FLAGS.search(answer)
+    return _USED.search(answer) is not None and flags is not None and int(flags.group(1), 16) & _LEARNED != _LEARNED

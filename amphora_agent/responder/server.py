@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small HTTP server for HAProxy alone: `GET /metrics` and `GET /ping/<member id>`.
+
+Invariant: it listens on the loopback of the inner namespace and nowhere else. One thread does all but writing
+metrics: a ping that waits costs a socket, not a thread, and is forgotten when HAProxy closes it. If anything goes
+wrong, everything is closed and begun again.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Literal
+
+from amphora_agent.bundle import Host
+from amphora_agent.errors import AgentError
+from amphora_agent.network.namespace import Namespace
+from amphora_agent.responder.metrics import CONTENT_TYPE
+from amphora_agent.responder.ping import Pinger
+
+_log = logging.getLogger(__name__)
+ADDRESS = "127.0.0.1"
+# The monitor's time-out is HAProxy's business: it closes the connection. This is for whoever does not.
+LONGEST_SECONDS = 30.0
+SEND_SECONDS = 10.0
+# HAProxy lets fewer through at a time; during a reload there are two of it.
+MOST_SCRAPES = 8
+MOST_OPEN = 4096
+_BACKLOG = 4096
+_RETRY_SECONDS = 1.0
+_LARGEST_REQUEST = 8192
+_WANTED_FILES = 4 * MOST_OPEN
+_PING = "/ping/"
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class Exchange:
+    """One connection of HAProxy's, from its request to our answer."""
+
+    __slots__ = ("deadline", "mark", "received", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.deadline = time.monotonic() + LONGEST_SECONDS
+        self.received = b""
+        self.mark: bytes | None = None
+
+
+class Responder:
+    """The threads. `start` returns at once; until namespace and port are there, nobody is answered.
+
+    Args:
+        scrape: asks HAProxy and returns the metrics in parts; raises AgentError.
+        targets: by member, the address that is to answer its pings.
+
+    Attributes:
+        trouble: why nobody is answered at the moment; empty if all is well.
+    """
+
+    def __init__(
+        self,
+        inner: Namespace,
+        port: int,
+        scrape: Callable[[], Iterator[str]],
+        targets: Callable[[], Mapping[str, Host]],
+    ) -> None:
+        self._inner = inner
+        self._scrape = scrape
+        self._targets = targets
+        self._port = port
+        self._ending = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._scrapes: set[socket.socket] = set()
+        self.trouble = ""
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the threads; whoever waits for an answer is left without one."""
+        self._ending.set()
+        self._wake.send(b".")
+        if self._thread.is_alive():
+            self._thread.join()
+        for one in list(self._scrapes):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._wake.close()
+        self._woken.close()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                with _Desk(self._inner, self._port, self._woken, self._answer_scrape, self._targets) as desk:
+                    self.trouble = ""
+                    while not self._ending.is_set():
+                        desk.serve()
+            except Exception as error:  # noqa: BLE001 (a monitor without its answers takes every member for down)
+                self._tell(error)
+                self._ending.wait(_RETRY_SECONDS)
+
+    def _tell(self, error: Exception) -> None:
+        """Say it once, however often it comes."""
+        text = f"{type(error).__name__}: {error}"
+        if text != self.trouble:
+            unforeseen = not isinstance(error, (OSError, AgentError))
+            _log.warning("The responder begins again: %s", text, exc_info=unforeseen)
+        self.trouble = text
+
+    # -- metrics --------------------------------------------------------------------------------------------
+
+    def _answer_scrape(self, connection: socket.socket, version: str) -> None:
+        """Have a thread of its own answer: the scraper may be slow."""
+        if len(self._scrapes) >= MOST_SCRAPES:
+            with connection, suppress(OSError):
+                _say(connection, 503, f"{MOST_SCRAPES} scrapes are being answered already")
+            return
+        self._scrapes.add(connection)
+        threading.Thread(target=self._tell_metrics, args=(connection, version), name="scrape", daemon=True).start()
+
+    def _tell_metrics(self, connection: socket.socket, version: str) -> None:
+        try:
+            connection.settimeout(SEND_SECONDS)
+            try:
+                parts = self._scrape()
+            except AgentError as error:
+                _say(connection, 503, str(error))
+                return
+            _stream(connection, parts, chunked=version == "HTTP/1.1")
+        except OSError as error:
+            _log.debug("A scraper went away: %s", error)
+        except Exception:  # noqa: BLE001 (there is nobody else to hear of it)
+            _log.exception("A scrape failed")
+        finally:
+            self._scrapes.discard(connection)
+            connection.close()
+
+
+class _Desk:
+    """The sockets of one round, and the exchanges that are open."""
+
+    def __init__(
+        self,
+        inner: Namespace,
+        port: int,
+        woken: socket.socket,
+        on_scrape: Callable[[socket.socket, str], None],
+        targets: Callable[[], Mapping[str, Host]],
+    ) -> None:
+        self._on_scrape = on_scrape
+        self._targets = targets
+        self._most = _room()
+        self._open: dict[int, Exchange] = {}  # in the order of their deadlines
+        self._pinger, self._listener = inner.run(_open, port)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(woken, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for family, one in self._pinger.sockets.items():
+            self._selector.register(one, selectors.EVENT_READ, partial(self._hear, family))
+
+    def __enter__(self) -> _Desk:
+        return self
+
+    def __exit__(self, *_: object) -> Literal[False]:
+        self._listener.close()
+        for exchange in list(self._open.values()):
+            self._drop(exchange).close()
+        self._pinger.close()
+        self._selector.close()
+        return False
+
+    def serve(self) -> None:
+        """Wait for something to happen and see to it."""
+        for key, _ in self._selector.select(self._expire()):
+            if isinstance(key.data, Exchange):
+                if self._open.get(key.fd) is key.data:  # an event before this one may have ended it
+                    self._read(key.data)
+            else:
+                key.data()
+
+    def _expire(self) -> float | None:
+        """Answer those that have waited too long; the seconds until the next one will have."""
+        now = time.monotonic()
+        while self._open:
+            first = next(iter(self._open.values()))
+            if first.deadline > now:
+                return first.deadline - now
+            self._answer(first, 503, f"nothing within {LONGEST_SECONDS:.0f} s")
+        return None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        connection.setblocking(False)
+        while len(self._open) >= self._most:
+            self._answer(next(iter(self._open.values())), 503, "too many wait")
+        exchange = Exchange(connection)
+        self._open[connection.fileno()] = exchange
+        self._selector.register(connection, selectors.EVENT_READ, exchange)
+        self._read(exchange)
+
+    def _read(self, exchange: Exchange) -> None:
+        try:
+            data = exchange.socket.recv(_LARGEST_REQUEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(exchange).close()
+            return
+        if exchange.mark is not None:
+            return  # it has asked already
+        exchange.received += data
+        if b"\r\n\r\n" in exchange.received:
+            self._handle(exchange)
+        elif len(exchange.received) >= _LARGEST_REQUEST:
+            self._answer(exchange, 431, "no end of the request's head")
+
+    def _handle(self, exchange: Exchange) -> None:
+        words = exchange.received.partition(b"\r\n")[0].decode("latin-1").split(" ")
+        if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
+            self._answer(exchange, 400, "no request of HTTP/1")
+            return
+        method, (path, *_), version = words[0], words[1].split("?"), words[2]
+        if path != "/metrics" and not path.startswith(_PING):
+            self._answer(exchange, 404, "there is only /metrics")
+        elif method != "GET":
+            self._answer(exchange, 405, "GET is all there is", "Allow: GET\r\n")
+        elif path == "/metrics":
+            self._on_scrape(self._drop(exchange), version)
+        else:
+            self._ping(exchange, path.removeprefix(_PING))
+
+    def _ping(self, exchange: Exchange, member: str) -> None:
+        address = self._targets().get(member)
+        if address is None:
+            self._answer(exchange, 404, "no such member is to be pinged")
+            return
+        try:
+            exchange.mark = self._pinger.ask(address, exchange)
+        except OSError as error:
+            self._answer(exchange, 503, f"no echo can be sent: {error}")
+
+    def _hear(self, family: socket.AddressFamily) -> None:
+        exchange = self._pinger.answered(family)
+        if exchange is not None:
+            self._answer(exchange, 200, "it answers")
+
+    def _answer(self, exchange: Exchange, status: int, text: str, head: str = "") -> None:
+        connection = self._drop(exchange)
+        with suppress(OSError):
+            _say(connection, status, text, head)
+        connection.close()
+
+    def _drop(self, exchange: Exchange) -> socket.socket:
+        """Forget an exchange; its connection is the caller's."""
+        self._selector.unregister(exchange.socket)
+        del self._open[exchange.socket.fileno()]
+        if exchange.mark is not None:
+            self._pinger.forget(exchange.mark)
+        return exchange.socket
+
+
+def _open(port: int) -> tuple[Pinger[Exchange], socket.socket]:
+    pinger = Pinger[Exchange]()
+    try:
+        return pinger, _listen(port)
+    except OSError:
+        pinger.close()
+        raise
+
+
+def _listen(port: int) -> socket.socket:
+    opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A connection is there to accept when its request is: one event for it instead of two.
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
+        opened.bind((ADDRESS, port))
+        opened.listen(_BACKLOG)
+        opened.setblocking(False)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _room() -> int:
+    """How many connections may be open; half of the process's files at the most, which may be more from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MOST_OPEN if soft == resource.RLIM_INFINITY else min(MOST_OPEN, soft // 2)
+
+
+def _say(connection: socket.socket, status: int, text: str, head: str = "") -> None:
+    body = f"{text}\n".encode()
+    connection.sendall(
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain; charset=utf-8\r\n{head}"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+        + body
+    )
+
+
+def _stream(connection: socket.socket, parts: Iterator[str], *, chunked: bool) -> None:
+    """Send parts as they are made. Without chunks, which HTTP/1.0 does not know, the end of the connection is theirs.
+
+    Raises:
+        TimeoutError: the scraper takes them too slowly.
+    """
+    deadline = time.monotonic() + LONGEST_SECONDS
+    coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
+    connection.sendall(
+        f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nCache-Control: no-store\r\n{coding}"
+        "Connection: close\r\n\r\n".encode()
+    )
+    for part in parts:
+        data = part.encode()
+        connection.sendall(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a scrape took more than {LONGEST_SECONDS:.0f} s")
+    if chunked:
+        connection.sendall(b"0\r\n\r\n")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backends of a deployment, found by name through their entry points.
+
+Invariant: no backend is imported before somebody needs it, each is made once in a process, and one that cannot be had
+is an error of whoever needs it, and of nobody else. Several of a kind serve side by side; who needs one says which,
+because every load balancer stays with those it was created with.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from stevedore import DriverManager, ExtensionManager
+from stevedore.exception import MultipleMatches, NoMatches
+
+from amphora_driver.capabilities.deployment import Backend, Deployment
+from amphora_driver.errors import AmphoraDriverError, ConfigurationError
+from amphora_driver.model.vocabulary import Topology as Name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.network.interface import Network
+    from amphora_driver.store.engine import Database
+    from amphora_driver.topology.interface import Topology
+
+LOG = logging.getLogger(__name__)
+TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", "compute", "network"))
+
+
+class Catalogue:
+    """Topologies, compute and network backends.
+
+    Args:
+        conf: our options; they say which backends are enabled, and which is the default.
+        database: given to network backends.
+    """
+
+    def __init__(self, conf: ConfigOpts, database: Database) -> None:
+        self._conf = conf
+        self._database = database
+        self._lock = threading.RLock()
+        self._types: dict[tuple[str, str], Any] = {}
+        self._made: dict[tuple[str, ...], Any] = {}
+        self._topologies: tuple[str, ...] | None = None
+
+    def topology(self, name: str) -> Topology:
+        """A topology.
+
+        Raises:
+            ConfigurationError: no such one is installed.
+        """
+        found: Topology = self._type(TOPOLOGY, name)
+        return found
+
+    def network(self, name: str | None) -> Network:
+        """A network backend; None for the default.
+
+        Raises:
+            ConfigurationError: it is not enabled, not installed, or cannot be made.
+        """
+        chosen = name or self._conf.network.driver
+        kind = self._enabled("network", chosen)
+        made: Network = self._once((kind, chosen), lambda: self._type(kind, chosen)(self._conf, self._database))
+        return made
+
+    def compute(self, name: str | None, network: str | None) -> Any:
+        """A compute backend that takes ports from this network backend; None for the defaults.
+
+        Raises:
+            ConfigurationError: one of them is not enabled, not installed, or cannot be made.
+        """
+        chosen, source = name or self._conf.compute.driver, network or self._conf.network.driver
+        kind = self._enabled("compute", chosen)
+        ports = self.network(source)
+        return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
+
+    def deployment(self) -> Deployment:
+        """What there is to choose from; what is enabled but cannot be had is left out."""
+        options = self._conf.haproxy
+        if self._topologies is None:
+            self._topologies = tuple(sorted(ExtensionManager(TOPOLOGY).names()))
+        return Deployment(
+            topologies=self._topologies,
+            compute=self._offered("compute"),
+            network=self._offered("network"),
+            default_topology=Name(self._conf.controller.loadbalancer_topology),
+            default_compute=self._conf.compute.driver,
+            default_network=self._conf.network.driver,
+            process_connection_limit=options.process_connection_limit,
+            tls_minimum_version=options.tls_minimum_version,
+            tls_ciphers=options.tls_ciphers,
+            connection_logging=options.connection_logging,
+        )
+
+    def _offered(self, group: str) -> dict[str, Backend]:
+        found = {}
+        for name in self._names(group):
+            try:
+                backend = self._type(f"amphora_driver.{group}", name)
+                found[name] = Backend(name=name, supports=frozenset(backend.supports), wiring=backend.wiring)
+            except (ConfigurationError, AttributeError) as error:
+                LOG.error("the %s backend %s is not offered: %s", group, name, error)  # noqa: TRY400 - all is said
+        return found
+
+    def _names(self, group: str) -> list[str]:
+        """The default is always enabled."""
+        options = self._conf[group]
+        return list(dict.fromkeys([options.driver, *options.enabled_drivers]))
+
+    def _enabled(self, group: str, name: str) -> str:
+        if name not in self._names(group):
+            raise ConfigurationError(
+                f"use the {group} backend {name}",
+                "it is not enabled in this deployment",
+                f"Add it to [{group}] enabled_drivers for as long as load balancers are with it.",
+            )
+        return f"amphora_driver.{group}"
+
+    def _type(self, group: str, name: str) -> Any:
+        """The class behind an entry point."""
+        with self._lock:
+            if (group, name) not in self._types:
+                self._types[group, name] = _load(group, name)
+            return self._types[group, name]
+
+    def _once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        with self._lock:
+            if key not in self._made:
+                try:
+                    self._made[key] = make()
+                except AmphoraDriverError:
+                    raise
+                except Exception as error:
+                    raise ConfigurationError(f"use the backend {key[1]} ({key[0]})", _words(error)) from error
+            return self._made[key]
+
+
+def _load(group: str, name: str) -> Any:
+    wanted = f"use {name} ({group})"
+    try:
+        return DriverManager(group, name, on_load_failure_callback=_failed).driver
+    except NoMatches as error:
+        raise ConfigurationError(
+            wanted, "no entry point of this name is installed", f"Install what brings it, or correct {group}."
+        ) from error
+    except MultipleMatches as error:
+        raise ConfigurationError(wanted, f"several packages bring it: {error}", "Remove all but one.") from error
+    except AmphoraDriverError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(wanted, _words(error), "Install what it needs.") from error
+
+
+def _failed(_manager: object, _entry_point: object, error: Exception) -> None:
+    raise error
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

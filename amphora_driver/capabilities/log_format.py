@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the log-format an operator wrote (HAProxy configuration guide, 8.2.6).
+
+Invariant: what is accepted here HAProxy can read in an HTTP frontend, except that the sample expressions in `%[…]`
+are HAProxy's own to judge: they differ between its versions.
+"""
+
+from __future__ import annotations
+
+import re
+
+from amphora_driver.errors import UnsupportedOption
+
+# Those of HAProxy 2.6; newer ones know them too.
+_VARIABLES = (
+    "o B CC CS H HM HP HPO HQ HU HV ID ST T Ta Tc Td Th Ti Tl Tq TR Tr Ts Tt Tu Tw U ac b bc bi bp bq ci cp f fc fi fp "
+    "ft hr hrl hs hsl lc ms pid r rc rt s sc si sp sq sslc sslv t tr trg trl ts tsc"
+)
+VARIABLES = frozenset(_VARIABLES.split())
+_PIECE = re.compile(
+    r"[^%]+ | %% | % (?:\{ (?P<flags>[^{}]*) \})? (?: (?P<variable>[A-Za-z0-9]+) | \[ (?P<expression>[^\[\]]+) \] )",
+    re.VERBOSE,
+)
+_FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
+
+
+def check(text: str) -> None:
+    """Refuse what HAProxy could not read.
+
+    Raises:
+        UnsupportedOption: naming the variable, or the place.
+    """
+    at = 0
+    while at < len(text):
+        piece = _PIECE.match(text, at)
+        if piece is None:
+            raise _refusal(
+                f"nothing that HAProxy knows begins at {text[at : at + 20]!r}", "Write %% for a percent sign."
+            )
+        variable, flags = piece["variable"], piece["flags"]
+        if variable is not None and variable not in VARIABLES:
+            raise _refusal(f"HAProxy has no variable %{variable}", "See its configuration guide, 8.2.6.")
+        if flags is not None and not _FLAGS.fullmatch(flags):
+            raise _refusal(f"{{{flags}}} are no flags", "Flags are +Q, +X and +E, and the same with a minus sign.")
+        at = piece.end()
+
+
+def _refusal(happened: str, remedy: str) -> UnsupportedOption:
+    return UnsupportedOption("use the flavor key 'log_format'", happened, remedy)

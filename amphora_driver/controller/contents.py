@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From files that are named to files that hold something.
+
+Invariant: no I/O. A secret leaves the vault here, wrapped, and is in clear only in the document that is sent. One that
+is missing, or that no key opens, costs its own listener or pool and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from amphora_driver.controller.bundle import BundleFile
+from amphora_driver.errors import StoreError
+from amphora_driver.model.secrets import SecretName
+from amphora_driver.secret import Secret
+
+if TYPE_CHECKING:
+    from amphora_driver.render.tls import File
+    from amphora_driver.store.secrets import Sealed
+    from amphora_driver.store.vault import Vault
+
+
+def filled(
+    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault
+) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
+    """The files with their contents, in the same order.
+
+    Args:
+        files: as the renderer names them.
+        sealed: what is kept of the load balancer's secrets.
+        vault: what opens them.
+
+    Returns:
+        The files, and reasons by object id for listeners and pools that lack one.
+    """
+    found: list[BundleFile] = []
+    lost: dict[str, str] = {}
+    for file in files:
+        if file.secret is None:
+            found.append(BundleFile(name=file.name, content=Secret((file.content or "").encode())))
+            continue
+        opened = _open(file.secret, sealed, vault)
+        if isinstance(opened, Secret):
+            found.append(BundleFile(name=file.name, content=opened))
+        else:
+            lost.setdefault(file.secret.object_id, opened)
+    return tuple(found), lost
+
+
+def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -> Secret | str:
+    """The secret, or why it cannot be had."""
+    one = sealed.get(name)
+    if one is None or one.content is None:
+        reason = "" if one is None else one.reason
+        return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
+    try:
+        return vault.open(one.content)
+    except StoreError as error:
+        return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"

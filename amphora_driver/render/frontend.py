@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listener as a `frontend` section.
+
+Invariant: what keeps clients out (allowed networks, policies, client certificates) is in the section, or there is no
+section. Whom a listener refuses by address is refused before a byte is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import msgspec
+
+from amphora_driver.capabilities import addresses, options
+from amphora_driver.errors import ModelError
+from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
+from amphora_driver.render import headers, l7, quoting, refusals, tls
+from amphora_driver.render.backend import Examined, Route, needs_http
+from amphora_driver.render.quoting import Quoted
+from amphora_driver.render.remember import Memory
+from amphora_driver.render.settings import Defaults
+from amphora_driver.render.template import TEMPLATE
+
+METRICS = quoting.keywords("amphora:metrics")
+"""The agent's backend that answers with metrics (its own part of the configuration defines it)."""
+
+_HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
+# HAProxy takes 64 words a line.
+_NETWORKS_A_LINE = 50
+# What of a log-format only HTTP knows (manual section 8.2.6, marked H), and the status, which a connection has not.
+_HTTP_ONLY = frozenset(
+    ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
+)
+_VARIABLE = re.compile(r"%%|%(?P<flags>\{[^}]*\})?(?P<name>[A-Za-z0-9]+)")
+_PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
+
+
+class Behind(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """What a listener has to know of a pool that it names."""
+
+    pool_id: str
+    recorded: bool
+    serves: bool = False
+    protocol: PoolProtocol | None = None
+    needs_http: bool = False
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Everything a frontend depends on but its listener."""
+
+    load_balancer_id: str
+    project_id: str
+    addresses: tuple[str, ...]
+    settings: Defaults
+    pools: tuple[Behind, ...]
+
+
+class Allowed(msgspec.Struct, frozen=True, kw_only=True):
+    """Networks by family, some of them a line."""
+
+    four: tuple[Quoted, ...]
+    six: tuple[Quoted, ...]
+
+
+class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
+    """What the template prints."""
+
+    name: Quoted
+    mode: Quoted
+    http: bool
+    endpoints: tuple[Quoted, ...]
+    tls: Quoted | None
+    gaps: tuple[Quoted, ...]
+    maxconn: int | None
+    timeout_client: Quoted
+    timeout_http_request: Quoted
+    inspect_delay: Quoted | None
+    allowed: Allowed | None
+    log_format: Quoted | None
+    forwarded_for: bool
+    headers: tuple[Quoted, ...]
+    hsts: Quoted | None
+    metrics: bool
+    default_backend: Quoted | None
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A listener's section (None if it cannot be served), its way to the pools behind it, and what was refused."""
+
+    text: str | None
+    route: Route | None
+    pools: tuple[str, ...]
+    files: tuple[tls.File, ...]
+    refused: tuple[ModelError, ...]
+
+
+_FRONTENDS: Memory[Made] = Memory(20_000)
+
+
+def frontend(listener: Listener, surroundings: Surroundings, failed: frozenset[str]) -> Made:
+    """A listener's section, made now or before.
+
+    Args:
+        listener: switched on or not.
+        surroundings: what it depends on.
+        failed: ids of those of its policies and rules that HAProxy refused; without them it is not served.
+    """
+    key = (listener, surroundings, failed)
+    found = _FRONTENDS.recall(key)
+    if found is None:
+        weight = 1 + sum(1 + len(policy.rules) for policy in listener.l7policies)
+        found = _FRONTENDS.keep(key, _made(listener, surroundings, failed), weight)
+    return found
+
+
+def behind(pool_id: str, pools: dict[str, Examined | None]) -> Behind:
+    """A pool as a listener sees it; None stands for one that is recorded and cannot be served."""
+    if pool_id not in pools:
+        return Behind(pool_id=pool_id, recorded=False)
+    found = pools[pool_id]
+    if found is None:
+        return Behind(pool_id=pool_id, recorded=True)
+    pool: Pool = found.pool
+    return Behind(
+        pool_id=pool_id,
+        recorded=True,
+        serves=found.serves,
+        protocol=pool.protocol if found.sound else None,
+        needs_http=needs_http(pool),
+    )
+
+
+def named_pools(listener: Listener) -> Iterator[str]:
+    """Ids of the pools that a listener names; its default pool comes first."""
+    if listener.default_pool_id is not None:
+        yield listener.default_pool_id
+    for policy in listener.l7policies:
+        if policy.redirect_pool_id is not None:
+            yield policy.redirect_pool_id
+
+
+def _made(listener: Listener, surroundings: Surroundings, failed: frozenset[str]) -> Made:
+    refused: list[ModelError] = []
+    made = refusals.attempt(partial(_frontend, listener, surroundings), listener.id, refused)
+    policies = _policies(listener, surroundings, failed, refused)
+    if made is None or policies is None:
+        return Made(text=None, route=None, pools=(), files=(), refused=tuple(refused))
+    section, files, route = made
+    default = [listener.default_pool_id] if section.default_backend is not None and listener.default_pool_id else []
+    return Made(
+        text=TEMPLATE.frontend(section, policies.acls, policies.rules),
+        route=route,
+        pools=tuple(dict.fromkeys([*default, *policies.pools])),
+        files=files,
+        refused=tuple(refused),
+    )
+
+
+def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend, tuple[tls.File, ...], Route]:
+    """Everything but the policies.
+
+    Raises:
+        UnsupportedOption: an option of the listener is not served.
+        ModelError: it cannot be served by the pool it names.
+    """
+    options.check_listener(listener)
+    settings = surroundings.settings
+    name = quoting.identifier(listener.id, "the listener's id", listener.id)
+    millis = partial(quoting.milliseconds, object_id=listener.id)
+    encryption = tls.bind(listener, settings)
+    default = _backend_of(listener, surroundings, name, listener.default_pool_id) if listener.default_pool_id else None
+    limit = settings.connection_limit if listener.connection_limit == -1 else listener.connection_limit
+    metrics = listener.protocol is ListenerProtocol.PROMETHEUS
+    inspect = listener.timeout_tcp_inspect
+    section = _Frontend(
+        name=name,
+        mode=_HTTP if _reads_http(listener) else _TCP,
+        http=_reads_http(listener),
+        endpoints=tuple(
+            quoting.endpoint(address, listener.protocol_port, "the VIP address", listener.id)
+            for address in surroundings.addresses
+        ),
+        tls=encryption.words if encryption else None,
+        gaps=encryption.gaps if encryption else (),
+        maxconn=None if limit is None else quoting.integer(limit, "the limit", low=1, object_id=listener.id),
+        timeout_client=millis(listener.timeout_client_data or settings.timeout_client_data, "the client timeout"),
+        timeout_http_request=millis(settings.timeout_http_request, "the request timeout"),
+        inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
+        allowed=_allowed(listener),
+        log_format=_log_format(listener, surroundings) if settings.connection_logging else None,
+        forwarded_for=headers.appends_forwarded_for(listener),
+        headers=headers.inserted(listener),
+        hsts=headers.strict_transport_security(listener),
+        metrics=metrics,
+        default_backend=METRICS if metrics else default,
+    )
+    tunnel = settings.timeout_tunnel
+    route = Route(
+        listener=name,
+        http=section.http,
+        tls=encryption is not None,
+        timeout_connect=millis(listener.timeout_member_connect or settings.timeout_member_connect, "connect timeout"),
+        timeout_server=millis(listener.timeout_member_data or settings.timeout_member_data, "the member timeout"),
+        timeout_tunnel=millis(tunnel, "the tunnel timeout") if tunnel else None,
+    )
+    return section, encryption.files if encryption else (), route
+
+
+def _reads_http(listener: Listener) -> bool:
+    return listener.protocol in options.READS_HTTP or listener.protocol is ListenerProtocol.PROMETHEUS
+
+
+def _backend_of(listener: Listener, surroundings: Surroundings, name: Quoted, pool_id: str) -> Quoted | None:
+    """The backend of a pool behind this listener; None where the pool does not serve, which is answered with 503.
+
+    Raises:
+        ModelError: the listener can never be served by it.
+    """
+    found = next((one for one in surroundings.pools if one.pool_id == pool_id), None)
+    if found is None or not found.recorded:
+        raise refusals.because(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
+    if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
+        # HAProxy refuses the whole file for some of them (manual: `mode`).
+        reason = (
+            f"a pool of protocol {found.protocol} ({pool_id}) cannot stand behind a listener of {listener.protocol}"
+        )
+        raise refusals.because(listener.id, reason, "Name another pool.")
+    if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
+        reason = f"its pool {pool_id} keeps clients by a cookie, which a listener of {listener.protocol} does not see"
+        raise refusals.because(listener.id, reason, "Use SOURCE_IP persistence.")
+    return quoting.backend_name(quoting.identifier(pool_id, "the pool's id", pool_id), name) if found.serves else None
+
+
+def _policies(
+    listener: Listener, surroundings: Surroundings, failed: frozenset[str], refused: list[ModelError]
+) -> l7.L7 | None:
+    """The lines of a listener's policies; None if one that is switched on cannot be expressed.
+
+    Then the listener is not served: that policy may be what keeps people out.
+    """
+    enabled = [policy for policy in listener.l7policies if policy.admin_state_up]
+    if not enabled:
+        return l7.L7()
+    culprits = {
+        policy.id
+        for policy in enabled
+        if policy.id in failed or any(rule.id in failed and rule.admin_state_up for rule in policy.rules)
+    }
+    made = None
+    if not culprits:
+        try:
+            name = quoting.identifier(listener.id, "the listener's id", listener.id)
+            made = l7.policies(listener, partial(_backend_of, listener, surroundings, name))
+        except refusals.REASONS as error:
+            found = refusals.refusal(error, listener.id)
+            if found.object_id == listener.id:
+                refused.append(found)
+                return None
+            refused.append(found)
+            culprits = {policy.id for policy in enabled if any(rule.id == found.object_id for rule in policy.rules)}
+            refused += [
+                refusals.because(policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule.")
+                for policy_id in sorted(culprits)
+            ]
+            culprits = culprits or {str(found.object_id)}
+    if culprits:
+        reason = f"its L7 policy {min(culprits)} cannot be expressed"
+        refused.append(refusals.because(listener.id, reason, "Change the policy, or switch it off."))
+    return made
+
+
+def _allowed(listener: Listener) -> Allowed | None:
+    """Networks by family.
+
+    HAProxy compares addresses of one family with networks of the other (`::/0` has everybody in it, 10.0.0.0/8 has
+    2002:a00::/24), so the families are kept apart.
+    """
+    if not listener.allowed_cidrs:
+        return None
+    four: list[Quoted] = []
+    six: list[Quoted] = []
+    for cidr in dict.fromkeys(listener.allowed_cidrs):
+        wanted = six if addresses.parse_network(cidr).version == 6 else four
+        wanted.append(quoting.network(cidr, "an allowed network", listener.id))
+    return Allowed(four=_rows(four), six=_rows(six))
+
+
+def _rows(networks: Sequence[Quoted]) -> tuple[Quoted, ...]:
+    starts = range(0, len(networks), _NETWORKS_A_LINE)
+    return tuple(quoting.words(networks[start : start + _NETWORKS_A_LINE]) for start in starts)
+
+
+def _without_http(found: re.Match[str]) -> str:
+    if found["name"] == "tsc":
+        return f"%{found['flags'] or ''}ts"
+    return "-" if found["name"] in _HTTP_ONLY else found[0]
+
+
+def _log_format(listener: Listener, surroundings: Surroundings) -> Quoted:
+    """The operator's format with the ids in their places; of a listener that reads no HTTP, without what HTTP has."""
+    ids = {"project_id": surroundings.project_id, "lb_id": surroundings.load_balancer_id}
+    wanted = surroundings.settings.log_format
+    if not _reads_http(listener):
+        wanted = _VARIABLE.sub(_without_http, wanted)
+    wanted = _PLACE.sub(lambda match: ids[match[1]].replace("%", "%%"), wanted)
+    return quoting.text(wanted, "the log format", listener.id)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Headers that a listener puts into requests and answers.
+
+Invariant: a header that is set here is what HAProxy saw itself; what a client sent under its name is gone. Only
+X-Forwarded-For is added to.
+"""
+
+from __future__ import annotations
+
+from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
+from amphora_driver.model.loadbalancer import Listener
+from amphora_driver.model.vocabulary import ListenerProtocol
+from amphora_driver.render import quoting
+from amphora_driver.render.quoting import Quoted
+
+# Values are log-formats, in which HAProxy writes control characters as %XX: a certificate adds no header of its own.
+# One that was not presented leaves its headers empty.
+_VALUES = {
+    "X-Forwarded-Port": "%[dst_port]",
+    "X-Forwarded-IP": "%[src]",
+    "X-Client-IP": "%[src]",
+    "X-Real-IP": "%[src]",
+    "X-SSL-Client-Verify": "%[ssl_c_verify]",
+    "X-SSL-Client-Has-Cert": "%[ssl_c_used]",
+    "X-SSL-Client-DN": "%[ssl_c_s_dn]",
+    "X-SSL-Client-CN": "%[ssl_c_s_dn(cn)]",
+    "X-SSL-Issuer": "%[ssl_c_i_dn]",
+    "X-SSL-Client-SHA1": "%[ssl_c_sha1,hex]",
+    "X-SSL-Client-Not-Before": "%[ssl_c_notbefore]",
+    "X-SSL-Client-Not-After": "%[ssl_c_notafter]",
+}
+
+
+def _line(name: str, value: str) -> Quoted:
+    words = [quoting.keywords("http-request set-header"), quoting.token(name, "a header"), quoting.text(value, name)]
+    return quoting.words(words)
+
+
+_LINES = {name: _line(name, value) for name, value in _VALUES.items()}
+_PROTO = {
+    ListenerProtocol.HTTP: _line("X-Forwarded-Proto", "http"),
+    ListenerProtocol.TERMINATED_HTTPS: _line("X-Forwarded-Proto", "https"),
+}
+
+
+def inserted(listener: Listener) -> tuple[Quoted, ...]:
+    """The lines that set request headers, always in the same order. X-Forwarded-For is not among them."""
+    wanted = listener.insert_headers
+    if not wanted:
+        return ()
+    made = [
+        _PROTO[listener.protocol] if name == "X-Forwarded-Proto" else _LINES[name]
+        for name in ABOUT_CONNECTION + ABOUT_CERTIFICATE
+        if name in wanted and name != FORWARDED_FOR
+    ]
+    return tuple(made)
+
+
+def appends_forwarded_for(listener: Listener) -> bool:
+    """Whether the client's address is added to X-Forwarded-For."""
+    return FORWARDED_FOR in (listener.insert_headers or ())
+
+
+def strict_transport_security(listener: Listener) -> Quoted | None:
+    """The value of Strict-Transport-Security; None if it is not sent."""
+    age = listener.hsts_max_age
+    if age is None:
+        return None
+    parts = [f"max-age={quoting.integer(age, 'hsts_max_age', low=0, object_id=listener.id)}"]
+    if listener.hsts_include_subdomains:
+        parts.append("includeSubDomains")
+    if listener.hsts_preload:
+        parts.append("preload")
+    return quoting.text("; ".join(parts), "the HSTS header", listener.id)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The template, loaded once: one macro for each kind of section.
+
+Invariant: it prints only what `quoting` made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from amphora_driver.render import quoting
+
+
+class _Environment(jinja2.Environment):
+    # What is printed are attributes of our own shapes: an attribute that is not there is a mistake, never a key to try.
+    getattr = staticmethod(getattr)  # type: ignore[assignment]
+
+
+_ENVIRONMENT = _Environment(
+    loader=jinja2.PackageLoader("amphora_agent", "templates"),
+    undefined=jinja2.StrictUndefined,
+    finalize=quoting.finalize,
+    # The text is not HTML: HTML escaping would corrupt values and protect against nothing. `finalize`
+    # protects.
+    autoescape=False,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    auto_reload=False,
+)
+TEMPLATE: Any = _ENVIRONMENT.get_template("haproxy.cfg.j2").module
+PREAMBLE: str = TEMPLATE.preamble()

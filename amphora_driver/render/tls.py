@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS with clients and with members: the words of `bind` and `server` lines, and the files they name.
+
+Invariant: a file's name says whose it is and what for, never what is in it: two listeners share none, and a certificate
+that is replaced leaves the text as it is. The content of a secret is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from amphora_driver.capabilities import tls
+from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.vocabulary import ClientAuthentication
+from amphora_driver.render import quoting
+from amphora_driver.render.quoting import Quoted
+from amphora_driver.render.settings import Defaults
+
+_VERIFY = {
+    ClientAuthentication.OPTIONAL: quoting.keywords("verify optional"),
+    ClientAuthentication.MANDATORY: quoting.keywords("verify required"),
+}
+_WORD = {
+    word: quoting.keywords(word)
+    for word in (
+        "ssl",
+        "crt",
+        "crt-list",
+        "ca-file",
+        "crl-file",
+        "ssl-min-ver",
+        "ssl-max-ver",
+        "ciphers",
+        "ciphersuites",
+        "alpn",
+        "verify none",
+        "verify required",
+        "sni",
+        "sni ssl_fc_sni",
+        "str",
+        "verifyhost",
+    )
+}
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    """One file that the text names. Either its content is known, or the secret that belongs into it."""
+
+    name: str
+    content: str | None = None
+    secret: SecretName | None = None
+
+
+class Bind(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `bind` line says about TLS, the versions inside its range that are not served, and its files."""
+
+    words: Quoted
+    gaps: tuple[Quoted, ...]
+    files: tuple[File, ...]
+
+
+def bind(listener: Listener, settings: Defaults) -> Bind | None:
+    """TLS of a listener; None if it does not speak TLS.
+
+    The first certificate is the one of clients that name no server, or an unknown one: the default container, or
+    without it the first one for SNI.
+
+    Raises:
+        UnsupportedOption: versions or ciphers that cannot be had.
+    """
+    if not tls.terminates(listener):
+        return None
+    agreed = tls.listener_negotiation(listener, settings.tls_minimum_version, settings.tls_ciphers)
+    listed, certificates = _certificates(listener)
+    files = [listed, *certificates]
+    words = [_WORD["ssl"], _WORD["crt-list"], _name(listed)]
+    verify = _VERIFY.get(listener.client_authentication) if listener.client_authentication else None
+    if verify is not None:
+        authority = _secret(listener.id, "client_ca.pem", Purpose.CA, listener.client_ca_tls_container_ref or "")
+        words += [_WORD["ca-file"], _name(authority), verify]
+        files.append(authority)
+        if listener.client_crl_container_ref:
+            revoked = _secret(listener.id, "client_crl.pem", Purpose.CRL, listener.client_crl_container_ref)
+            words += [_WORD["crl-file"], _name(revoked)]
+            files.append(revoked)
+    words += _negotiated(agreed)
+    if listener.alpn_protocols:
+        words += [_WORD["alpn"], quoting.keywords(",".join(listener.alpn_protocols))]
+    gaps = tuple(quoting.keywords(gap) for gap in agreed.versions.gaps) if agreed.versions.gaps else ()
+    return Bind(words=quoting.words(words), gaps=gaps, files=tuple(files))
+
+
+def _certificates(listener: Listener) -> tuple[File, list[File]]:
+    default = listener.default_tls_container_ref
+    files = [_secret(listener.id, "default.pem", Purpose.CERTIFICATE, default)] if default else []
+    for ref in dict.fromkeys(listener.sni_container_refs or ()):
+        if ref != default:
+            digest = hashlib.sha256(ref.encode(errors="backslashreplace")).hexdigest()[:16]
+            files.append(_secret(listener.id, f"sni-{digest}.pem", Purpose.CERTIFICATE, ref))
+    listed = "".join(f"{file.name}\n" for file in files)
+    return File(name=f"tls/{listener.id}/certificates.list", content=listed), files
+
+
+def server(pool: Pool, settings: Defaults, name: Quoted | None) -> tuple[Quoted, tuple[File, ...]] | None:
+    """What every server line of a pool says about TLS, and its files; None if the pool does not encrypt.
+
+    A member's certificate is checked against the pool's authority and, if there is one, against `name`. What a client
+    asked for has no part in it: HAProxy checks against the name it sends, so with an authority it sends its own or
+    none.
+
+    Raises:
+        UnsupportedOption: versions or ciphers that cannot be had.
+    """
+    if not pool.tls_enabled:
+        return None
+    agreed = tls.pool_negotiation(pool, settings.tls_minimum_version, settings.tls_ciphers)
+    files = []
+    words = [_WORD["ssl"]]
+    if pool.tls_container_ref:
+        files.append(_secret(pool.id, "client.pem", Purpose.CERTIFICATE, pool.tls_container_ref))
+        words += [_WORD["crt"], _name(files[-1])]
+    if pool.ca_tls_container_ref:
+        files.append(_secret(pool.id, "ca.pem", Purpose.CA, pool.ca_tls_container_ref))
+        words += [_WORD["verify required"], _WORD["ca-file"], _name(files[-1])]
+        if pool.crl_container_ref:
+            files.append(_secret(pool.id, "crl.pem", Purpose.CRL, pool.crl_container_ref))
+            words += [_WORD["crl-file"], _name(files[-1])]
+        if name is not None:
+            words += [_WORD["sni"], quoting.call(_WORD["str"], name), _WORD["verifyhost"], name]
+    else:
+        words.append(_WORD["verify none"])
+    return quoting.words([*words, *_negotiated(agreed)]), tuple(files)
+
+
+def for_route(pool: Pool, name: Quoted | None, *, http: bool, behind_tls: bool) -> list[Quoted]:
+    """What depends on the listener in front: the name a client asked for, and the protocols offered to the member.
+
+    Behind a TCP listener nobody knows what the client will speak, so nothing is offered.
+    """
+    words: list[Quoted] = []
+    if not pool.ca_tls_container_ref:
+        if behind_tls:
+            words.append(_WORD["sni ssl_fc_sni"])
+        elif name is not None:
+            words += [_WORD["sni"], quoting.call(_WORD["str"], name)]
+    if http and pool.alpn_protocols:
+        words += [_WORD["alpn"], quoting.keywords(",".join(pool.alpn_protocols))]
+    return words
+
+
+def _negotiated(agreed: tls.Negotiation) -> list[Quoted]:
+    words = [
+        _WORD["ssl-min-ver"],
+        quoting.token(agreed.versions.low, "the TLS version"),
+        _WORD["ssl-max-ver"],
+        quoting.token(agreed.versions.high, "the TLS version"),
+    ]
+    if agreed.ciphers.ciphers is not None:
+        words += [_WORD["ciphers"], quoting.ciphers(agreed.ciphers.ciphers, "the ciphers")]
+    if agreed.ciphers.suites is not None:
+        words += [_WORD["ciphersuites"], quoting.ciphers(agreed.ciphers.suites, "the ciphers")]
+    return words
+
+
+def _secret(object_id: str, file: str, purpose: Purpose, ref: str) -> File:
+    return File(name=f"tls/{object_id}/{file}", secret=SecretName(object_id, purpose, ref))
+
+
+def _name(file: File) -> Quoted:
+    return quoting.token(file.name, "the name of a file")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' secrets: certificates with their keys, authorities, revocation lists.
+
+Invariant: content is in the table only as the vault sealed it, and only as long as an object of the same load balancer
+refers to it. All functions work inside the caller's transaction; sealing and opening, which take time, are done
+outside of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.store.tables import secret
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+# Databases limit the number of values in one IN (...).
+_CHUNK = 500
+
+# What calls of Octavia's need is built once: putting a statement together costs more than running it.
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
+_NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
+    secret.c.object_id == sa.bindparam("of")
+)
+_INSERT = secret.insert()
+_DELETE = secret.delete().where(
+    secret.c.object_id == sa.bindparam("of"),
+    secret.c.purpose == sa.bindparam("for_purpose"),
+    secret.c.ref == sa.bindparam("under_ref"),
+)
+_DELETE_OF = secret.delete().where(secret.c.object_id.in_(_IDS))
+_DELETE_ALL = secret.delete().where(secret.c.load_balancer_id == sa.bindparam("of"))
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a secret. Without content it cannot be served, for this reason."""
+
+    content: bytes | None = None
+    reason: str = ""
+
+
+def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, Sealed]:
+    """Every secret of a load balancer."""
+    return {
+        SecretName(row.object_id, Purpose(row.purpose), row.ref): Sealed(content=row.sealed, reason=row.reason or "")
+        for row in connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id})
+    }
+
+
+def names(connection: sa.Connection, object_id: str) -> dict[SecretName, bool]:
+    """The secrets that are kept for one object, and whether their content is known."""
+    rows = connection.execute(_NAMES, {"of": object_id})
+    return {SecretName(object_id, Purpose(row.purpose), row.ref): bool(row.known) for row in rows}
+
+
+def put(connection: sa.Connection, load_balancer_id: str, given: Mapping[SecretName, Sealed]) -> None:
+    """Keep these, each in the place of what was kept under its name."""
+    if not given:
+        return
+    drop(connection, given)
+    connection.execute(
+        _INSERT,
+        [
+            {
+                "object_id": name.object_id,
+                "purpose": name.purpose.value,
+                "ref": name.ref,
+                "load_balancer_id": load_balancer_id,
+                "sealed": one.content,
+                "reason": one.reason or None,
+            }
+            for name, one in given.items()
+        ],
+    )
+
+
+def drop(connection: sa.Connection, unwanted: Iterable[SecretName]) -> None:
+    """Forget these."""
+    rows = [{"of": one.object_id, "for_purpose": one.purpose.value, "under_ref": one.ref} for one in unwanted]
+    if rows:
+        connection.execute(_DELETE, rows)
+
+
+def drop_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
+    """Forget all secrets of objects that are gone."""
+    for start in range(0, len(object_ids), _CHUNK):
+        connection.execute(_DELETE_OF, {"ids": object_ids[start : start + _CHUNK]})
+
+
+def drop_load_balancer(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Forget every secret of a load balancer."""
+    connection.execute(_DELETE_ALL, {"of": load_balancer_id})
+
+
+def settle(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    object_id: str,
+    used: Collection[SecretName],
+    given: Mapping[SecretName, Sealed],
+) -> set[SecretName]:
+    """Keep what an object uses now and nothing else of it; returns what it uses and nobody has given yet."""
+    recorded = names(connection, object_id)
+    drop(connection, recorded.keys() - set(used))
+    put(connection, load_balancer_id, {name: one for name, one in given.items() if name in used})
+    return {name for name in used if name not in given and not recorded.get(name)}

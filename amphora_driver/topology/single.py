@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One amphora, on its own.
+
+Invariant: nobody takes over when it fails; a replacement is booted.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SingleTopology:
+    """SINGLE."""
+
+    name: ClassVar[str] = "SINGLE"
+    roles: ClassVar[tuple[str, ...]] = ("STANDALONE",)

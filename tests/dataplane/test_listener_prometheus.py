@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PROMETHEUS listeners: what HAProxy counts, under the names that dashboards for Octavia know."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from visitors import CLIENT, OTHER, VIPS, trusting
+from wanted import id_of, listener, load_balancer, member, pool
+
+pytestmark = pytest.mark.root
+
+SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})? (\S+)")
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By name and labels; a line that is neither a comment nor a sample fails the test."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        match = SAMPLE.fullmatch(line)
+        assert match, line
+        found[match[1], match[2] or ""] = float(match[3])
+    return found
+
+
+def prometheus(port: int = 9100, **more):
+    return listener(port, protocol="PROMETHEUS", pool=None, **more)
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS")
+@pytest.mark.parametrize("vip", VIPS)
+def test_what_is_counted(served, vip):
+    web = served.web()
+    served.push(load_balancer(prometheus(), listener(80), pool("pool", member(web))))
+    for _ in range(3):
+        assert served.visitor.fetch(address=vip).status == 200
+    reply = served.visitor.fetch("/metrics", port=9100, address=vip)
+    assert reply.status == 200
+    assert reply.header("Content-Type").startswith("text/plain; version=0.0.4")
+    found = samples(reply.body.decode())
+    ids = {name: id_of(*what) for name, what in {"listener": ("listener", 80), "member": ("member", "web")}.items()}
+
+    def value(name: str, *labels: str) -> float:
+        """The only sample of this name with these labels."""
+        (one,) = [
+            number for (each, text), number in found.items() if each == name and all(label in text for label in labels)
+        ]
+        return one
+
+    assert value("octavia_listener_http_requests_total", ids["listener"]) == 3
+    assert value("octavia_member_http_responses_total", ids["member"], '"2xx"') == 3
+    assert value("octavia_member_http_responses_total", ids["member"], '"5xx"') == 0
+    assert value("octavia_pool_current_sessions", id_of("pool", "pool")) == 0
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS")
+def test_nothing_else_is_served_there(served):
+    served.push(load_balancer(prometheus(), listener(80), pool("pool", member(served.web()))))
+    for path in ("/", "/metrics/", "/ping/x", "/v2/info", "/metrics2"):
+        assert served.visitor.fetch(path, port=9100).status in (403, 404)
+    assert served.visitor.fetch("/metrics", port=9100, method="POST", body=b"x").status in (400, 403, 404, 405, 501)
+    assert served.visitor.fetch("/metrics", port=9100).status == 200
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.allowed_cidr")
+def test_it_is_for_those_who_may(served):
+    served.push(
+        load_balancer(prometheus(allowed_cidrs=(f"{CLIENT}/32",)), listener(80), pool("pool", member(served.web())))
+    )
+    assert served.visitor.fetch("/metrics", port=9100, source=CLIENT).status == 200
+    assert served.visitor.refused(9100, source=OTHER)
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.default_tls_container_ref")
+def test_it_may_be_read_over_tls(served, tenant):
+    certificate = tenant.issue("www.example.com")
+    served.push(load_balancer(prometheus(default_tls_container_ref="cert")), {"cert": certificate.pem})
+    reply = served.visitor.fetch("/metrics", port=9100, tls=trusting(tenant))
+    assert reply.status == 200
+    assert b"\noctavia_" in reply.body
+    plain = served.visitor.connect(9100)
+    plain.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"octavia_" not in plain.recv(4096)
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS")
+def test_a_thousand_members_are_told_of_at_once(served):
+    web = served.web()
+    members = [
+        member(web, id=id_of("member", number), address=f"203.0.113.{number % 250 + 1}", protocol_port=1000 + number)
+        for number in range(1000)
+    ]
+    served.push(load_balancer(prometheus(), listener(80), pool("pool", *members)))
+    times = []
+    for _ in range(3):
+        begin = time.monotonic()
+        body = served.visitor.fetch("/metrics", port=9100).body.decode()
+        times.append(time.monotonic() - begin)
+    assert len({labels for name, labels in samples(body) if name == "octavia_member_status" and "UP" in labels}) == 1000
+    assert min(times) < 1.0  # a bound that a busy machine keeps too; benchmarks/ measures

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members: who gets requests, who gets checks, and where."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from amphora_lab import eventually
+from peers import MEMBER, MEMBER6
+from visitors import VIPS, ask, serving
+from wanted import id_of, listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+
+def asked(served, times: int = 6, **more) -> Counter[str]:
+    """Who answers, on both addresses."""
+    return Counter(served.visitor.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
+
+
+@pytest.mark.feature("member.weight")
+def test_weight_zero_drains(served):
+    """No new connections; what is open goes on, and nothing is reloaded."""
+    stays, goes = served.echo("stays"), served.echo("goes", MEMBER6)
+
+    def push(weight: int):
+        members = [member(stays), member(goes, weight=weight)]
+        return served.push(load_balancer(listener(80, protocol="TCP"), pool("pool", *members, protocol="TCP")))
+
+    push(1)
+    opened = {}
+    while "goes" not in opened:
+        connection = served.visitor.connect()
+        opened[connection.recv(100).decode().strip()] = connection
+    assert push(0).how == "runtime"
+    assert served.status(id_of("member", "goes")) == {"DRAIN"}
+    assert {served.visitor.connect(80, VIPS[n % 2]).recv(100) for n in range(6)} == {b"stays\n"}
+    opened["goes"].sendall(b"still here")
+    assert opened["goes"].recv(100) == b"still here"
+    assert push(1).how == "runtime"
+    assert {served.visitor.connect().recv(100) for _ in range(4)} == {b"stays\n", b"goes\n"}
+
+
+@pytest.mark.feature("member.weight")
+@pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
+def test_nobody_is_left_when_all_are_drained(served, protocol):
+    peer = served.web() if protocol == "HTTP" else served.echo()
+    parts = listener(80, protocol=protocol), pool("pool", member(peer, weight=0), protocol=protocol)
+    served.push(load_balancer(*parts))
+    for vip in VIPS:
+        if protocol == "HTTP":
+            assert served.visitor.fetch(address=vip).status == 503
+        else:
+            assert served.visitor.connect(80, vip).recv(100) == b""
+    assert peer.connections == 0
+
+
+@pytest.mark.feature("member.admin_state_up")
+@pytest.mark.parametrize("watched", [False, True])
+def test_who_is_disabled_gets_nothing(served, watched):
+    """Neither requests nor checks; enabled again it gets both, without a reload."""
+    on, off = served.web("on"), served.web("off", MEMBER6)
+
+    def push(*, up: bool, **more):
+        members = [member(on), member(off, admin_state_up=up)]
+        watching = monitor("HTTP", url_path="/check") if watched else None
+        return served.push(load_balancer(listener(80, **more), pool("pool", *members, monitor=watching))).how
+
+    push(up=False)
+    assert served.status(id_of("member", "off")) == {"MAINT"}
+    assert asked(served) == {"on": 6}
+    if watched:
+        on.hears("/check", 2)
+    assert off.connections == 0
+    assert push(up=True) == "runtime"
+    if watched:
+        served.until_states("pool", {"on": "UP", "off": "UP"})
+        off.hears("/check")
+    assert asked(served) == {"on": 3, "off": 3}
+    assert push(up=False) == "runtime"
+    before = len(off.requests)
+    assert asked(served) == {"on": 6}
+    assert push(up=False, timeout_client_data=49_000) == "reload"
+    assert asked(served) == {"on": 6}
+    if watched:
+        on.hears("/check", len(on.asked("/check")) + 2)
+    assert len(off.requests) == before
+
+
+@pytest.mark.feature("member.backup")
+def test_backups_serve_when_nobody_else_is_left(served):
+    """All of them, and only then."""
+    peers = {
+        name: served.web(name, (MEMBER, MEMBER6)[n % 2]) for n, name in enumerate(("a", "b", "spare 1", "spare 2"))
+    }
+    members = [member(peer, backup=name.startswith("spare")) for name, peer in peers.items()]
+    served.push(load_balancer(listener(80), pool("pool", *members, monitor=monitor("HTTP", url_path="/check"))))
+
+    def only(*up: str) -> dict[str, str]:
+        for name, peer in peers.items():
+            if name not in up and peer._listening is not None:
+                peer.stop()
+            elif name in up and peer._listening is None:
+                peer.start()
+        served.until_states("pool", {name: "UP" if name in up else "DOWN" for name in peers})
+        return asked(served, 4)
+
+    assert only(*peers) == {"a": 2, "b": 2}
+    assert only("b", "spare 1", "spare 2") == {"b": 4}
+    assert only("spare 1", "spare 2") == {"spare 1": 2, "spare 2": 2}
+    assert only("spare 2") == {"spare 2": 4}
+    assert only("a", "spare 2") == {"a": 4}
+
+
+@pytest.mark.feature("member.backup", "member.admin_state_up", "member.weight")
+def test_backups_serve_when_the_others_are_switched_off(served):
+    a, spare = served.web("a"), served.web("spare")
+
+    def push(**more):
+        served.push(load_balancer(listener(80), pool("pool", member(a, **more), member(spare, backup=True))))
+        return asked(served, 4)
+
+    assert push() == {"a": 4}
+    assert push(admin_state_up=False) == {"spare": 4}
+    assert push(weight=0) == {"spare": 4}
+    assert push() == {"a": 4}
+
+
+# -- where checks go -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("member.monitor_address", "member.monitor_port")
+@pytest.mark.parametrize(("address", "elsewhere"), [(MEMBER, MEMBER6), (MEMBER6, MEMBER), (MEMBER, "198.51.100.111")])
+def test_checks_go_where_they_are_told_to(served, address, elsewhere):
+    """The check decides, the traffic goes to the member: by address, by port, by both."""
+    web = served.web("web", address)
+    by_port = served.web("port", address)
+    by_address = served.web("address", elsewhere, web.port)
+    by_both = served.web("both", elsewhere)
+    places = {
+        "port": {"monitor_port": by_port.port},
+        "address": {"monitor_address": elsewhere},
+        "both": {"monitor_address": elsewhere, "monitor_port": by_both.port},
+    }
+    parts = []
+    for port, (name, place) in enumerate(places.items(), 80):
+        watched = monitor("HTTP", url_path=f"/check-{name}")
+        target = member(web, id=id_of("member", name), **place)
+        parts += [listener(port, pool=name), pool(name, target, monitor=watched)]
+    served.push(load_balancer(*parts))
+    checkers = {"port": by_port, "address": by_address, "both": by_both}
+    for port, (name, checker) in enumerate(checkers.items(), 80):
+        checker.hears(f"/check-{name}")
+        served.until_states(name, {name: "UP"}, port=port)
+        assert served.visitor.fetch("/", port=port).member == "web"
+    for port, (name, checker) in enumerate(checkers.items(), 80):
+        checker.stop()
+        served.until_states(name, {name: "DOWN"}, port=port)
+        assert served.visitor.fetch("/", port=port).status == 503
+    assert {seen.target for seen in web.requests} == {"/"}
+    assert all(seen.target.startswith("/check") for checker in checkers.values() for seen in checker.requests)
+
+
+@pytest.mark.feature("member.monitor_port", "pool.tls_enabled", "pool.protocol.PROXY")
+@pytest.mark.parametrize(("protocol", "tls"), [("HTTP", True), ("PROXY", False), ("PROXYV2", True)])
+def test_a_check_elsewhere_speaks_plainly(served, tenant, protocol, tls):
+    """What the traffic is wrapped into belongs to the traffic's port; the same port, said or not, has it too."""
+    certificate = tenant.issue("www.example.com")
+    proxied = protocol != "HTTP"
+    web = served.web(tls=serving(certificate) if tls else None, proxied=proxied)
+    health = served.web("health")
+    targets = {
+        "elsewhere": member(web, id=id_of("member", "elsewhere"), monitor_port=health.port),
+        "said": member(web, id=id_of("member", "said"), monitor_port=web.port),
+        "unsaid": member(web, id=id_of("member", "unsaid")),
+    }
+    parts = []
+    for port, (name, target) in enumerate(targets.items(), 80):
+        watched = monitor("HTTP", url_path=f"/check-{name}")
+        parts += [listener(port, pool=name), pool(name, target, protocol=protocol, tls_enabled=tls, monitor=watched)]
+    served.push(load_balancer(*parts))
+    for port, name in enumerate(targets, 80):
+        served.until_states(name, {name: "UP"}, port=port)
+        seen = served.visitor.fetch("/", port=port).seen
+        assert (seen.member, seen.tls is not None, seen.proxied is not None) == ("web", tls, proxied)
+    assert {seen.target for seen in health.requests} == {"/check-elsewhere"}
+    assert {seen.target for seen in web.requests} == {"/", "/check-said", "/check-unsaid"}
+
+
+# -- families ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("member.address", "lb.vip_address")
+def test_every_family_behind_every_family(served):
+    peers = [served.web("four", MEMBER), served.web("six", MEMBER6)]
+    served.push(load_balancer(listener(80), pool("pool", *map(member, peers), monitor=monitor("TCP"))))
+    served.until_states("pool", {"four": "UP", "six": "UP"})
+    for vip in VIPS:
+        connection = served.visitor.connect(80, vip)
+        assert Counter(ask(connection).member for _ in range(4)) == {"four": 2, "six": 2}
+    for peer in peers:
+        assert all((":" in seen.peer[0]) == (peer.name == "six") for seen in peer.requests)
+
+
+@pytest.mark.feature("member.address")
+def test_a_member_of_several_pools_is_checked_in_each(served):
+    web = served.web()
+    watched = [monitor("HTTP", id=id_of("monitor", name), url_path=f"/{name}") for name in ("a", "b")]
+    served.push(
+        load_balancer(
+            listener(80, pool="a"),
+            listener(81, pool="b"),
+            pool("a", member(web), monitor=watched[0]),
+            pool("b", member(web, id=id_of("member", "again")), monitor=watched[1]),
+        )
+    )
+    for path in ("/a", "/b"):
+        web.hears(path)
+    eventually(lambda: served.states("a", "web") == {"web": "UP"}, "it is up in one")
+    served.until_states("b", {"again": "UP"}, port=81)

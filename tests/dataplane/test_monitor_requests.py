@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Health monitors: what a member is asked, how often, and which answers count."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from peers import MEMBER, MEMBER6, Answer
+from visitors import serving
+from wanted import id_of, listener, load_balancer, member, monitor, pool
+
+from amphora_driver.capabilities.monitoring import METHODS
+
+pytestmark = pytest.mark.root
+
+
+def watched_pools(monitors: dict, peer, **more):
+    """A pool for each monitor, all with the same member, and a listener for each of them."""
+    parts = []
+    for port, (name, watched) in enumerate(monitors.items(), 8000):
+        target = member(peer, id=id_of("member", name))
+        parts += [listener(port, pool=name), pool(name, target, monitor=watched, **more)]
+    return parts
+
+
+# -- the request ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("healthmonitor.http_method", "healthmonitor.url_path")
+@pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
+def test_every_method(served, tenant, kind):
+    web = served.web(tls=serving(tenant.issue("member.internal")) if kind == "HTTPS" else None)
+    monitors = {each: monitor(kind, http_method=each, url_path=f"/{each}") for each in METHODS}
+    monitors["unset"] = monitor(kind, url_path="/unset")
+    served.push(load_balancer(*watched_pools(monitors, web)))
+    for port, name in enumerate(monitors, 8000):
+        (seen, *_) = web.hears(f"/{name}")
+        assert (seen.method, seen.body) == ("GET" if name == "unset" else name, "")
+        served.until_states(name, {name: "UP"}, port=port)
+
+
+PATHS = (
+    "/",
+    "/a/b/../c",
+    "/?a=b&c=d;e",
+    "/%20%00%ff",
+    "/%[src]",
+    "/%{+Q}r%ci",
+    "/$HOME/${HOME}",
+    "/'single'",
+    '/"double"',
+    "/back\\slash\\",
+    "/-f",
+    "/#fragment",
+    "/{a}|b^c`~!@*()_+=,<>:[]",
+    "//double//",
+    "/" + "x" * 254,
+)
+
+
+@pytest.mark.feature("healthmonitor.url_path")
+@pytest.mark.parametrize("version", [1.0, 1.1])
+def test_paths_arrive_as_they_were_written(served, version):
+    web = served.web()
+    monitors = {str(n): monitor("HTTP", http_version=version, url_path=path) for n, path in enumerate(PATHS)}
+    served.push(load_balancer(*watched_pools(monitors, web)))
+    web.until(lambda: {seen.target for seen in web.requests} >= set(PATHS), "all paths are asked for")
+    assert {seen.target for seen in web.requests} == set(PATHS)
+    assert {seen.version for seen in web.requests} == {f"HTTP/{version}"}
+
+
+@pytest.mark.feature("healthmonitor.http_version", "healthmonitor.domain_name")
+@pytest.mark.parametrize("address", [MEMBER, MEMBER6])
+@pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
+def test_versions_and_names(served, tenant, address, kind):
+    """HTTP/1.1 has to say whom it asks: the name, or the address of the member that is asked."""
+    tls = serving(tenant.issue("member.internal")) if kind == "HTTPS" else None
+    web = served.web(address=address, tls=tls)
+    named = "www.health_1.example.com"
+    monitors = {
+        "1.0": monitor(kind, http_version=1.0, url_path="/1.0"),
+        "1.0-named": monitor(kind, http_version=1.0, url_path="/1.0-named", domain_name=named),
+        "1.1": monitor(kind, http_version=1.1, url_path="/1.1"),
+        "1.1-named": monitor(kind, http_version=1.1, url_path="/1.1-named", domain_name=named),
+        "unset": monitor(kind, url_path="/unset"),
+    }
+    served.push(load_balancer(*watched_pools(monitors, web)))
+    found = {name: web.hears(f"/{name}")[0] for name in monitors}
+    by_address = f"[{address}]:{web.port}" if ":" in address else f"{address}:{web.port}"
+    assert {name: (seen.version, seen.values("Host")) for name, seen in found.items()} == {
+        "1.0": ("HTTP/1.0", []),
+        "1.0-named": ("HTTP/1.0", [named]),
+        "1.1": ("HTTP/1.1", [by_address]),
+        "1.1-named": ("HTTP/1.1", [named]),
+        "unset": ("HTTP/1.0", []),
+    }
+    if tls is not None:
+        assert {name: seen.tls.sni for name, seen in found.items()} == {
+            name: named if "named" in name else None for name in monitors
+        }
+
+
+# -- the answer ----------------------------------------------------------------------------------------------------
+
+CODES = {
+    "200": {200},
+    "204": {204},
+    "200,202": {200, 202},
+    "200, 301 ,404": {200, 301, 404},
+    "200-204": {200, 202, 204},
+    "201-203": {202},
+    "200,400-404,503": {200, 400, 404, 503},
+    "100-599": {200, 202, 204, 301, 400, 404, 500, 503},
+    None: {200},
+}
+STATUSES = sorted(set.union(*CODES.values()))
+
+
+@pytest.mark.feature("healthmonitor.expected_codes")
+@pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
+def test_expected_codes(served, tenant, kind):
+    """Exactly those: a single one, a list, a range, a mixture."""
+    tls = serving(tenant.issue("member.internal")) if kind == "HTTPS" else None
+    peers = {
+        status: served.web(str(status), tls=tls, answer=lambda seen, status=status: Answer(status=status))
+        for status in STATUSES
+    }
+    parts = []
+    for port, codes in enumerate(CODES, 8000):
+        name = str(codes)
+        members = [member(peer, id=id_of("member", f"{codes} {peer.name}")) for peer in peers.values()]
+        parts += [listener(port, pool=name), pool(name, *members, monitor=monitor(kind, expected_codes=codes))]
+    served.push(load_balancer(*parts))
+    for port, (codes, wanted) in enumerate(CODES.items(), 8000):
+        expected = {f"{codes} {status}": "UP" if status in wanted else "DOWN" for status in STATUSES}
+        served.until_states(str(codes), expected, port=port)
+
+
+# -- how often -----------------------------------------------------------------------------------------------------
+
+
+class Patient:
+    """A member that follows a script, and notes what HAProxy thought of it whenever it was asked.
+
+    The note before an answer is the outcome of all answers before it, and of no other.
+    """
+
+    def __init__(self, served, name: str, script: str) -> None:
+        self.notes: list[str] = []
+        self.times: list[float] = []
+        self._served = served
+        self._name = name
+        self._script = script
+        self._id = id_of("member", name)
+        self.web = served.web(name, answer=self._answer)
+
+    def _answer(self, _seen) -> Answer:
+        place = len(self.notes)
+        (state,) = self._served.status(self._id)
+        self.times.append(time.monotonic())
+        self.notes.append(state.partition(" ")[0])
+        good = place >= len(self._script) or self._script[place] == "+"
+        return Answer(status=200 if good else 500)
+
+    def follow(self) -> str:
+        """The states after each answer of the script: `u` up, `d` down."""
+        wanted = len(self._script) + 1
+        self.web.until(lambda: len(self.notes) >= wanted, f"{self._name} is checked {wanted} times", 30)
+        return "".join("u" if note == "UP" else "d" for note in self.notes[1:wanted])
+
+
+SCRIPTS = {
+    # rise, fall: answers, and the states they lead to
+    (1, 1): ("+-+-++", "ududuu"),
+    (2, 3): ("+--+---+-++", "uuuuuuddddu"),
+    (3, 2): ("+-+--++-+++", "uuuudddddd" + "u"),
+    (1, 4): ("+----+", "uuuudu"),
+}
+
+
+@pytest.mark.feature("healthmonitor.max_retries", "healthmonitor.max_retries_down", "healthmonitor.delay")
+def test_rise_and_fall_are_counted_exactly(served):
+    """One answer short of it is not enough, and one of the other kind begins anew; at the pace that was asked for."""
+    parts, patients = [], {}
+    for port, ((rise, fall), (script, _)) in enumerate(SCRIPTS.items(), 8000):
+        name = f"{rise} up, {fall} down"
+        patient = patients[rise, fall] = Patient(served, name, script)
+        watched = monitor("HTTP", max_retries=rise, max_retries_down=fall)
+        parts += [listener(port, pool=name), pool(name, member(patient.web), monitor=watched)]
+    slow = served.web("slow")
+    times = []
+    slow.answer = lambda seen: times.append(time.monotonic()) or Answer()
+    parts += [listener(80), pool("pool", member(slow), monitor=monitor("HTTP", delay=3))]
+    served.push(load_balancer(*parts))
+    assert {key: patient.follow() for key, patient in patients.items()} == {
+        key: states for key, (_, states) in SCRIPTS.items()
+    }
+    for asked, delay in ((patients[3, 2].times, 1), (times, 3)):
+        pauses = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+        assert len(pauses) >= 2
+        assert all(delay * 0.9 <= pause for pause in pauses), pauses
+        assert sorted(pauses)[len(pauses) // 2] <= delay * 1.5, pauses
+
+
+@pytest.mark.feature("healthmonitor.timeout")
+@pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
+def test_who_takes_too_long_is_down(served, tenant, kind):
+    """Not before its time is over, and not much after it."""
+    over = threading.Event()
+    late = served.web(tls=serving(tenant.issue("member.internal")) if kind == "HTTPS" else None)
+    late.answer = lambda seen: Answer(status=200 if over.wait(1.7) else 202)
+    parts = []
+    for port, (name, timeout) in enumerate({"short": 1, "long": 3}.items(), 8000):
+        watched = monitor(kind, delay=4, timeout=timeout, expected_codes="202", url_path=f"/{name}")
+        parts += [listener(port, pool=name), pool(name, member(late, id=id_of("member", name)), monitor=watched)]
+    try:
+        served.push(load_balancer(*parts))
+        late.hears("/short")
+        began = time.monotonic()
+        served.until_states("short", {"short": "DOWN"}, port=8000)
+        assert 0.9 <= time.monotonic() - began < 1.6
+        served.until_states("long", {"long": "UP"}, port=8001)
+    finally:
+        over.set()
+
+
+@pytest.mark.feature("healthmonitor.timeout", "listener.timeout_member_connect")
+@pytest.mark.parametrize(("kind", "address"), [("TCP", MEMBER), ("TCP", MEMBER6), ("TLS-HELLO", MEMBER)])
+def test_a_check_does_not_connect_for_ever(served, kind, address):
+    """As long as the traffic would try, at most until the next check (HAProxy knows no other limit for it)."""
+    peer = served.silent(address=address) if kind == "TLS-HELLO" else served.full(address=address)
+    fronts = listener(80, timeout_member_connect=600)
+    began = time.monotonic()
+    served.push(load_balancer(fronts, pool("pool", member(peer), monitor=monitor(kind, delay=30, timeout=20))))
+    served.until_states("pool", {peer.name: "DOWN"}, seconds=5)
+    assert time.monotonic() - began >= 0.6

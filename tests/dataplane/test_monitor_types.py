@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Health monitors: what each type takes for a living member."""
+
+from __future__ import annotations
+
+import pytest
+from amphora_lab import eventually
+from peers import MEMBER, MEMBER6, Answer
+from visitors import VIPS, serving, trusting
+from wanted import id_of, listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+ABSENT = {MEMBER: "198.51.100.99", MEMBER6: "2001:db8:1::99"}
+EVERYBODY = {"web", "sick", "tls web", "tls echo", "echo", "silent", "closed", "absent"}
+ALIVE = {
+    "TCP": {"web", "sick", "tls web", "tls echo", "echo", "silent"},
+    "HTTP": {"web"},
+    "HTTPS": {"tls web"},
+    "TLS-HELLO": {"tls web", "tls echo"},
+    "PING": EVERYBODY - {"absent"},
+}
+
+
+def sick(seen) -> Answer:
+    return Answer(status=500 if seen.target == "/check" else 200)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.feature(f"healthmonitor.type.{each}")) for each in ALIVE]
+)
+@pytest.mark.parametrize("address", [MEMBER, MEMBER6])
+def test_who_is_alive(served, tenant, kind, address):
+    """Requests reach those that are, and nobody else."""
+    tls = serving(tenant.issue("member.internal"))
+    peers = {
+        "web": served.web("web", address),
+        "sick": served.web("sick", address, answer=sick),
+        "tls web": served.web("tls web", address, tls=tls),
+        "tls echo": served.echo("tls echo", address, tls=tls),
+        "echo": served.echo("echo", address),
+        "silent": served.silent("silent", address),
+        "closed": served.web("closed", address),
+    }
+    peers["closed"].stop()
+    absent = member(peers["web"], id=id_of("member", "absent"), address=ABSENT[address])
+    members = [*map(member, peers.values()), absent]
+    served.push(
+        load_balancer(
+            listener(80, protocol="TCP"),
+            pool("pool", *members, protocol="TCP", monitor=monitor(kind, url_path="/check")),
+        )
+    )
+    alive = ALIVE[kind]
+    served.until_states("pool", {name: "UP" if name in alive else "DOWN" for name in EVERYBODY})
+    before = {name: peer.connections for name, peer in peers.items()}
+    assert all((before[name] == 0) == (kind == "PING") for name in EVERYBODY - {"closed", "absent"})
+    if kind == "PING":
+        return
+    for n in range(2 * len(alive)):
+        connection = served.visitor.connect(80, VIPS[n % 2])
+        # Word of a visitor, for those who wait for one.
+        connection.sendall(b"GET /visitor HTTP/1.0\r\n\r\n")
+    visited = {name for name in ("web", "sick") if name in alive}
+    for name in visited:
+        peers[name].hears("/visitor", 2)
+    if kind == "TCP":
+        eventually(lambda: b"/visitor" in peers["silent"].heard, "the silent one hears of a visitor")
+    assert not peers["sick"].asked("/visitor") or "sick" in alive
+
+
+@pytest.mark.feature("healthmonitor.type.PING", "member.monitor_address")
+def test_the_ping_goes_to_the_monitor_address(served):
+    """Whatever the member itself would answer; a member that is added is asked for as well, at run time."""
+    web = served.web()
+    there = member(web, id=id_of("member", "there"), monitor_address="2001:db8:1::111")
+    gone = member(web, id=id_of("member", "gone"), protocol_port=web.port + 1, monitor_address=ABSENT[MEMBER6])
+    odd = member(web, id=id_of("member", "odd"), address=ABSENT[MEMBER], monitor_address=MEMBER, monitor_port=1)
+
+    def push(*members):
+        return served.push(load_balancer(listener(80), pool("pool", *members, monitor=monitor("PING")))).how
+
+    push(there, gone)
+    served.until_states("pool", {"there": "UP", "gone": "DOWN"})
+    assert push(there, gone, odd) == "runtime"
+    served.until_states("pool", {"there": "UP", "gone": "DOWN", "odd": "UP"})
+    assert push(there) == "runtime"
+    assert served.visitor.fetch().member == "web"
+
+
+@pytest.mark.feature("healthmonitor.type.HTTP", "healthmonitor.type.TCP", "healthmonitor.type.TLS-HELLO")
+@pytest.mark.parametrize("protocol", ["PROXY", "PROXYV2"])
+@pytest.mark.parametrize(("kind", "tls"), [("HTTP", False), ("TCP", False), ("HTTPS", True), ("TLS-HELLO", True)])
+def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
+    """They begin as the traffic does, and a member that wants a header is not disturbed by them."""
+    certificate = tenant.issue("member.internal")
+    members = [
+        served.web(name, address, proxied=True, tls=serving(certificate) if tls else None)
+        for name, address in (("four", MEMBER), ("six", MEMBER6))
+    ]
+    served.push(
+        load_balancer(
+            listener(80),
+            listener(443, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert"),
+            pool(
+                "pool",
+                *map(member, members),
+                protocol=protocol,
+                tls_enabled=tls,
+                monitor=monitor(kind, url_path="/check"),
+            ),
+        ),
+        {"cert": certificate.pem},
+    )
+    for port in (80, 443):
+        served.until_states("pool", {"four": "UP", "six": "UP"}, port=port)
+        visitor = trusting() if port == 443 else None
+        assert {served.visitor.fetch(port=port, tls=visitor).member for _ in range(2)} == {"four", "six"}
+    if kind in ("HTTP", "HTTPS"):
+        for peer in members:
+            assert all(seen.proxied is not None for seen in peer.hears("/check", 2))
+
+
+@pytest.mark.feature("healthmonitor.admin_state_up")
+def test_a_monitor_that_is_off_knows_nothing(served):
+    """Nobody is checked, nobody is down; switched on it knows, off again it has forgotten."""
+    web = served.web()
+    dead = served.web("dead", MEMBER6)
+    dead.stop()
+
+    def push(watched):
+        served.push(load_balancer(listener(80), pool("pool", member(web), member(dead), monitor=watched)))
+
+    for off in (monitor("HTTP", url_path="/check", admin_state_up=False), None):
+        push(off)
+        assert served.states("pool", "web", "dead") == {"web": "no check", "dead": "no check"}
+        before = len(web.asked("/check"))
+        push(monitor("HTTP", url_path="/check"))
+        served.until_states("pool", {"web": "UP", "dead": "DOWN"})
+        web.hears("/check", before + 1)
+        assert {served.visitor.fetch().member for _ in range(4)} == {"web"}
+    push(None)
+    assert served.states("pool", "web", "dead") == {"web": "no check", "dead": "no check"}

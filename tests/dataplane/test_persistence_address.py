@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session persistence by address: clients stay on their member."""
+
+from __future__ import annotations
+
+import pytest
+from peers import MEMBER, MEMBER6
+from visitors import CLIENT, CLIENT6, OTHER, OTHER6, ask
+from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+CLIENTS = (CLIENT, CLIENT6, OTHER, OTHER6)
+NEWCOMERS = ("198.51.100.22", "2001:db8:1::22")
+
+
+def vip_of(source: str) -> str:
+    return VIP6 if ":" in source else VIP
+
+
+class Kept:
+    """A pool that keeps its clients by their addresses."""
+
+    def __init__(self, served, name: str, protocol: str = "HTTP", watched=None) -> None:
+        self.served = served
+        self.protocol = protocol
+        self.watched = watched
+        self.pool = name
+        make = served.web if protocol == "HTTP" else served.echo
+        self.peers = {n: make(n, (MEMBER, MEMBER6)[place % 2]) for place, n in enumerate("abcd")}
+
+    def push(self, *names: str, changes=None, listening=None, persistence=("SOURCE_IP", None), **more) -> str:
+        members = [member(self.peers[name], **(changes or {}).get(name, {})) for name in names]
+        tree = load_balancer(
+            listener(80, protocol=self.protocol, pool=self.pool, **(listening or {})),
+            pool(self.pool, *members, protocol=self.protocol, persistence=persistence, monitor=self.watched, **more),
+        )
+        return self.served.push(tree).how
+
+    def home(self, source: str) -> str:
+        connection = self.served.visitor.connect(80, vip_of(source), source=source)
+        try:
+            if self.protocol == "HTTP":
+                return ask(connection).member
+            return connection.recv(100).decode().strip()
+        finally:
+            connection.close()
+
+    def homes(self, clients=CLIENTS) -> dict[str, str]:
+        return {source: self.home(source) for source in clients}
+
+
+@pytest.mark.feature("pool.session_persistence.SOURCE_IP")
+@pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
+def test_clients_stay(served, protocol):
+    """While members come, go and drain beside them, and in the next worker."""
+    kept = Kept(served, f"kept {protocol}", protocol)
+    kept.push("a", "b")
+    before = kept.homes()
+    assert sorted(before.values()) == ["a", "a", "b", "b"]  # in turns, at first
+    for _ in range(3):
+        assert kept.homes() == before
+    # One more: nobody moves.
+    assert kept.push("a", "b", "c") == "runtime"
+    assert kept.homes() == before
+    # A new worker: nobody moves.
+    assert kept.push("a", "b", "c", listening={"timeout_client_data": 49_000}) == "reload"
+    assert kept.homes() == before
+    # One that drains keeps those it has, and gets nobody else.
+    assert (
+        kept.push("a", "b", "c", changes={"a": {"weight": 0}}, listening={"timeout_client_data": 49_000}) == "runtime"
+    )
+    assert kept.homes() == before
+    assert "a" not in kept.homes(NEWCOMERS).values()
+    assert kept.push("a", "b", changes={"a": {"weight": 0}}) == "reload"
+    assert kept.homes() == before
+    # One that is gone keeps nobody; the others keep theirs, and those who moved stay where they are now.
+    assert kept.push("b", "c") == "runtime"
+    moved = kept.homes()
+    assert all(moved[source] == "b" for source in CLIENTS if before[source] == "b")
+    assert set(moved.values()) <= {"b", "c"}
+    assert kept.homes() == moved
+    assert kept.push("a", "b", "c") == "runtime"
+    assert kept.homes() == moved
+
+
+@pytest.mark.feature("pool.session_persistence.SOURCE_IP", "member.admin_state_up")
+def test_who_is_switched_off_or_dead_keeps_nobody(served):
+    kept = Kept(served, "kept", watched=monitor("TCP"))
+    kept.push("a", "b")
+    served.until_states("kept", {"a": "UP", "b": "UP"})
+    before = kept.homes()
+    assert set(before.values()) == {"a", "b"}
+    assert kept.push("a", "b", changes={"a": {"admin_state_up": False}}) == "runtime"
+    assert set(kept.homes().values()) == {"b"}
+    assert kept.push("a", "b") == "runtime"
+    assert set(kept.homes().values()) == {"b"}  # where they are now
+    kept.peers["b"].stop()
+    served.until_states("kept", {"a": "UP", "b": "DOWN"})
+    assert set(kept.homes().values()) == {"a"}
+
+
+@pytest.mark.feature("pool.session_persistence.SOURCE_IP")
+def test_nothing_is_kept_without_persistence(served):
+    """Taken away and given again, it begins anew."""
+    kept = Kept(served, "kept anew")
+    kept.push("a", "b")
+    assert kept.home(CLIENT) == kept.home(CLIENT)
+    kept.push("a", "b", persistence=None) if False else served.push(
+        load_balancer(listener(80, pool="kept anew"), pool("kept anew", *(member(kept.peers[n]) for n in "ab")))
+    )
+    assert {kept.home(CLIENT) for _ in range(4)} == {"a", "b"}
+
+
+@pytest.mark.feature("pool.session_persistence.SOURCE_IP", "pool.lb_algorithm.LEAST_CONNECTIONS")
+@pytest.mark.parametrize("protocol", ["PROXY", "PROXYV2"])
+def test_pools_with_headers_keep_their_clients(served, protocol):
+    peers = [served.web(name, proxied=True) for name in "ab"]
+    served.push(
+        load_balancer(
+            listener(80, protocol="TCP", pool=protocol),
+            pool(
+                protocol,
+                *map(member, peers),
+                protocol=protocol,
+                persistence=("SOURCE_IP", None),
+                algorithm="LEAST_CONNECTIONS",
+            ),
+        )
+    )
+    homes = {}
+    for _ in range(3):
+        for source in CLIENTS:
+            seen = served.visitor.fetch(address=vip_of(source), source=source).seen
+            assert seen.proxied.source[0] == source
+            assert homes.setdefault(source, seen.member) == seen.member
+    assert set(homes.values()) == {"a", "b"}

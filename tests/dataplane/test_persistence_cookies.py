@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session persistence by cookies: one of the load balancer's own, or one of the application's."""
+
+from __future__ import annotations
+
+import http.cookies
+
+import pytest
+from peers import MEMBER, MEMBER6, Answer, Seen
+from visitors import VIPS, Reply, serving, trusting
+from wanted import id_of, listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+
+def terminated(**more):
+    return listener(443, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert", **more)
+
+
+def set_cookies(reply: Reply) -> dict[str, http.cookies.Morsel]:
+    found = {}
+    for value in reply.values("Set-Cookie"):
+        parsed = http.cookies.SimpleCookie(value)
+        assert len(parsed) == 1
+        found.update(parsed)
+    return found
+
+
+def cookie(value: str, name: str = "SRV"):
+    return {"headers": [("Cookie", f"{name}={value}")]}
+
+
+class Kept:
+    """Members a to d of a pool that keeps its clients by a cookie."""
+
+    def __init__(self, served, kind: str, name: str | None = None, pool_name: str = "pool", watched=None) -> None:
+        self.served = served
+        self._persistence = (kind, name)
+        self._pool = pool_name
+        self._watched = watched
+        self.peers = {n: served.web(n, (MEMBER, MEMBER6)[place % 2]) for place, n in enumerate("abcd")}
+
+    def push(self, *names: str, changes=None, **listening) -> str:
+        members = [member(self.peers[name], **(changes or {}).get(name, {})) for name in names]
+        tree = load_balancer(
+            listener(80, pool=self._pool, **listening),
+            pool(self._pool, *members, persistence=self._persistence, monitor=self._watched),
+        )
+        return self.served.push(tree).how
+
+    def fetch(self, **more) -> Reply:
+        return self.served.visitor.fetch("/", **more)
+
+
+# -- the load balancer's own ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "pool.session_persistence.cookie_name")
+@pytest.mark.parametrize("name", [None, "JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
+@pytest.mark.parametrize("vip", VIPS)
+def test_what_a_client_is_given(served, tenant, vip, name):
+    """Once, for this site, out of reach of scripts, and over TLS only where that is what it came over."""
+    web = served.web(answer=lambda seen: Answer(headers=(("Set-Cookie", "own=1"),)))
+    tree = load_balancer(listener(80), terminated(), pool("pool", member(web), persistence=("HTTP_COOKIE", name)))
+    served.push(tree, {"cert": tenant.issue("www.example.com").pem})
+    name = name or "SRV"
+    for port, tls in ((80, None), (443, trusting(tenant))):
+        first = served.visitor.fetch(port=port, address=vip, tls=tls)
+        given = [value for value in first.values("Set-Cookie") if value != "own=1"]
+        assert first.values("Set-Cookie").count("own=1") == 1
+        assert len(given) == 1
+        (said, value), *attributes = (part.strip().partition("=")[::2] for part in given[0].split(";"))
+        assert said == name
+        assert value
+        assert "web" not in value and web.address not in value  # nobody learns who is behind it
+        wanted = {"path": "/", "httponly": "", "samesite": "Lax"} | ({"secure": ""} if tls else {})
+        assert {key.lower(): what for key, what in attributes} == wanted
+        assert "private" in first.header("Cache-Control") or "no-cache" in first.header("Cache-Control")
+        # The member does not get to see it, whoever else's there are.
+        headers = [("Cookie", f"mine=1; {name}={value}; yours=2")]
+        again = served.visitor.fetch(port=port, address=vip, tls=tls, headers=headers)
+        assert again.values("Set-Cookie") == ["own=1"]
+        sent = "; ".join(again.seen.values("Cookie"))
+        assert [part.strip() for part in sent.split(";")] == ["mine=1", "yours=2"]
+
+
+@pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.weight")
+def test_clients_stay_by_cookie(served):
+    """While members come, go and drain beside them, and in the next worker."""
+    kept = Kept(served, "HTTP_COOKIE")
+    kept.push("a", "b")
+    cookies: dict[str, str] = {}
+    while set(cookies) != {"a", "b"}:
+        reply = kept.fetch()
+        cookies[reply.member] = set_cookies(reply)["SRV"].value
+
+    def stay(*names: str) -> None:
+        for name in names:
+            for vip in VIPS * 2:
+                reply = kept.fetch(address=vip, **cookie(cookies[name]))
+                assert reply.member == name
+                assert set_cookies(reply) == {}
+
+    stay("a", "b")
+    assert kept.push("a", "b", "c") == "runtime"
+    stay("a", "b")
+    while "c" not in cookies:  # who joined at run time has a cookie too
+        reply = kept.fetch()
+        cookies[reply.member] = set_cookies(reply)["SRV"].value
+    stay("a", "b", "c")
+    assert kept.push("a", "b", "c", timeout_client_data=49_000) == "reload"
+    stay("a", "b", "c")
+    assert kept.push("a", "b", "c", changes={"a": {"weight": 0}}, timeout_client_data=49_000) == "runtime"
+    stay("a", "b", "c")
+    assert {kept.fetch().member for _ in range(6)} == {"b", "c"}
+    assert kept.push("b", "c", timeout_client_data=49_000) == "runtime"
+    stay("b", "c")
+    # Whose member is gone gets another one, and its cookie.
+    reply = kept.fetch(**cookie(cookies["a"]))
+    assert cookies[reply.member] == set_cookies(reply)["SRV"].value
+    # It is the same one again when it comes back: the cookie says so, nobody has to remember it.
+    assert kept.push("a", "b") == "reload"
+    stay("a", "b")
+
+
+@pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.admin_state_up")
+def test_no_cookie_leads_to_who_is_not_there(served):
+    kept = Kept(served, "HTTP_COOKIE", pool_name="watched", watched=monitor("TCP"))
+    kept.push("a", "b")
+    served.until_states("watched", {"a": "UP", "b": "UP"})
+    cookies = {}
+    while set(cookies) != {"a", "b"}:
+        reply = kept.fetch()
+        cookies[reply.member] = set_cookies(reply)["SRV"].value
+    assert kept.push("a", "b", changes={"a": {"admin_state_up": False}}) == "runtime"
+    for _ in range(3):
+        reply = kept.fetch(**cookie(cookies["a"]))
+        assert (reply.member, set_cookies(reply)["SRV"].value) == ("b", cookies["b"])
+    assert kept.push("a", "b") == "runtime"
+    assert kept.fetch(**cookie(cookies["a"])).member == "a"
+    kept.peers["a"].stop()
+    served.until_states("watched", {"a": "DOWN", "b": "UP"})
+    reply = kept.fetch(**cookie(cookies["a"]))
+    assert (reply.member, set_cookies(reply)["SRV"].value) == ("b", cookies["b"])
+
+
+@pytest.mark.feature("pool.session_persistence.HTTP_COOKIE")
+@pytest.mark.parametrize("value", ["", "forged", "0123456789abcdef", "a" * 4000, '"quoted"', "%00"])
+def test_a_forged_cookie_is_no_cookie(served, value):
+    """It is replaced, and the member does not see it."""
+    peers = [served.web(name) for name in "ab"]
+    served.push(load_balancer(listener(80), pool("pool", *map(member, peers), persistence=("HTTP_COOKIE", "KEPT"))))
+    replies = [served.visitor.fetch(**cookie(value, "KEPT")) for _ in range(4)]
+    assert {reply.member for reply in replies} == {"a", "b"}
+    for reply in replies:
+        assert set_cookies(reply)["KEPT"].value not in ("", value)
+        assert reply.seen.values("Cookie") in ([], [""])
+
+
+@pytest.mark.feature("pool.session_persistence.HTTP_COOKIE")
+def test_a_cookie_is_good_for_one_pool(served, tenant):
+    """For all of its listeners, and for no other pool with the same members."""
+    certificate = tenant.issue("member.internal")
+    peers = [served.web(name, tls=serving(certificate)) for name in "ab"]
+    again = [member(peer, id=id_of("member", f"{peer.name} again")) for peer in peers]
+    more = {"persistence": ("HTTP_COOKIE", None), "tls_enabled": True}
+    served.push(
+        load_balancer(
+            listener(80),
+            terminated(),
+            listener(81, protocol="TCP"),
+            listener(82, pool="other"),
+            pool("pool", *map(member, peers), **more),
+            pool("other", *again, **more),
+        ),
+        {"cert": certificate.pem},
+    )
+    reply = served.visitor.fetch()
+    mine = set_cookies(reply)["SRV"].value
+    for port, tls in ((80, None), (443, trusting()), (81, None)):
+        for _ in range(3):
+            stayed = served.visitor.fetch(port=port, tls=tls, **cookie(mine))
+            assert (stayed.member, set_cookies(stayed)) == (reply.member, {})
+    assert {served.visitor.fetch(port=82, **cookie(mine)).member for _ in range(4)} == {"a", "b"}
+
+
+# -- the application's own -----------------------------------------------------------------------------------------
+
+LONG = "x" * 200
+SPECIAL = "!#$%&'()*+-./09:<=>?@AZ[]^_`az{|}~%3B%2C"
+
+
+class Sessions:
+    """Members that give a session to who asks for one: `/begin?<value>`."""
+
+    def __init__(self, served, name: str, pool_name: str, watched=None, protocol: str = "HTTP") -> None:
+        self.served = served
+        self.name = name
+        self._pool = pool_name
+        self._watched = watched
+        self._protocol = protocol
+        self.peers = {
+            n: served.web(n, (MEMBER, MEMBER6)[place % 2], answer=self._answer, proxied=protocol != "HTTP")
+            for place, n in enumerate("abc")
+        }
+
+    def _answer(self, seen: Seen) -> Answer:
+        path, _, value = seen.target.partition("?")
+        if path != "/begin":
+            return Answer()
+        return Answer(headers=(("Set-Cookie", "other=1"), ("Set-Cookie", f"{self.name}={value}; Path=/; HttpOnly")))
+
+    def push(self, *names: str, changes=None, **listening) -> str:
+        members = [member(self.peers[name], **(changes or {}).get(name, {})) for name in names]
+        persistence = ("APP_COOKIE", self.name)
+        tree = load_balancer(
+            listener(80, pool=self._pool, **listening),
+            pool(self._pool, *members, protocol=self._protocol, persistence=persistence, monitor=self._watched),
+        )
+        return self.served.push(tree).how
+
+    def begin(self, value: str, **more) -> str:
+        return self.served.visitor.fetch(f"/begin?{value}", **more).member
+
+    def goes_on(self, value: str, **more) -> str:
+        return self.served.visitor.fetch("/", headers=[("Cookie", f"a=b; {self.name}={value}; c=d")], **more).member
+
+    def stays(self, value: str, home: str) -> None:
+        for vip in VIPS * 2:
+            assert self.goes_on(value, address=vip) == home
+
+
+@pytest.mark.feature("pool.session_persistence.APP_COOKIE", "pool.session_persistence.cookie_name")
+@pytest.mark.parametrize("name", ["JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
+@pytest.mark.parametrize("protocol", ["HTTP", "PROXYV2"])
+def test_sessions_of_the_application(served, name, protocol):
+    """Every value is one of its own, however long and whatever is in it; one that is unknown is nobody's."""
+    sessions = Sessions(served, name, f"sessions {protocol}", protocol=protocol)
+    sessions.push("a", "b", "c")
+    values = ["1", "short", SPECIAL, LONG, *(f"{LONG}{end}" for end in "1234567"), "y" * 2000]
+    homes = {value: sessions.begin(value) for value in values}
+    assert set(homes.values()) == {"a", "b", "c"}
+    for value, home in homes.items():
+        sessions.stays(value, home)
+    # The member sees what the client says: it is the member's.
+    reply = served.visitor.fetch("/", headers=[("Cookie", f"{name}={SPECIAL}")])
+    assert reply.seen.values("Cookie") == [f"{name}={SPECIAL}"]
+    assert {sessions.goes_on("unknown") for _ in range(6)} == {"a", "b", "c"}
+    assert {sessions.goes_on("x" * 199) for _ in range(6)} == {"a", "b", "c"}
+    assert {served.visitor.fetch("/").member for _ in range(6)} == {"a", "b", "c"}
+
+
+@pytest.mark.feature("pool.session_persistence.APP_COOKIE", "member.weight", "member.admin_state_up")
+def test_sessions_stay(served):
+    """While members come, go and drain beside them, and in the next worker."""
+    sessions = Sessions(served, "session", "sessions stay", monitor("TCP"))
+    sessions.push("a", "b")
+    served.until_states("sessions stay", {"a": "UP", "b": "UP"})
+    homes: dict[str, str] = {}
+    while set(homes.values()) != {"a", "b"}:
+        value = f"{LONG}{len(homes)}"
+        homes[value] = sessions.begin(value)
+
+    def stay(*names: str) -> None:
+        for value, home in homes.items():
+            if home in names:
+                sessions.stays(value, home)
+
+    assert sessions.push("a", "b", "c") == "runtime"
+    stay("a", "b")
+    assert sessions.push("a", "b", "c", timeout_client_data=49_000) == "reload"
+    stay("a", "b")
+    assert sessions.push("a", "b", "c", changes={"a": {"weight": 0}}, timeout_client_data=49_000) == "runtime"
+    stay("a", "b")
+    assert "a" not in {sessions.begin(f"new {n}") for n in range(4)}
+    assert sessions.push("b", "c", timeout_client_data=49_000) == "runtime"
+    stay("b")
+    gone = next(value for value, home in homes.items() if home == "a")
+    assert sessions.goes_on(gone) in ("b", "c")
+    changes = {"b": {"admin_state_up": False}}
+    assert sessions.push("b", "c", changes=changes, timeout_client_data=49_000) == "runtime"
+    assert {sessions.goes_on(value) for value in homes} == {"c"}

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools that encrypt: who members have to be, who the load balancer is to them, and what they agree on."""
+
+from __future__ import annotations
+
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from peers import MEMBER, MEMBER6, Answer
+from pki import Authority
+from visitors import VIPS, ask, ask_h2, serving, trusting
+from wanted import listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+NAME, OTHER_NAME = "member.internal", "other.internal"
+# What clients of a TLS listener may ask for: the member's name, another one, nothing.
+ASKED = (NAME, "www.example.com", None)
+TLS_1_2, TLS_1_3 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
+
+
+@pytest.fixture(scope="module")
+def insiders():
+    """The authority of members."""
+    return Authority("insiders")
+
+
+@pytest.fixture(scope="module")
+def outsiders():
+    return Authority("outsiders")
+
+
+@pytest.fixture(scope="module")
+def certificates(insiders, outsiders):
+    """What members can show, by what is to be said about it."""
+    return {
+        "good": insiders.issue(NAME),
+        "renamed": insiders.issue(OTHER_NAME),
+        "wild": insiders.issue("*.internal"),
+        "revoked": insiders.issue(NAME),
+        "expired": insiders.issue(NAME, hours=-1),
+        "foreign": outsiders.issue(NAME),
+    }
+
+
+@pytest.fixture(scope="module")
+def secrets(tenant, insiders, outsiders, certificates):
+    return {
+        "cert": tenant.issue("www.example.com").pem,
+        "ca": insiders.pem,
+        "other ca": outsiders.pem,
+        "crl": insiders.revoke(certificates["revoked"]),
+        "nobody": insiders.revoke(),
+    }
+
+
+def terminated(port: int, pool_name: str, **more):
+    return listener(port, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert", pool=pool_name, **more)
+
+
+def both(n: int, pool_name: str, **more):
+    """A listener without TLS and one with it."""
+    return listener(8000 + n, pool=pool_name), terminated(8400 + n, pool_name, **more)
+
+
+def answers(served, names) -> dict[str, set[int]]:
+    """What the clients of each pool are told, whatever they speak and ask for. All at once: a refusal takes its time."""
+    requests = []
+    for n, name in enumerate(names):
+        requests += [(name, {"port": 8000 + n, "address": vip}) for vip in VIPS]
+        requests += [(name, {"port": 8400 + n, "tls": trusting(), "name": asked}) for asked in ASKED]
+    found: dict[str, set[int]] = {}
+    with ThreadPoolExecutor(len(requests)) as threads:
+        told = threads.map(lambda request: served.visitor.fetch(**request[1]).status, requests)
+        for (name, _), status in zip(requests, told, strict=True):
+            found.setdefault(name, set()).add(status)
+    return found
+
+
+def checks(domain_name: str | None, kind: str = "HTTP", **more):
+    return monitor(kind, domain_name=domain_name, http_version=1.1, url_path="/check", **more)
+
+
+ALL = {"good", "renamed", "wild", "revoked", "expired", "foreign"}
+CASES = {
+    # Without an authority nobody is asked for more than a key.
+    "nobody is checked": ({}, ALL),
+    "nobody is checked, named": ({"monitor": checks(NAME)}, ALL),
+    # An authority alone: any name that it has vouched for.
+    "authority": ({"ca_tls_container_ref": "ca"}, {"good", "renamed", "wild", "revoked"}),
+    "other authority": ({"ca_tls_container_ref": "other ca"}, {"foreign"}),
+    "authority and list": (
+        {"ca_tls_container_ref": "ca", "crl_container_ref": "crl"},
+        {"good", "renamed", "wild"},
+    ),
+    "empty list": (
+        {"ca_tls_container_ref": "ca", "crl_container_ref": "nobody"},
+        {"good", "renamed", "wild", "revoked"},
+    ),
+    # The monitor says which name is meant.
+    "name": ({"ca_tls_container_ref": "ca", "monitor": checks(NAME)}, {"good", "wild", "revoked"}),
+    "name with a dot": ({"ca_tls_container_ref": "ca", "monitor": checks(f"{NAME}.")}, {"good", "wild", "revoked"}),
+    "other name": ({"ca_tls_container_ref": "ca", "monitor": checks(OTHER_NAME)}, {"renamed", "wild"}),
+    "name and list": (
+        {"ca_tls_container_ref": "ca", "crl_container_ref": "crl", "monitor": checks(NAME)},
+        {"good", "wild"},
+    ),
+    "name of a monitor that is off": (
+        {"ca_tls_container_ref": "ca", "monitor": checks(NAME, admin_state_up=False)},
+        {"good", "wild", "revoked"},
+    ),
+}
+
+
+@pytest.mark.feature(
+    "pool.tls_enabled", "pool.ca_tls_container_ref", "pool.crl_container_ref", "healthmonitor.domain_name"
+)
+@pytest.mark.parametrize(("wanted", "trusted"), CASES.values(), ids=CASES)
+def test_who_a_member_has_to_be(served, certificates, secrets, wanted, trusted):
+    """The answer is the same whatever a client says; a check verifies what the traffic verifies."""
+    peers = {
+        name: served.web(name, (MEMBER, MEMBER6)[n % 2], tls=serving(certificate))
+        for n, (name, certificate) in enumerate(certificates.items())
+    }
+    parts = []
+    for n, (name, peer) in enumerate(peers.items()):
+        parts += [*both(n, name), pool(name, member(peer), tls_enabled=True, **wanted)]
+    served.push(load_balancer(*parts), secrets)
+    checked = "monitor" in wanted and wanted["monitor"].admin_state_up
+    if checked:
+        for n, name in enumerate(peers):
+            for port in (8000 + n, 8400 + n):
+                served.until_states(name, {name: "UP" if name in trusted else "DOWN"}, port=port)
+    assert answers(served, peers) == {name: {200 if name in trusted else 503} for name in peers}
+    for name, peer in peers.items():
+        requests = [seen for seen in peer.requests if seen.target != "/check"]
+        assert len(requests) == (5 if name in trusted else 0)
+        assert all(seen.tls.version in ("TLSv1.2", "TLSv1.3") for seen in requests)
+        assert bool([seen for seen in peer.requests if seen.target == "/check"]) == (checked and name in trusted)
+
+
+@pytest.mark.feature("pool.tls_enabled", "pool.ca_tls_container_ref", "pool.crl_container_ref")
+@pytest.mark.parametrize(("kind", "verifies"), [("HTTP", True), ("HTTPS", True), ("TLS-HELLO", True), ("TCP", False)])
+def test_checks_of_members_that_encrypt(served, certificates, secrets, kind, verifies):
+    """Whatever speaks TLS verifies; TCP is a connection and no more."""
+    shown = ("good", "revoked", "renamed", "foreign")
+    peers = [served.web(name, MEMBER6, tls=serving(certificates[name])) for name in shown]
+    plain = served.web("plain")
+    served.push(
+        load_balancer(
+            listener(80),
+            terminated(443, "pool"),
+            pool(
+                "pool",
+                *map(member, [*peers, plain]),
+                tls_enabled=True,
+                ca_tls_container_ref="ca",
+                crl_container_ref="crl",
+                monitor=checks(NAME, kind),
+            ),
+        ),
+        secrets,
+    )
+    wrong = "DOWN" if verifies else "UP"
+    for port in (80, 443):
+        served.until_states("pool", {"good": "UP", **dict.fromkeys([*shown[1:], "plain"], wrong)}, port=port)
+
+
+@pytest.mark.feature("pool.tls_enabled")
+def test_the_name_that_members_are_asked_for(served, certificates, secrets):
+    """With an authority it is what they have to prove; without one it is what the client asked for."""
+    tls = serving(certificates["wild"])
+    wanted = {
+        "nothing": {},
+        "monitor": {"monitor": checks(NAME)},
+        "authority": {"ca_tls_container_ref": "ca"},
+        "both": {"ca_tls_container_ref": "ca", "monitor": checks(NAME)},
+    }
+    peers = {name: served.web(name, tls=tls) for name in wanted}
+    parts = []
+    for n, (name, peer) in enumerate(peers.items()):
+        parts += [*both(n, name), pool(name, member(peer), tls_enabled=True, **wanted[name])]
+    served.push(load_balancer(*parts), secrets)
+    found = {}
+    for n, name in enumerate(wanted):
+        names = [served.visitor.fetch("/x", port=8000 + n).seen.tls.sni]
+        names += [served.visitor.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
+        found[name] = names
+    assert found == {
+        "nothing": [None, *ASKED],
+        "monitor": [NAME, *ASKED],
+        "authority": [None] * 4,
+        "both": [NAME] * 4,
+    }
+
+
+@pytest.mark.feature("pool.tls_container_ref")
+@pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
+def test_members_learn_who_the_load_balancer_is(served, certificates, secrets, insiders, outsiders, kind):
+    """In checks as in traffic; a pool does not show the certificate of another one."""
+    web = served.web(tls=serving(certificates["good"], clients=insiders))
+    watched = None if kind is None else checks(None, kind)
+    served.push(
+        load_balancer(
+            listener(80),
+            terminated(443, "pool"),
+            listener(81, pool="nobody"),
+            listener(82, pool="stranger"),
+            pool("pool", member(web), tls_enabled=True, tls_container_ref="us", monitor=watched),
+            pool("nobody", member(web), tls_enabled=True),
+            pool("stranger", member(web), tls_enabled=True, tls_container_ref="them"),
+        ),
+        {**secrets, "us": insiders.issue("balancer").pem, "them": outsiders.issue("balancer").pem},
+    )
+    if kind is not None:
+        for port in (80, 443):
+            served.until_states("pool", {"web": "UP"}, port=port)
+    for vip in VIPS:
+        assert served.visitor.fetch("/x", address=vip).seen.tls.client == "CN=balancer"
+    assert served.visitor.fetch("/x", port=443, tls=trusting()).seen.tls.client == "CN=balancer"
+    assert [served.visitor.fetch(port=port).status // 100 for port in (81, 82)] == [5, 5]
+
+
+@pytest.mark.feature("pool.tls_container_ref", "pool.ca_tls_container_ref", "pool.crl_container_ref")
+def test_what_a_pool_trusts_and_shows_is_replaced(served, certificates, secrets, insiders, outsiders):
+    """Under the same references: what counts is what they hold now."""
+    web = served.web(tls=serving(certificates["good"], clients=insiders))
+    tree = load_balancer(
+        listener(80),
+        pool(
+            "pool",
+            member(web),
+            tls_enabled=True,
+            tls_container_ref="us",
+            ca_tls_container_ref="their ca",
+            crl_container_ref="their list",
+        ),
+    )
+    first = {"us": insiders.issue("first").pem, "their ca": secrets["ca"], "their list": secrets["nobody"]}
+    for changed, status in (
+        ({}, "first"),
+        ({"us": insiders.issue("second").pem}, "second"),
+        ({"us": outsiders.issue("third").pem}, None),
+        ({"their ca": outsiders.pem, "their list": outsiders.revoke()}, None),
+        ({"their list": insiders.revoke(certificates["good"])}, None),
+        ({}, "first"),
+    ):
+        served.push(tree, {**first, **changed})
+        reply = served.visitor.fetch()
+        if status is None:
+            assert reply.status // 100 == 5
+        else:
+            assert reply.seen.tls.client == f"CN={status}"
+
+
+# -- what they agree on --------------------------------------------------------------------------------------------
+
+STRONG, OTHER_CIPHER = "ECDHE-ECDSA-AES256-GCM-SHA384", "ECDHE-ECDSA-CHACHA20-POLY1305"
+SUITE = "TLS_CHACHA20_POLY1305_SHA256"
+
+
+@pytest.mark.feature("pool.tls_versions", "pool.tls_ciphers")
+def test_versions_and_ciphers_of_members(served, certificates, secrets):
+    """Only what was chosen is agreed on, in checks as in traffic."""
+    certificate = certificates["good"]
+    peers = {
+        "any": served.web("any", tls=serving(certificate)),
+        "old": served.web("old", tls=serving(certificate, versions=(TLS_1_2, TLS_1_2))),
+        "new": served.web("new", MEMBER6, tls=serving(certificate, versions=(TLS_1_3, TLS_1_3))),
+        "weak": served.web("weak", tls=serving(certificate, versions=(TLS_1_2, TLS_1_2), ciphers=OTHER_CIPHER)),
+    }
+    choices = {
+        "usual": ({}, {"any": "TLSv1.3", "old": "TLSv1.2", "new": "TLSv1.3", "weak": "TLSv1.2"}),
+        "1.2": ({"tls_versions": ("TLSv1.2",)}, {"any": "TLSv1.2", "old": "TLSv1.2", "weak": "TLSv1.2"}),
+        "1.3": ({"tls_versions": ("TLSv1.3",)}, {"any": "TLSv1.3", "new": "TLSv1.3"}),
+        "one cipher": (
+            {"tls_versions": ("TLSv1.2",), "tls_ciphers": STRONG},
+            {"any": STRONG, "old": STRONG},
+        ),
+        "one suite": ({"tls_ciphers": f"{SUITE}:{OTHER_CIPHER}"}, {"any": SUITE, "new": SUITE, "weak": OTHER_CIPHER}),
+        "operators": (
+            {"tls_versions": ("TLSv1.2",), "tls_ciphers": "ECDHE+AESGCM:!AES256:+ECDHE"},
+            {"any": "ECDHE-ECDSA-AES128-GCM-SHA256", "old": "ECDHE-ECDSA-AES128-GCM-SHA256"},
+        ),
+    }
+    parts, places = [], {}
+    for choice, (wanted, _) in choices.items():
+        for name, peer in peers.items():
+            port = places[choice, name] = 8000 + len(places)
+            both_names = f"{choice} {name}"
+            parts += [
+                listener(port, pool=both_names),
+                pool(both_names, member(peer), tls_enabled=True, monitor=monitor("TLS-HELLO"), **wanted),
+            ]
+    served.push(load_balancer(*parts), secrets)
+    for (choice, name), port in places.items():
+        expected = choices[choice][1].get(name)
+        if (choice, name) == ("one suite", "old"):
+            expected = OTHER_CIPHER  # its ciphers are OpenSSL's own, this one among them
+        served.until_states(f"{choice} {name}", {name: "UP" if expected else "DOWN"}, port=port)
+        reply = served.visitor.fetch(port=port, address=VIPS[port % 2])
+        if expected is None:
+            assert reply.status == 503, (choice, name)
+        else:
+            assert expected in (reply.seen.tls.version, reply.seen.tls.cipher), (choice, name)
+
+
+@pytest.mark.feature("pool.alpn_protocol")
+@pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
+def test_protocols_of_members(served, certificates, secrets, kind):
+    """What was chosen is offered in the user's order, and spoken; checks speak it too."""
+    certificate = certificates["good"]
+    modern = served.web("modern", MEMBER6, tls=serving(certificate, alpn=("h2", "http/1.1")))
+    plain = served.web("plain", tls=serving(certificate))
+    choices = {
+        "h2 first": (("h2", "http/1.1"), "HTTP/2"),
+        "h2": (("h2",), "HTTP/2"),
+        "1.1": (("http/1.1",), "HTTP/1.1"),
+        "none": (None, "HTTP/1.1"),
+    }
+    parts = []
+    for n, (name, (protocols, _)) in enumerate(choices.items()):
+        watched = None if kind is None else checks(None, kind)
+        members = [member(modern)] if protocols == ("h2",) else [member(modern), member(plain)]
+        parts += [
+            *both(n, name, alpn_protocols=("h2",)),
+            pool(name, *members, tls_enabled=True, alpn_protocols=protocols, monitor=watched),
+        ]
+    served.push(load_balancer(*parts), secrets)
+    for n, (name, (protocols, version)) in enumerate(choices.items()):
+        expected = {"modern": version} | ({} if protocols == ("h2",) else {"plain": "HTTP/1.1"})
+        if kind is not None:
+            for port in (8000 + n, 8400 + n):
+                served.until_states(name, dict.fromkeys(expected, "UP"), port=port)
+        connection = served.visitor.connect(8000 + n)
+        over_h1 = [ask(connection, "/x", method="POST", body=b"word").seen for _ in range(4)]
+        over_h2 = [
+            served.visitor.fetch("/x", port=8400 + n, tls=trusting(alpn=("h2",)), method="POST", body=b"word").seen
+            for _ in range(4)
+        ]
+        for group in (over_h1, over_h2):
+            assert {seen.member: seen.version for seen in group} == expected
+            assert {seen.body for seen in group} == {"word"}
+    asked = {seen.version for seen in modern.requests if seen.target == "/check"}
+    assert asked == ({"HTTP/2", "HTTP/1.1"} if kind in ("HTTP", "HTTPS") else set())
+
+
+@pytest.mark.feature("pool.alpn_protocol", "listener.alpn_protocol", "pool.tls_enabled")
+@pytest.mark.parametrize("vip", VIPS)
+def test_trailers_pass_from_end_to_end(served, certificates, secrets, vip):
+    """What gRPC needs: HTTP/2 on both sides, a body and trailers in both directions."""
+    said = Answer(headers=(("content-type", "application/grpc"),), body=b"\0" * 5, trailers=(("grpc-status", "0"),))
+    web = served.web(address=MEMBER6, tls=serving(certificates["good"], alpn=("h2",)), answer=lambda seen: said)
+    served.push(
+        load_balancer(
+            terminated(443, "pool", alpn_protocols=("h2",)),
+            pool("pool", member(web), tls_enabled=True, alpn_protocols=("h2",)),
+        ),
+        secrets,
+    )
+    reply = ask_h2(
+        served.visitor.tls(443, vip, tls=trusting(alpn=("h2",))),
+        "/service/method",
+        method="POST",
+        headers=(("content-type", "application/grpc"), ("te", "trailers")),
+        body=b"\0\0\0\0\1x",
+        trailers=(("x-sent", "yes"),),
+    )
+    assert (reply.status, reply.body, reply.trailers) == (200, b"\0" * 5, [["grpc-status", "0"]])
+    (seen,) = web.requests
+    assert (seen.version, seen.body, seen.trailers) == ("HTTP/2", "\0\0\0\0\1x", [["x-sent", "yes"]])
+    assert seen.values("te") == ["trailers"]

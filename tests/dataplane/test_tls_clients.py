@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS listeners that ask their clients for certificates."""
+
+from __future__ import annotations
+
+import itertools
+import ssl
+
+import pytest
+from pki import Authority
+from visitors import VIPS, ask, trusting
+from wanted import listener, load_balancer, member, pool
+
+pytestmark = pytest.mark.root
+
+# What a client is told depends on the version: in TLS 1.3 only when it reads for the first time.
+VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
+SEEN = ("X-SSL-Client-Verify", "X-SSL-Client-Has-Cert", "X-SSL-Client-CN")
+NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER = "nobody", "member", "revoked", "expired", "stranger"
+
+
+@pytest.fixture(scope="module")
+def clients():
+    return Authority("clients")
+
+
+@pytest.fixture(scope="module")
+def strangers():
+    return Authority("strangers")
+
+
+@pytest.fixture(scope="module")
+def people(clients, strangers):
+    """Who may come, by name."""
+    return {
+        NOBODY: None,
+        MEMBER: clients.issue("member"),
+        REVOKED: clients.issue("revoked"),
+        EXPIRED: clients.issue("expired", hours=-1),
+        STRANGER: strangers.issue("stranger"),
+    }
+
+
+@pytest.fixture(scope="module")
+def secrets(tenant, clients, strangers, people):
+    return {
+        "cert": tenant.issue("www.example.com").pem,
+        "clients": clients.pem,
+        "both": clients.pem + strangers.pem,
+        "strangers": strangers.pem,
+        "revoked": clients.revoke(people[REVOKED]),
+        "nobody revoked": clients.revoke(),
+    }
+
+
+def terminated(port: int = 443, **more):
+    more = {"default_tls_container_ref": "cert", "insert_headers": SEEN, **more}
+    return listener(port, protocol="TERMINATED_HTTPS", **more)
+
+
+def asking(mode: str | None, ca: str | None = "clients", crl: str | None = None) -> dict:
+    found = {"client_authentication": mode, "client_ca_tls_container_ref": ca, "client_crl_container_ref": crl}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
+    """Who gets an answer."""
+    found = set()
+    for name, certificate in people.items():
+        tls = trusting(tenant, certificate=certificate, versions=(version, version))
+        try:
+            reply = served.visitor.fetch(port=port, tls=tls, **more)
+        except (ssl.SSLError, ConnectionError):
+            continue
+        assert reply.status == 200
+        found.add(name)
+    return found
+
+
+EVERYBODY = {NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER}
+
+
+@pytest.mark.feature(
+    "listener.client_authentication", "listener.client_ca_tls_container_ref", "listener.client_crl_container_ref"
+)
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (asking("MANDATORY"), {MEMBER, REVOKED}),
+        (asking("MANDATORY", crl="revoked"), {MEMBER}),
+        (asking("MANDATORY", crl="nobody revoked"), {MEMBER, REVOKED}),
+        (asking("MANDATORY", "both"), {MEMBER, REVOKED, STRANGER}),
+        (asking("OPTIONAL"), {NOBODY, MEMBER, REVOKED}),
+        (asking("OPTIONAL", crl="revoked"), {NOBODY, MEMBER}),
+        (asking("NONE"), EVERYBODY),
+        (asking("NONE", crl="revoked"), EVERYBODY),
+        (asking("NONE", None), EVERYBODY),
+        (asking(None), EVERYBODY),
+        (asking(None, None), EVERYBODY),
+    ],
+    ids=str,
+)
+def test_who_is_let_in(served, tenant, people, secrets, version, wanted, expected):
+    served.push(load_balancer(terminated(**wanted), pool("pool", member(served.web()))), secrets)
+    assert admitted(served, tenant, people, version) == expected
+
+
+@pytest.mark.feature("listener.client_authentication")
+def test_who_is_not_let_in_reaches_no_member(served, tenant, people, secrets):
+    web = served.web()
+    served.push(load_balancer(terminated(**asking("MANDATORY", crl="revoked")), pool("pool", member(web))), secrets)
+    for vip in VIPS:
+        assert admitted(served, tenant, people, address=vip) == {MEMBER}
+    assert [seen.values("X-SSL-Client-CN")[0].strip('"') for seen in web.requests] == [MEMBER] * 2
+
+
+@pytest.mark.feature("listener.client_authentication", "listener.client_ca_tls_container_ref")
+def test_what_is_told_of_a_client(served, tenant, people, secrets):
+    served.push(load_balancer(terminated(**asking("OPTIONAL")), pool("pool", member(served.web()))), secrets)
+    for name, (has, common) in {MEMBER: ({"1", "true"}, MEMBER), NOBODY: ({"0", "false"}, "")}.items():
+        tls = trusting(tenant, certificate=people[name])
+        seen = served.visitor.fetch(port=443, tls=tls).seen
+        assert {*seen.values("X-SSL-Client-Has-Cert")} <= has
+        assert [value.strip('"') for value in seen.values("X-SSL-Client-CN")] in ([common], [] if not common else None)
+
+
+@pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
+def test_listeners_never_see_each_others_authorities(served, tenant, people, secrets):
+    served.push(
+        load_balancer(
+            terminated(443, **asking("MANDATORY", crl="revoked")),
+            terminated(444, **asking("MANDATORY", "strangers")),
+            terminated(445, **asking("MANDATORY")),
+            terminated(446),
+            pool("pool", member(served.web())),
+        ),
+        secrets,
+    )
+    found = {port: admitted(served, tenant, people, port=port) for port in range(443, 447)}
+    assert found == {443: {MEMBER}, 444: {STRANGER}, 445: {MEMBER, REVOKED}, 446: EVERYBODY}
+
+
+@pytest.mark.feature("listener.client_authentication")
+def test_it_holds_for_every_certificate_of_a_listener(served, tenant, people, secrets):
+    """Asking for another name is no way around."""
+    served.push(
+        load_balancer(
+            terminated(sni_container_refs=("sni",), **asking("MANDATORY", crl="revoked")),
+            pool("pool", member(served.web())),
+        ),
+        {**secrets, "sni": tenant.issue("sni.example.com").pem},
+    )
+    for name in ("www.example.com", "sni.example.com"):
+        assert admitted(served, tenant, people, name=name) == {MEMBER}
+
+
+@pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
+def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
+    """Under the same references: what counts is what they hold now."""
+    tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
+    for ca, crl, expected in (
+        ("clients", "nobody revoked", {MEMBER, REVOKED}),
+        ("clients", "revoked", {MEMBER}),
+        ("clients", "nobody revoked", {MEMBER, REVOKED}),
+    ):
+        served.push(tree, {"cert": secrets["cert"], "ca": secrets[ca], "crl": secrets[crl]})
+        assert admitted(served, tenant, people) == expected
+
+
+@pytest.mark.feature("listener.client_crl_container_ref")
+def test_a_session_is_no_way_around_a_revocation(served, tenant, people, secrets):
+    """Who was let in before and is revoked now is not let in with what it kept of that session."""
+    versions = (ssl.TLSVersion.TLSv1_2,) * 2
+    tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
+    before = {"cert": secrets["cert"], "ca": secrets["clients"], "crl": secrets["nobody revoked"]}
+    served.push(tree, before)
+    tls = trusting(tenant, certificate=people[REVOKED], versions=versions)
+    first = served.visitor.tls(443, tls=tls)
+    assert ask(first).status == 200
+    served.push(tree, {**before, "crl": secrets["revoked"]})
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        ask(served.visitor.tls(443, tls=tls, session=first.session))
+
+
+def test_names_of_the_modes_are_all_there(served, tenant, people, secrets):
+    """Several modes side by side do not mix."""
+    modes = ("NONE", "OPTIONAL", "MANDATORY")
+    listeners = [terminated(443 + n, **asking(mode)) for n, mode in enumerate(modes)]
+    served.push(load_balancer(*listeners, pool("pool", member(served.web()))), secrets)
+    found = [admitted(served, tenant, people, port=443 + n) for n in range(3)]
+    assert found == [EVERYBODY, {NOBODY, MEMBER, REVOKED}, {MEMBER, REVOKED}]
+    assert all(wider > narrower for wider, narrower in itertools.pairwise(found))

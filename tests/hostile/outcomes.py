@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a value: refused by name with everything else served, or in the configuration and nothing with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from fields import CHECKS, Field
+from reading import counted
+from trees import change
+
+from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.render.haproxy import Rendered, render
+
+
+
+
+@lru_cache
+def base(field: Field) -> Counter:
+    """The directives with a harmless value."""
+    rendered = render(field.make(0, field.harmless(0)))
+    assert not rendered.refused, rendered.refused
+    return counted(rendered.text)
+
+
+class Unexpected(AssertionError):
+    """Taken, and the directives are not those of the harmless value with this one in its place."""
+
+    def __init__(self, value: str, found: Counter, wanted: Counter) -> None:
+        super().__init__(f"{value!r} reads as {list(found - wanted)}")
+        self.found = found
+
+
+def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rendered]:
+    """What became of a value: an outcome of `corpus`.
+
+    Args:
+        field: where it was put.
+        value: what was put there.
+        reads: what it should read back as, if not as the field itself says.
+
+    Raises:
+        AssertionError: neither refused as it should be, nor read back as one value in its place.
+    """
+    tree = field.make(0, value)
+    rendered = render(tree)
+    refusal = objection(field, tree, value)
+    if rendered.refused:
+        fault = field.at_fault(0, value)
+        named = [error for error in rendered.refused if error.object_id == fault]
+        assert named, f"{fault} is not among {rendered.refused}"
+        if field.option:
+            assert refusal, "the driver would have accepted it"
+            assert any(field.option in str(error) for error in named), f"{named} do not name {field.option}"
+            for error in rendered.refused:
+                shown(error)
+        left = counted(rendered.text)
+        if field.alone:
+            assert left == counted(render(without(tree, fault)).text), "a refused value left a trace"
+            assert any(head == ("frontend", "k0") for head, _ in left), "the neighbour is not served"
+        else:
+            assert not left
+        return "refused", rendered
+    assert refusal is None, f"the driver refuses what is rendered: {refusal}"
+    found = counted(rendered.text)
+    if found == base(field) and value != field.harmless(0):
+        return "nothing", rendered
+    try:
+        written = field.written(value) if reads is None else reads
+    except ValueError:
+        written = None
+    if written is not None and found == placing(field, written):
+        return "as written" if reads is None else "reads", rendered
+    if not value and found == counted(render(field.make(0, None)).text):
+        return "absent", rendered
+    raise Unexpected(value, found, base(field))
+
+
+def placing(field: Field, value: str | tuple[str, ...]) -> Counter:
+    """The directives with this in the place of the harmless value, and of nothing else."""
+    good = field.written(field.harmless(0))
+    good, values = (good,) if isinstance(good, str) else good, (value,) if isinstance(value, str) else value
+
+    def swapped(words: tuple[str, ...]) -> tuple[str, ...]:
+        found: list[str] = []
+        for word in words:
+            found += values if (word,) == good else (word.replace(good[0], values[0]),)
+        return tuple(found)
+
+    swap: Counter = Counter()
+    for (head, line), times in base(field).items():
+        swap[swapped(head), swapped(line)] += times
+    return swap
+
+
+def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption | None:
+    """What the driver says before it accepts the object."""
+    kind = field.owner
+    if not kind:
+        return None
+    try:
+        CHECKS[kind](node(tree, field.at_fault(0, value)))
+    except UnsupportedOption as error:
+        assert field.option is None or field.option in str(error), f"{error} does not name {field.option}"
+        shown(error)
+        return error
+    return None
+
+
+def shown(error: AmphoraDriverError) -> None:
+    """An error's words end in logs and in the API's answers: one line of text, whatever the value was."""
+    said = str(error)
+    assert said.isprintable(), repr(said)
+    assert len(said) < 1000, "the whole value is in the message"
+
+
+def node(tree: LoadBalancer, object_id: str) -> object:
+    """The object of a tree with this id."""
+    for each in nodes(tree):
+        if each.id == object_id:
+            return each
+    raise AssertionError(object_id)
+
+
+def nodes(tree: LoadBalancer):
+    yield tree
+    for listener in tree.listeners:
+        yield listener
+        for policy in listener.l7policies:
+            yield policy
+            yield from policy.rules
+    for pool in tree.pools:
+        yield pool
+        yield from pool.members
+        if pool.healthmonitor:
+            yield pool.healthmonitor
+
+
+def without(tree: LoadBalancer, object_id: str) -> LoadBalancer:
+    """The load balancer without what has to go when this object cannot be served.
+
+    A policy or rule takes its listener with it: it may be what keeps people out.
+    """
+    listeners = tuple(
+        listener
+        for listener in tree.listeners
+        if object_id != listener.id
+        and not any(object_id in (policy.id, *(rule.id for rule in policy.rules)) for policy in listener.l7policies)
+    )
+    pools = []
+    for pool in tree.pools:
+        monitor = pool.healthmonitor
+        kept = change(
+            pool,
+            members=tuple(member for member in pool.members if member.id != object_id),
+            healthmonitor=None if monitor is None or monitor.id == object_id else monitor,
+        )
+        if pool.id != object_id:
+            pools.append(kept)
+    if tree.id == object_id:
+        tree = change(tree, additional_vips=(), flavor=None, availability_zone=None, profile=type(tree.profile)())
+        tree = change(tree, vip_qos_policy_id=None, vip_sg_ids=None)
+    gone = object_id if object_id in {pool.id for pool in tree.pools} else None
+    listeners = tuple(
+        change(listener, default_pool_id=None) if gone and listener.default_pool_id == gone else listener
+        for listener in listeners
+    )
+    return change(tree, listeners=listeners, pools=tuple(pools))

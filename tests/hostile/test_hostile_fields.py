@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated text in each string field: one value in its place, or refused by name."""
+
+from __future__ import annotations
+
+import corpus
+import pytest
+from fields import FIELDS
+from hypothesis import given
+from hypothesis import strategies as st
+from outcomes import Unexpected, base, judge
+from texts import anything, printable
+
+OTHER_FORMS = {"listener.allowed_cidrs", "listener.tls_ciphers", "pool.tls_ciphers", "profile.tls_ciphers", "l7rule.value"}
+"""Values of these may come to directives of another form: of two address families, two kinds of ciphers, extensions
+with and without dots, regular expressions that match an empty text."""
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=str)
+def test_any_text(field):
+    taken = [case.value for case in corpus.cases(field.corpus) if case.outcome == "as written"]
+    known = st.sampled_from(taken or [field.harmless(0)])
+    texts = st.one_of(printable, anything, known, st.tuples(known, anything).map("".join))
+
+    @given(texts)
+    def try_it(value):
+        try:
+            judge(field, value)
+        except Unexpected as error:
+            if field.name not in OTHER_FORMS:
+                raise
+            kinds = {line[0] for _, line in base(field)}
+            assert {line[0] for _, line in error.found} <= kinds, "a directive that was not there"
+
+    try_it()

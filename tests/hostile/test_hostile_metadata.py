@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata of flavors and availability zones: every key and value is refused by name, or is what its schema says."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from corpus import STRINGS
+from outcomes import shown
+
+from amphora_driver import capabilities
+from amphora_driver.capabilities import flavors, zones
+from amphora_driver.capabilities.deployment import Backend, Deployment
+from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.vocabulary import Topology
+
+SCHEMAS = {module: Path(capabilities.__file__).with_name(name) for module, name in (
+    (flavors, "flavor.json"), (zones, "availability_zone.json")
+)}  # fmt: skip
+KEYS = [
+    (module, key, schema)
+    for module, file in SCHEMAS.items()
+    for key, schema in json.loads(file.read_text())["properties"].items()
+]
+COMPUTE = Backend(name="here", supports=frozenset(flavors.COMPUTE_KEYS + zones.COMPUTE_KEYS))
+DEPLOYMENT = Deployment(
+    topologies=("SINGLE",),
+    compute={"here": COMPUTE},
+    network={"here": Backend(name="here", supports=frozenset(flavors.NETWORK_KEYS))},
+    default_topology=Topology.SINGLE,
+    default_compute="here",
+    default_network="here",
+)
+
+
+@pytest.mark.parametrize("module", SCHEMAS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("text", STRINGS, ids=ascii)
+def test_a_strange_key_is_refused(module, text):
+    with pytest.raises(UnsupportedOption) as caught:
+        module.validate({text: "x"}, DEPLOYMENT)
+    shown(caught.value)
+
+
+@pytest.mark.parametrize(("module", "key", "schema"), KEYS, ids=lambda part: part if isinstance(part, str) else "")
+def test_a_strange_value_is_refused_by_the_name_of_its_key(module, key, schema):
+    taken = []
+    for text in STRINGS:
+        for value in (text, [text]):
+            try:
+                found = module.validate({key: value}, DEPLOYMENT)
+            except UnsupportedOption as error:
+                assert key in str(error)
+                shown(error)
+            else:
+                assert found[key] == value
+                taken.append(value)
+    if "enum" in schema or schema["type"] not in ("string", "array"):
+        assert set(map(str, taken)) <= set(schema.get("enum", ()))
+    if key in ("tls_ciphers", "log_format"):
+        # These two reach HAProxy's configuration: one line each, whatever they are.
+        assert taken
+        assert not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for text in taken for letter in text)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anything in every string field of a whole load balancer: the directives are those of the model and no more.
+
+What is rendered goes through `haproxy -c` with all others, and the one at fault is found by halving.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import trees
+from haproxy_versions import every_version, machine, write_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outcomes import CHECKS, nodes, shown
+from reading import placed
+from test_hostile_corpus import Taken, complaints
+from wholes import counted, expected, wholes
+
+from amphora_agent.haproxy.configuration import parse
+from amphora_driver.errors import UnsupportedOption
+from amphora_driver.render.haproxy import render
+
+def unserved(tree) -> set[str]:
+    """What the driver would have refused; with a policy or rule that says something it is the listener."""
+    found = {node.id for node in nodes(tree) if node.id[0] not in "yr" and objects(node)}
+    for listener in tree.listeners:
+        for policy in listener.l7policies:
+            rules = [rule for rule in policy.rules if rule.admin_state_up]
+            if policy.admin_state_up and (objects(policy) or any(map(objects, rules))):
+                found.add(listener.id)
+    return found
+
+
+def objects(node) -> bool:
+    try:
+        CHECKS[node.id[0]](node)
+    except UnsupportedOption:
+        return True
+    return False
+
+
+@given(wholes())
+def test_the_directives_are_those_of_the_model(tree):
+    rendered = render(tree)
+    refused = {error.object_id for error in rendered.refused}
+    assert refused <= {node.id for node in nodes(tree)}
+    for error in rendered.refused:
+        shown(error)
+    assert not unserved(tree) - refused, "rendered, and the driver would have refused it"
+    wanted = expected(tree, refused)
+    found = counted(list(placed(rendered.text)))
+    assert found.pop(("defaults",), None) is not None or rendered.text is None
+    assert found == wanted
+    if rendered.text is not None:
+        kinds = [(section.kind, section.name) for section in parse(rendered.text).sections]
+        assert sorted(kinds[1:]) == sorted(wanted)
+
+
+@lru_cache
+def generated() -> tuple[Taken, ...]:
+    found: list[Taken] = []
+
+    @settings(max_examples=max(150, settings.default.max_examples))
+    @given(st.data())
+    def collect(data):
+        tree = data.draw(wholes(str(len(found))))
+        first = 2 * len(found) + 1
+        ported = (trees.change(one, protocol_port=first + i) for i, one in enumerate(tree.listeners))
+        tree = trees.change(tree, listeners=tuple(ported))
+        rendered = render(tree)
+        if rendered.text is not None:
+            found.append(Taken("a whole load balancer", rendered.text, rendered))
+
+    collect()
+    assert len(found) > 50
+    return tuple(found)
+
+
+@every_version
+def test_haproxy_takes_what_was_taken(version, tmp_path):
+    version.here()
+    files = [file for each in generated() for file in each.rendered.files]
+    write_files(files, tmp_path)
+    machine(tmp_path, files)
+    assert complaints(version, generated(), tmp_path) == []

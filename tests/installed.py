@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A package that brings backends, put where Python finds it: with real entry points, as operators install them."""
+
+import textwrap
+from pathlib import Path
+
+
+def package(folder, name, source, entry_points):
+    """Install a module into a folder of sys.path.
+
+    Args:
+        folder: where to; has to be on sys.path before anybody asks.
+        name: of the module and of the distribution; of its own for each test, because a module is imported once.
+        source: of the module.
+        entry_points: names and targets (within the module) by group.
+    """
+    folder = Path(folder)
+    (folder / f"{name}.py").write_text(textwrap.dedent(source))
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = []
+    for group, points in entry_points.items():
+        lines += [f"[{group}]", *(f"{point} = {name}:{target}" for point, target in points.items()), ""]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HAProxy's statistics, translated: names, labels, values, format."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from amphora_agent.errors import HaproxyError
+from amphora_agent.responder import metrics
+from amphora_agent.responder.families import CPU, MEMORY, PROCESS, STATISTICS
+
+# The names that dashboards for Octavia's PROMETHEUS listeners are written with.
+DOCUMENTED = [
+    "octavia_listener_bytes_in_total",
+    "octavia_listener_bytes_out_total",
+    "octavia_listener_connections_rate_max",
+    "octavia_listener_connections_total",
+    "octavia_listener_current_sessions",
+    "octavia_listener_denied_connections_total",
+    "octavia_listener_denied_sessions_total",
+    "octavia_listener_failed_header_rewriting_total",
+    "octavia_listener_http_cache_hits_total",
+    "octavia_listener_http_cache_lookups_total",
+    "octavia_listener_http_comp_bytes_bypassed_total",
+    "octavia_listener_http_comp_bytes_in_total",
+    "octavia_listener_http_comp_bytes_out_total",
+    "octavia_listener_http_comp_responses_total",
+    "octavia_listener_http_requests_rate_max",
+    "octavia_listener_http_requests_total",
+    "octavia_listener_http_responses_total",
+    "octavia_listener_intercepted_requests_total",
+    "octavia_listener_limit_session_rate",
+    "octavia_listener_limit_sessions",
+    "octavia_listener_max_session_rate",
+    "octavia_listener_max_sessions",
+    "octavia_listener_request_errors_total",
+    "octavia_listener_requests_denied_total",
+    "octavia_listener_responses_denied_total",
+    "octavia_listener_sessions_total",
+    "octavia_listener_status",
+    "octavia_loadbalancer_connections_total",
+    "octavia_loadbalancer_cpu",
+    "octavia_loadbalancer_current_backend_ssl_key_rate",
+    "octavia_loadbalancer_current_connection_rate",
+    "octavia_loadbalancer_current_connections",
+    "octavia_loadbalancer_current_frontend_ssl_key_rate",
+    "octavia_loadbalancer_current_session_rate",
+    "octavia_loadbalancer_current_ssl_connections",
+    "octavia_loadbalancer_current_ssl_rate",
+    "octavia_loadbalancer_dropped_logs_total",
+    "octavia_loadbalancer_frontend_ssl_reuse",
+    "octavia_loadbalancer_http_comp_bytes_in_total",
+    "octavia_loadbalancer_http_comp_bytes_out_total",
+    "octavia_loadbalancer_limit_connection_rate",
+    "octavia_loadbalancer_limit_http_comp",
+    "octavia_loadbalancer_limit_session_rate",
+    "octavia_loadbalancer_limit_ssl_rate",
+    "octavia_loadbalancer_listeners",
+    "octavia_loadbalancer_max_backend_ssl_key_rate",
+    "octavia_loadbalancer_max_connection_rate",
+    "octavia_loadbalancer_max_connections",
+    "octavia_loadbalancer_max_frontend_ssl_key_rate",
+    "octavia_loadbalancer_max_session_rate",
+    "octavia_loadbalancer_max_ssl_connections",
+    "octavia_loadbalancer_max_ssl_rate",
+    "octavia_loadbalancer_memory",
+    "octavia_loadbalancer_requests_total",
+    "octavia_loadbalancer_ssl_cache_lookups_total",
+    "octavia_loadbalancer_ssl_cache_misses_total",
+    "octavia_loadbalancer_ssl_connections_total",
+    "octavia_member_bytes_in_total",
+    "octavia_member_bytes_out_total",
+    "octavia_member_check_failures_total",
+    "octavia_member_check_last_change_seconds",
+    "octavia_member_check_up_down_total",
+    "octavia_member_client_aborts_total",
+    "octavia_member_connect_time_average_seconds",
+    "octavia_member_connection_attempts_total",
+    "octavia_member_connection_errors_total",
+    "octavia_member_connection_reuses_total",
+    "octavia_member_current_queue",
+    "octavia_member_current_sessions",
+    "octavia_member_current_throttle",
+    "octavia_member_downtime_seconds_total",
+    "octavia_member_failed_header_rewriting_total",
+    "octavia_member_http_responses_total",
+    "octavia_member_idle_connections_current",
+    "octavia_member_idle_connections_limit",
+    "octavia_member_last_session_seconds",
+    "octavia_member_limit_sessions",
+    "octavia_member_loadbalanced_total",
+    "octavia_member_max_connect_time_seconds",
+    "octavia_member_max_queue",
+    "octavia_member_max_queue_time_seconds",
+    "octavia_member_max_response_time_seconds",
+    "octavia_member_max_session_rate",
+    "octavia_member_max_sessions",
+    "octavia_member_max_total_time_seconds",
+    "octavia_member_queue_limit",
+    "octavia_member_queue_time_average_seconds",
+    "octavia_member_redispatch_warnings_total",
+    "octavia_member_response_errors_total",
+    "octavia_member_response_time_average_seconds",
+    "octavia_member_responses_denied_total",
+    "octavia_member_retry_warnings_total",
+    "octavia_member_server_aborts_total",
+    "octavia_member_sessions_total",
+    "octavia_member_status",
+    "octavia_member_total_time_average_seconds",
+    "octavia_member_weight",
+    "octavia_memory_pool_allocated_bytes",
+    "octavia_memory_pool_failures_total",
+    "octavia_memory_pool_used_bytes",
+    "octavia_pool_active_members",
+    "octavia_pool_backup_members",
+    "octavia_pool_bytes_in_total",
+    "octavia_pool_bytes_out_total",
+    "octavia_pool_check_last_change_seconds",
+    "octavia_pool_check_up_down_total",
+    "octavia_pool_client_aborts_total",
+    "octavia_pool_connect_time_average_seconds",
+    "octavia_pool_connection_attempts_total",
+    "octavia_pool_connection_errors_total",
+    "octavia_pool_connection_reuses_total",
+    "octavia_pool_current_queue",
+    "octavia_pool_current_sessions",
+    "octavia_pool_downtime_seconds_total",
+    "octavia_pool_failed_header_rewriting_total",
+    "octavia_pool_http_cache_hits_total",
+    "octavia_pool_http_cache_lookups_total",
+    "octavia_pool_http_comp_bytes_bypassed_total",
+    "octavia_pool_http_comp_bytes_in_total",
+    "octavia_pool_http_comp_bytes_out_total",
+    "octavia_pool_http_comp_responses_total",
+    "octavia_pool_http_requests_total",
+    "octavia_pool_http_responses_total",
+    "octavia_pool_last_session_seconds",
+    "octavia_pool_limit_sessions",
+    "octavia_pool_loadbalanced_total",
+    "octavia_pool_max_connect_time_seconds",
+    "octavia_pool_max_queue",
+    "octavia_pool_max_queue_time_seconds",
+    "octavia_pool_max_response_time_seconds",
+    "octavia_pool_max_session_rate",
+    "octavia_pool_max_sessions",
+    "octavia_pool_max_total_time_seconds",
+    "octavia_pool_member_aborts_total",
+    "octavia_pool_queue_time_average_seconds",
+    "octavia_pool_redispatch_warnings_total",
+    "octavia_pool_requests_denied_total",
+    "octavia_pool_response_errors_total",
+    "octavia_pool_response_time_average_seconds",
+    "octavia_pool_responses_denied_total",
+    "octavia_pool_retry_warnings_total",
+    "octavia_pool_sessions_total",
+    "octavia_pool_status",
+    "octavia_pool_total_time_average_seconds",
+]
+INFO = """Name: HAProxy
+Pid: 7
+CumReq: 6
+PoolAlloc_bytes: 389392
+Idle_pct: 100
+Unstoppable Jobs: 0
+Build info: 2.6.12
+"""
+COLUMNS = (
+    "# pxname,svname,scur,slim,bin,status,weight,act,type,throttle,check_status,hrsp_1xx,hrsp_2xx,hrsp_3xx,hrsp_4xx,"
+    "hrsp_5xx,hrsp_other,req_tot,srv_abrt,last_chk,qtime,mode,"
+)
+
+
+def answer(*rows):
+    return "\n".join((INFO, COLUMNS, *rows, "", ""))
+
+
+def row(proxy, name, status, kind, *, mode="http", scur="0", last_chk="", qtime="0", bin_="0"):
+    responses = "1,2,3,4,5,6" if mode == "http" else ",,,,,"
+    return f"{proxy},{name},{scur},,{bin_},{status},1,1,{kind},,,{responses},9,3,{last_chk},{qtime},{mode},"
+
+
+def samples(*rows):
+    text = "".join(metrics.exposition(answer(*rows), load=12.34, memory=56.78))
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, *sorted(sample.labels.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_the_names_are_the_documented_ones():
+    families = [CPU, MEMORY, *PROCESS, *(family for group in STATISTICS.values() for family in group)]
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    assert sorted(names) == DOCUMENTED
+
+
+def test_every_family_is_declared_once_even_without_objects():
+    text = "".join(metrics.exposition(answer(), load=0, memory=0))
+    declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    described = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")]
+    assert sorted(declared) == sorted(described) == DOCUMENTED
+    assert {family.name for family in text_string_to_metric_families(text)} == {
+        name.removesuffix("_total") for name in DOCUMENTED
+    }
+
+
+def test_listeners_pools_and_members_have_their_own_labels():
+    found = samples(
+        row("l", "FRONTEND", "OPEN", 0, scur="4"),
+        row("p:l", "m", "UP", 2, scur="5"),
+        row("p:l", "BACKEND", "UP", 1, scur="6"),
+    )
+    assert found["octavia_listener_current_sessions", ("listener", "l")] == 4
+    assert found["octavia_member_current_sessions", ("member", "m"), ("pool", "p:l")] == 5
+    assert found["octavia_pool_current_sessions", ("pool", "p:l")] == 6
+    assert found["octavia_pool_active_members", ("pool", "p:l")] == 1
+    assert found["octavia_pool_member_aborts_total", ("pool", "p:l")] == 3
+    assert found["octavia_member_server_aborts_total", ("member", "m"), ("pool", "p:l")] == 3
+    assert found["octavia_member_http_responses_total", ("code", "4xx"), ("member", "m"), ("pool", "p:l")] == 4
+
+
+def test_the_load_balancer_itself():
+    found = samples()
+    assert found["octavia_loadbalancer_cpu",] == 12.3
+    assert found["octavia_loadbalancer_memory",] == 56.8
+    assert found["octavia_loadbalancer_requests_total",] == 6
+    assert found["octavia_memory_pool_allocated_bytes",] == 389392
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "state"),
+    [
+        (2, "UP", "UP"),
+        (2, "UP 1/3", "UP"),
+        (2, "no check", "UP"),
+        (2, "DOWN", "DOWN"),
+        (2, "DOWN 1/2", "DOWN"),
+        (2, "DOWN (agent)", "DOWN"),
+        (2, "MAINT", "MAINT"),
+        (2, "MAINT (resolution)", "MAINT"),
+        (2, "DRAIN", "DRAIN"),
+        (2, "DRAIN 1/3", "DRAIN"),
+        (2, "NOLB", "NOLB"),
+        (1, "DOWN", "DOWN"),
+        (0, "OPEN", "UP"),
+        (0, "FULL", "UP"),
+        (0, "STOP", "DOWN"),
+    ],
+)
+def test_exactly_one_state_is_the_present_one(kind, said, state):
+    states = {
+        dict(labels)["state"]: value
+        for (name, *labels), value in samples(row("x", "y", said, kind)).items()
+        if name.endswith("_status")
+    }
+    assert {name for name, value in states.items() if value} == {state}
+    assert set(states) == ({"DOWN", "UP", "MAINT", "DRAIN", "NOLB"} if kind == 2 else {"DOWN", "UP"})
+
+
+def test_milliseconds_become_seconds():
+    found = samples(row("p", "m", "UP", 2, qtime="1234"), row("p", "n", "UP", 2, qtime=""))
+    assert found["octavia_member_queue_time_average_seconds", ("member", "m"), ("pool", "p")] == 1.234
+    unknown = found["octavia_member_queue_time_average_seconds", ("member", "n"), ("pool", "p")]
+    assert math.isnan(unknown)
+
+
+def test_what_has_no_value_is_not_a_number():
+    value = samples(row("p", "m", "UP", 2))["octavia_member_limit_sessions", ("member", "m"), ("pool", "p")]
+    assert math.isnan(value)
+
+
+def test_pools_that_only_pass_bytes_on_have_no_http_metrics():
+    found = samples(row("a", "m", "UP", 2, mode="tcp"), row("b", "m", "UP", 2))
+    pools = {dict(labels)["pool"] for name, *labels in found if name == "octavia_member_http_responses_total"}
+    assert pools == {"b"}
+    assert ("octavia_member_bytes_in_total", ("member", "m"), ("pool", "a")) in found
+
+
+def test_sections_of_our_own_are_not_the_tenants():
+    found = samples(row("amphora:metrics", "responder", "UP", 2), row("amphora:metrics", "BACKEND", "UP", 1))
+    assert not any("amphora:" in value for _, *labels in found for _, value in labels)
+
+
+def test_what_a_member_says_in_its_check_shifts_no_column():
+    said = '"HTTP status check returned code ""404"", sorry, not found"'
+    found = samples(row("p", "m", "DOWN", 2, last_chk=said, qtime="5"))
+    assert found["octavia_member_queue_time_average_seconds", ("member", "m"), ("pool", "p")] == 0.005
+
+
+def test_labels_are_escaped():
+    name = 'quoted "backslash" \\ %s {} }'
+    found = samples(row(f'"{name.replace(chr(34), chr(34) * 2)}"', "m", "UP", 2, scur="3"))
+    assert found["octavia_member_current_sessions", ("member", "m"), ("pool", name)] == 3
+
+
+class Worker:
+    """Answers in turn; an exception is raised."""
+
+    def __init__(self, *answers):
+        self._answers = iter(answers)
+
+    def ask(self, question):
+        said = next(self._answers)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+def test_a_worker_that_leaves_is_asked_again():
+    whole = answer(row("l", "FRONTEND", "OPEN", 0))
+    gone = HaproxyError("ask", "connection reset")
+    stopping = whole.replace("Pid: 7", "Pid: 7\nStopping: 1").replace("OPEN", "STOP")
+    for broken in ("", whole[: len(INFO)], whole[:-5], stopping, gone):
+        text = "".join(metrics.scrape(Worker(broken, whole)))
+        assert 'octavia_listener_current_sessions{listener="l"} 0\n' in text
+        assert 'octavia_listener_status{listener="l",state="UP"} 1\n' in text
+
+
+def test_no_worker_is_an_error_before_anything_is_said():
+    with pytest.raises(HaproxyError, match="reset"):
+        metrics.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
+    with pytest.raises(HaproxyError, match="leaving"):
+        metrics.scrape(Worker(*["Pid: 7\n"] * 9))

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deployments to choose from, as the catalogue would describe them."""
+
+import msgspec
+
+from amphora_driver.capabilities.deployment import Backend, Deployment
+from amphora_driver.model.vocabulary import Topology
+
+NETNS = Backend(name="netns", supports=frozenset({"compute_flavor", "compute_zone"}), wiring="bridge")
+CLOUD = Backend(
+    name="cloud",
+    supports=frozenset({"compute_flavor", "amp_image_tag", "compute_zone", "volume_zone", "management_network"}),
+    wiring="cloud",
+)
+IMAGES = msgspec.structs.replace(CLOUD, name="images", wiring="bridge")
+LOCAL = Backend(name="local", wiring="bridge")
+ELSEWHERE = Backend(name="elsewhere", wiring="bridge")
+
+
+def deployment(*compute, network=(LOCAL,), **more):
+    compute = compute or (NETNS,)
+    values = {
+        "topologies": ("SINGLE",),
+        "compute": {one.name: one for one in compute},
+        "network": {one.name: one for one in network},
+        "default_topology": Topology.SINGLE,
+        "default_compute": compute[0].name,
+        "default_network": network[0].name,
+    }
+    return Deployment(**{**values, **more})

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from amphora_driver.capabilities import tls
+from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
+
+OLD = "@SECLEVEL=0"
+
+
+def listener(**changes) -> Listener:
+    values = {"protocol": ListenerProtocol.TERMINATED_HTTPS, "default_tls_container_ref": "r", **changes}
+    return Listener(id="l", loadbalancer_id="b", protocol_port=443, **values)
+
+
+def negotiated(minimum=None, ciphers=None, **changes) -> tls.Negotiation:
+    return tls.listener_negotiation(listener(**changes), minimum, ciphers)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "minimum", "low", "high", "gaps"),
+    [
+        (None, None, "TLSv1.2", "TLSv1.3", ()),
+        ((), None, "TLSv1.2", "TLSv1.3", ()),
+        (("TLSv1.3", "TLSv1.2"), None, "TLSv1.2", "TLSv1.3", ()),
+        (("TLSv1",), None, "TLSv1.0", "TLSv1.0", ()),
+        (("TLSv1", "TLSv1.1", "TLSv1.2", "TLSv1.3"), None, "TLSv1.0", "TLSv1.3", ()),
+        (("TLSv1", "TLSv1.3"), None, "TLSv1.0", "TLSv1.3", ("TLSv1.1", "TLSv1.2")),
+        (("TLSv1.3", "TLSv1.1"), None, "TLSv1.1", "TLSv1.3", ("TLSv1.2",)),
+        (("TLSv1", "TLSv1.2"), "TLSv1.1", "TLSv1.2", "TLSv1.2", ()),
+        (None, "TLSv1.3", "TLSv1.3", "TLSv1.3", ()),
+        (("TLSv1.2",), "TLSv1", "TLSv1.2", "TLSv1.2", ()),
+    ],
+)
+def test_versions(chosen, minimum, low, high, gaps):
+    assert negotiated(minimum, tls_versions=chosen).versions == (low, high, gaps)
+
+
+@pytest.mark.parametrize(
+    ("versions", "text", "older", "suites"),
+    [
+        (None, None, None, None),
+        (None, "", None, None),
+        (None, "B:A:TLS_X:C:TLS_Y", "B:A:C", "TLS_X:TLS_Y"),
+        (None, "!aNULL:ECDHE+AES:-SHA:+RC4:@STRENGTH:TLS_Y", "!aNULL:ECDHE+AES:-SHA:+RC4:@STRENGTH", "TLS_Y"),
+        (("TLSv1.2",), "A:TLS_X", "A", None),
+        (("TLSv1.3",), "A:TLS_X", None, "TLS_X"),
+        (("TLSv1.3",), None, None, None),
+        (None, "A::B:", "A:B", None),
+        # Only suites of TLS 1.3: what is older has no cipher, whatever the library's own list says.
+        (None, "TLS_X", None, "TLS_X"),
+        (None, "!aNULL:TLS_X:@STRENGTH", None, "TLS_X"),
+        # OpenSSL 3 needs its lowest level for old versions; what the user says about it goes before.
+        (("TLSv1",), None, f"DEFAULT:{OLD}", None),
+        (("TLSv1.1", "TLSv1.2"), "A:B", f"A:B:{OLD}", None),
+        (("TLSv1.1", "TLSv1.2"), "A:@SECLEVEL=1", "A:@SECLEVEL=1", None),
+    ],
+)
+def test_ciphers(versions, text, older, suites):
+    assert negotiated(tls_versions=versions, tls_ciphers=text).ciphers == (older, suites)
+
+
+def test_ciphers_without_older_ones_leave_only_tls_1_3():
+    assert negotiated(tls_ciphers="TLS_X").versions == ("TLSv1.3", "TLSv1.3", ())
+
+
+def test_the_listeners_own_ciphers_go_before_the_profiles():
+    assert negotiated(ciphers="P", tls_ciphers="L").ciphers.ciphers == "L"
+    assert negotiated(ciphers="P").ciphers.ciphers == "P"
+
+
+@pytest.mark.parametrize(
+    ("changes", "minimum", "named"),
+    [
+        ({"tls_versions": ("SSLv3",)}, None, "SSLv3"),
+        ({"tls_versions": ("TLSv1.2", "TLSv1.4")}, None, "TLSv1.4"),
+        ({"tls_versions": ("TLSv1", "TLSv1.1")}, "TLSv1.2", "TLSv1.2"),
+        ({"tls_ciphers": "TLS_X", "tls_versions": ("TLSv1.2",)}, None, "TLS_X"),
+        ({"tls_ciphers": "A", "tls_versions": ("TLSv1.3",)}, None, "tls_ciphers 'A'"),
+        ({"tls_ciphers": "!aNULL:@STRENGTH"}, None, "!aNULL"),
+        ({"tls_ciphers": ":"}, None, "':'"),
+        ({"tls_ciphers": "A B"}, None, "'A B'"),
+        ({"tls_ciphers": "A\n"}, None, "A"),
+        ({"tls_ciphers": "A" * 2049}, None, "AAA"),
+    ],
+)
+def test_refused(changes, minimum, named):
+    with pytest.raises(UnsupportedOption) as caught:
+        negotiated(minimum, **changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "speaks"),
+    [
+        ({}, True),
+        ({"default_tls_container_ref": None, "sni_container_refs": ("s",)}, True),
+        ({"default_tls_container_ref": None, "sni_container_refs": ()}, False),
+        ({"protocol": ListenerProtocol.PROMETHEUS}, True),
+        ({"protocol": ListenerProtocol.PROMETHEUS, "default_tls_container_ref": None}, False),
+        ({"protocol": ListenerProtocol.HTTP}, False),
+        ({"protocol": ListenerProtocol.HTTPS}, False),
+    ],
+)
+def test_who_speaks_tls(changes, speaks):
+    assert tls.terminates(listener(**changes)) is speaks
+
+
+def test_a_pool_needs_versions_without_a_gap():
+    pool = Pool(id="p", loadbalancer_id="b", protocol=PoolProtocol.HTTP, tls_enabled=True)
+    assert tls.pool_negotiation(pool, None, None).versions == ("TLSv1.2", "TLSv1.3", ())
+    gap = Pool(
+        id="p", loadbalancer_id="b", protocol=PoolProtocol.HTTP, tls_enabled=True, tls_versions=("TLSv1.1", "TLSv1.3")
+    )
+    with pytest.raises(UnsupportedOption, match=r"TLSv1\.2 would be negotiated"):
+        tls.pool_negotiation(gap, None, None)

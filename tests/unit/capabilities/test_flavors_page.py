@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/flavors.md says of every key what schema and configuration say: its tables are compared row by row."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from deployments import CLOUD, LOCAL, deployment
+
+from amphora_driver import config
+from amphora_driver.capabilities import flavors, zones
+
+PAGE = Path(__file__).parents[3] / "docs" / "flavors.md"
+# What a key falls back to, where that is not an option of the same name in [haproxy].
+FALLS_BACK = {
+    "loadbalancer_topology": "[controller] loadbalancer_topology",
+    "compute_driver": "[compute] driver",
+    "network_driver": "[network] driver",
+}
+
+
+def values(schema):
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    if schema["type"] == "integer":
+        return f"{schema['minimum']} to {schema['maximum']}"
+    return {"boolean": "`true`, `false`", "array": "list of texts", "string": "text"}[schema["type"]]
+
+
+def default(key):
+    options = {option.name: option for option in config.HAPROXY}
+    if key in options:
+        shown = options[key].default
+        return f"[haproxy] {key}" + ("" if shown is None else f" ({str(shown).lower()})")
+    return FALLS_BACK.get(key, "")
+
+
+def rows(schema):
+    for key, one in schema.properties.items():
+        yield f"| `{key}` | {values(one)} | {one['description']} | {default(key)} |"
+
+
+@pytest.mark.parametrize("module", [flavors, zones])
+def test_every_key_has_its_row(module):
+    text = PAGE.read_text(encoding="utf-8")
+    written = [line for line in text.splitlines() if line.startswith("| `")]
+    missing = [row for row in rows(module.SCHEMA) if row not in written]
+    assert missing == [], "\n".join(missing)
+
+
+def test_there_is_no_row_too_many():
+    written = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert written == [*flavors.SCHEMA.properties, *zones.SCHEMA.properties]
+
+
+def test_the_examples_would_be_accepted():
+    text = PAGE.read_text(encoding="utf-8")
+    everywhere = {"topologies": ("SINGLE", "ACTIVE_STANDBY"), "default_compute": "netns"}
+    here = deployment(CLOUD, network=(LOCAL,), **everywhere)
+    for module, option in ((flavors, "--flavor-data"), (zones, "--availability-zone-data")):
+        found = re.findall(rf"{option} '(.+?)'", text, re.DOTALL)
+        assert found
+        for one in found:
+            module.validate(json.loads(one), here)
+
+
+def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
+    options = {option.name: option for option in config.HAPROXY}
+    for key, option in options.items():
+        schema = flavors.SCHEMA.properties[key]
+        if schema["type"] == "integer":
+            assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"]), key
+        if "enum" in schema:
+            assert list(option.type.choices) == schema["enum"], key

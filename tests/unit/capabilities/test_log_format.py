@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is accepted as a log-format, HAProxy takes; what is refused, it refuses too or would write as something odd."""
+
+import subprocess
+
+import pytest
+
+from amphora_driver.capabilities import log_format
+from amphora_driver.errors import UnsupportedOption
+from amphora_driver.render.settings import LOG_FORMAT
+
+GOOD = [
+    " ".join(f"%{name}" for name in sorted(log_format.VARIABLES)),
+    "%ci:%cp [%tr] %f %b/%s %ST %B",
+    "%{+Q}r",
+    "%{+Q,-X}o %{-Q}ci_%cp",
+    "100%%",
+    "%[ssl_c_verify] %{+Q}[ssl_c_s_dn]",
+    "%[src] %[src,ipmask(24)]",
+    LOG_FORMAT,
+    "no variable; one \\ and one 'quote' ~ ü",
+]
+REFUSED = ["%nosuch", "%cix", "50%", "% x", "%{+Q", "%{+Q}", "%{+Q}%ci", "%[src", "%[]", "%{+W}r"]
+
+
+def haproxy(tmp_path, text):
+    quoted = "".join(f"\\{one}" if one in "\"\\$'# " else one for one in text)
+    path = tmp_path / "haproxy.cfg"
+    head = "frontend one\n mode http\n bind 127.0.0.1:8080\n timeout client 1s\n log 127.0.0.1:514 local0\n"
+    path.write_text(f"{head} log-format {quoted}\n")
+    return subprocess.run(["haproxy", "-c", "-f", path], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_accepted_by_both(tmp_path, text):
+    log_format.check(text)
+    found = haproxy(tmp_path, text)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused_by_name(text):
+    with pytest.raises(UnsupportedOption, match="log_format"):
+        log_format.check(text)
+
+
+@pytest.mark.parametrize("text", REFUSED[:8])
+def test_haproxy_would_have_refused_it_for_every_load_balancer(tmp_path, text):
+    found = haproxy(tmp_path, text)
+    assert found.returncode == 1
+    assert "log-format" in found.stderr

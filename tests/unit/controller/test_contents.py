@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the files an amphora is given, and what happens to whose content cannot be had."""
+
+import json
+import logging
+
+import pytest
+from cryptography.fernet import Fernet
+
+from amphora_driver import config
+from amphora_driver.controller import contents
+from amphora_driver.controller import plan as planning
+from amphora_driver.controller.bundle import BundleFile, Served, bundle
+from amphora_driver.controller.steps import Backends, Steps
+from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
+from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.vocabulary import L7Action, ListenerProtocol, PoolProtocol
+from amphora_driver.queue.jobs import Lease
+from amphora_driver.render.tls import File
+from amphora_driver.secret import Secret
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.vault import Vault
+
+LB = "10000000-0000-4000-8000-000000000001"
+PLAIN, SECURE, BROKEN, POOL, CRYPTED = (f"20000000-0000-4000-8000-00000000000{n}" for n in range(1, 6))
+MEMBERS = tuple(f"30000000-0000-4000-8000-00000000000{n}" for n in range(1, 3))
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+CERTIFICATE = SecretName(SECURE, Purpose.CERTIFICATE, "one")
+MARK = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEG\n-----END PRIVATE KEY-----\n"
+
+
+@pytest.fixture
+def vault():
+    return Vault([Fernet.generate_key()])
+
+
+def listener(listener_id, port, **more):
+    protocol = more.pop("protocol", ListenerProtocol.TERMINATED_HTTPS)
+    return Listener(
+        id=listener_id, loadbalancer_id=LB, protocol=protocol, protocol_port=port, default_pool_id=POOL, **more
+    )
+
+
+def pool(pool_id, member_id, **more):
+    member = Member(id=member_id, pool_id=pool_id, address="192.0.2.1", protocol_port=80)
+    return Pool(id=pool_id, loadbalancer_id=LB, protocol=PoolProtocol.HTTP, members=(member,), **more)
+
+
+TREE = LoadBalancer(
+    id=LB,
+    project_id="demo",
+    vip=VIP,
+    profile=Profile(process_connection_limit=500, process_threads=2),
+    listeners=(
+        listener(PLAIN, 80, protocol=ListenerProtocol.HTTP),
+        listener(SECURE, 443, default_tls_container_ref="one"),
+        listener(BROKEN, 444, default_tls_container_ref="two"),
+    ),
+    pools=(pool(POOL, MEMBERS[0]), pool(CRYPTED, MEMBERS[1], tls_enabled=True, ca_tls_container_ref="ca")),
+)
+
+
+def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
+    files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
+    found, lost = contents.filled(files, {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode())))}, vault)
+    assert lost == {}
+    assert [(one.name, one.content.reveal().decode()) for one in found] == [("a", "list"), ("b", MARK)]
+    assert "BEGIN" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("sealed", "word"),
+    [
+        ({}, "never handed over"),
+        ({CERTIFICATE: Sealed(reason="Octavia could not")}, "Octavia could not"),
+        ({CERTIFICATE: Sealed(content=Vault([Fernet.generate_key()]).seal(Secret(b"x")))}, "cannot be opened"),
+        ({CERTIFICATE: Sealed(content=b"rubbish")}, "cannot be opened"),
+    ],
+)
+def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
+    found, lost = contents.filled((File(name="a", content="x"), File(name="b", secret=CERTIFICATE)), sealed, vault)
+    assert [one.name for one in found] == ["a"]
+    assert list(lost) == [SECURE]
+    assert word in lost[SECURE]
+
+
+def test_the_document(vault):
+    served = Served(
+        text="x", files=(BundleFile(name="tls/a", content=Secret(MARK.encode())),), pings={"m": "192.0.2.1"}
+    )
+    document = json.loads(bundle(TREE, 8, "am", (), served))
+    assert document["files"] == [{"name": "tls/a", "content": MARK}]
+    assert document["pings"] == {"m": "192.0.2.1"}
+    assert document["limits"] == {"connections": 500, "threads": 2}
+    assert bundle(TREE, 8, "am", (), served) == bundle(TREE, 8, "am", (), served)
+
+
+@pytest.fixture
+def steps(tmp_path, vault):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text("")
+    nothing = dict.fromkeys(("database", "catalogue", "agents", "authority"))
+    lease = Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0)
+    return Steps(Backends(conf=config.load([str(path)]), vault=vault, **nothing), lease)
+
+
+def wanted(tree, sealed):
+    return planning.Wanted(
+        load_balancer_id=LB,
+        generation=1,
+        applied=0,
+        gone=False,
+        readable=True,
+        tree=tree,
+        networks={},
+        secrets=sealed,
+    )
+
+
+def test_one_listener_without_its_certificate_takes_no_other_along(steps, vault, caplog):
+    caplog.set_level(logging.DEBUG)
+    sealed = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode())))}
+    served = steps._rendered(TREE, wanted(TREE, sealed))
+    assert set(steps._failed) == {BROKEN}
+    assert f"frontend {SECURE}" in served.text
+    assert f"frontend {PLAIN}" in served.text
+    assert f"frontend {BROKEN}" not in served.text
+    assert {one.name for one in served.files} == {f"tls/{SECURE}/certificates.list", f"tls/{SECURE}/default.pem"}
+    assert "BEGIN" not in caplog.text + repr(served) + repr(steps._failed)
+
+
+def test_a_policy_haproxy_refuses_closes_its_listener(steps):
+    """Leaving the policy out would let through what it forbids."""
+    policy = L7Policy(id=MEMBERS[1], listener_id=PLAIN, action=L7Action.REJECT, position=1)
+    tree = LoadBalancer(
+        id=LB,
+        project_id="demo",
+        vip=VIP,
+        listeners=(listener(PLAIN, 80, protocol=ListenerProtocol.HTTP, l7policies=(policy,)),),
+        pools=(pool(POOL, MEMBERS[0]),),
+    )
+    assert f"frontend {PLAIN}" in steps._rendered(tree, wanted(tree, {})).text
+    steps._failed = {policy.id: "HAProxy does not take it"}
+    assert steps._rendered(tree, wanted(tree, {})).text is None
+    assert set(steps._failed) == {policy.id, PLAIN}

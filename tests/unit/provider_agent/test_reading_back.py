@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets and single objects that Octavia is asked for after its commit."""
+
+import pytest
+import sqlalchemy as sa
+from cryptography.fernet import Fernet
+from dataplane.pki import Authority
+from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_sockets import OctaviaSockets
+
+from amphora_driver import config, provider_agent
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.provider_agent import Reporter
+from amphora_driver.store import migrate, secrets, statuses, wanted
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.tables import work
+from amphora_driver.store.vault import Vault
+
+# octavia_lib leaves the socket of a refused connection to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+ROOT = Authority("root")
+ONE, TWO = (ROOT.issue(f"{name}.example.com") for name in ("one", "two"))
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+LISTENER = Listener(
+    id="li",
+    loadbalancer_id="lb",
+    protocol=ListenerProtocol.TERMINATED_HTTPS,
+    protocol_port=443,
+    default_tls_container_ref="one",
+    sni_container_refs=("two", "one"),
+)
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+
+
+def container(certificate, **more):
+    """As it comes through the socket: JSON, so text."""
+    return {
+        "certificate": certificate.certificate_pem,
+        "private_key": certificate.key_pem,
+        "passphrase": None,
+        "intermediates": [],
+        **more,
+    }
+
+
+def as_read(**more):
+    values = {
+        "listener_id": "li",
+        "loadbalancer_id": "lb",
+        "protocol": "TERMINATED_HTTPS",
+        "protocol_port": 443,
+        "default_tls_container_ref": "one",
+        "default_tls_container_data": container(ONE),
+        # In the order of Octavia's database.
+        "sni_container_refs": ["one", "two"],
+        "sni_container_data": [container(ONE), container(TWO)],
+        "l7policies": [],
+    }
+    return {**values, **more}
+
+
+def whole(*listeners):
+    return {
+        "loadbalancer_id": "lb",
+        "project_id": "demo",
+        "vip_address": "198.51.100.10",
+        "vip_subnet_id": "s1",
+        "vip_network_id": "n1",
+        "vip_port_id": "p1",
+        "pools": [],
+        "listeners": list(listeners),
+    }
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.trees["lb"] = whole()
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    (tmp_path / "keys").write_bytes(Fernet.generate_key())
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
+        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
+        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
+        f"get_socket = {tmp_path}/get.sock\n"
+    )
+    return config.load([str(path)])
+
+
+@pytest.fixture
+def database(conf):
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def house(conf, database, octavia):
+    return House(conf, database, octavia)
+
+
+class House:
+    """A load balancer that Octavia has committed, its reporter, and what is known of its secrets."""
+
+    def __init__(self, conf, database, octavia):
+        self.database = database
+        self.octavia = octavia
+        self.vault = Vault.load(conf.store.encryption_key_file)
+        self.intents = Intents(database, lambda node: None)
+        self.reporter = Reporter(conf, database)
+        self.intents.create_load_balancer(TREE, read_back=False)
+        self.reporter.turn()
+
+    @property
+    def row(self):
+        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+
+    @property
+    def tree(self):
+        return self.database.read(lambda c: wanted.load_tree(c, "lb"))
+
+    def contents(self):
+        kept = self.database.read(lambda c: secrets.of_load_balancer(c, "lb"))
+        return {
+            (name.purpose.value, name.ref): self.vault.open(one.content).reveal().decode()
+            if one.content
+            else one.reason
+            for name, one in kept.items()
+        }
+
+    def create(self):
+        self.intents.create(Kind.LISTENER, LISTENER)
+
+
+def test_a_listener_alone_is_read_and_keeps_the_users_order(house):
+    house.octavia.trees["li"] = as_read()
+    house.create()
+    assert house.row.read_back
+    house.octavia.asked.clear()
+    house.reporter.turn()
+    assert [one["object"] for one in house.octavia.asked] == ["listeners"], "not the whole tree"
+    assert house.contents() == {("certificate", "one"): ONE.pem, ("certificate", "two"): TWO.pem}
+    assert house.tree.listeners[0].sni_container_refs == ("two", "one")
+    assert (house.row.read_back, house.row.reread, house.row.committed, house.row.dirty) == (False, None, 2, True)
+
+
+def test_nothing_is_committed_before_it_was_read(house):
+    """Octavia's transaction is known to have ended, what it has written is not."""
+    house.create()
+    house.reporter._library = Away(house.reporter.library)
+    house.reporter.turn()
+    assert (house.row.committed, house.row.read_back) == (1, True)
+
+
+class Away:
+    """octavia_lib's client, with a `get` that is not answered: the agent's child died over a secret it cannot read."""
+
+    def __init__(self, library):
+        self.library = library
+        self.asked = 0
+
+    def __getattr__(self, name):
+        if name.startswith("get_"):
+            self.asked += 1
+            raise octavia_errors.DriverAgentTimeout(fault_string="no answer in 30 s")
+        return getattr(self.library, name)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(provider_agent, "_READ_PATIENCE", 0.5)
+
+
+def test_what_is_not_handed_over_is_missing_for_a_reason(house, at_once):
+    house.create()
+    house.reporter._library = Away(house.reporter.library)
+    house.reporter.turn()
+    assert not house.row.read_back
+    assert house.row.committed == 2, "the rest can be served and spoken of"
+    assert set(house.contents()) == {("certificate", "one"), ("certificate", "two")}
+    assert all("could not hand it over" in reason for reason in house.contents().values())
+
+
+def test_what_was_known_before_stays_when_nothing_comes(house, at_once):
+    house.octavia.trees["li"] = as_read()
+    house.create()
+    house.reporter.turn()
+    before = house.contents()
+    house.intents.update(Kind.LISTENER, "li", {"name": "x"})
+    assert house.row.read_back, "perhaps SNI was emptied: Octavia does not say so"
+    house.reporter._library = Away(house.reporter.library)
+    house.reporter.turn()
+    assert house.contents() == before
+    assert not house.row.read_back
+
+
+def test_sni_that_was_emptied_is_gone(house):
+    house.octavia.trees["li"] = as_read()
+    house.create()
+    house.reporter.turn()
+    house.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
+    house.intents.update(Kind.LISTENER, "li", {"name": "x"})
+    house.reporter.turn()
+    assert house.contents() == {("certificate", "one"): ONE.pem}
+    assert house.tree.listeners[0].sni_container_refs is None
+
+
+def test_what_cannot_be_served_is_kept_as_the_reason(house):
+    strange = container(ONE, private_key=ROOT.issue("x", number=3).key_pem)
+    house.octavia.trees["li"] = as_read(default_tls_container_data=strange, sni_container_refs=None)
+    house.create()
+    house.reporter.turn()
+    (reason,) = house.contents().values()
+    assert "does not belong" in reason
+    assert "default_tls_container_ref" in reason
+    assert "BEGIN" not in reason
+
+
+def test_a_whole_tree_brings_its_secrets(house):
+    house.octavia.trees["lb"] = whole(as_read(client_ca_tls_container_ref="ca", client_ca_tls_container_data=None))
+    house.database.write(lambda c: secrets.put(c, "lb", {SecretName("old", Purpose.CA, "old"): Sealed(content=b"x")}))
+    house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
+    house.reporter.turn()
+    found = house.contents()
+    assert found[("certificate", "two")] == TWO.pem
+    assert "handed nothing over" in found[("ca", "ca")]
+    assert ("ca", "old") not in found
+
+
+def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_once):
+    house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
+    house.intents.update(Kind.LOAD_BALANCER, "lb", {"name": "x"})
+    library = house.reporter.library
+    house.reporter._library = Away(library)
+    house.reporter.turn()
+    due = house.database.read(lambda c: statuses.due(c, 10))
+    assert [(one.object_id, one.provisioning) for one in due] in ([("lb", "ERROR")], [])
+    assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
+    assert house.row.read_back, "half a tree is not served"
+    house.reporter._library = library
+    house.reporter._unread.clear()
+    house.reporter.turn()
+    assert not house.row.read_back
+
+
+def test_deletion_wants_to_know_nothing_any_more(house):
+    house.create()
+    house.intents.delete_load_balancer("lb")
+    assert (house.row.read_back, house.contents()) == (False, {})

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The committed feature matrix says complete where tests are marked, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from feature_matrix import COMPLETE, KNOWN, LINES, MISSING, PARTIAL, FeatureMatrix, file_name, written
+
+TESTS = Path(__file__).parents[1]
+COMMITTED = TESTS.parent / "docs" / "feature-matrix"
+
+
+def marked(source: str) -> set[str]:
+    """Every line that a test in this file is marked with; lines are written out, so that they can be searched for."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.feature":
+            found.update(ast.literal_eval(argument) for argument in node.args)
+    return found
+
+
+def test_what_is_committed_is_what_is_tested():
+    sources = [file.read_text() for file in TESTS.rglob("test_*.py") if file != Path(__file__)]
+    lines = set().union(*map(marked, sources))
+    assert lines <= KNOWN
+    for kind in LINES:
+        verdicts = {line: COMPLETE for line in lines if line.startswith(f"{kind}.")}
+        assert (COMMITTED / file_name(kind)).read_text() == written(kind, verdicts), (
+            "run all tests with --feature-matrix docs/feature-matrix"
+        )
+
+
+def item(name: str, *lines: str):
+    return SimpleNamespace(nodeid=name, iter_markers=lambda _: [SimpleNamespace(args=lines)])
+
+
+def report(name: str, *, passed: bool = True, when: str = "call"):
+    return SimpleNamespace(nodeid=name, when=when, passed=passed)
+
+
+@pytest.fixture
+def matrix():
+    config = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=lambda _: None)
+    return FeatureMatrix(config)
+
+
+def test_complete_takes_every_marked_test(matrix):
+    line = "member.weight"
+    matrix.pytest_collection_modifyitems([item("one", line), item("two", line)])
+    assert matrix.verdicts() == {line: MISSING}
+    matrix.pytest_runtest_logreport(report("one"))
+    assert matrix.verdicts() == {line: PARTIAL}
+    matrix.pytest_runtest_logreport(report("two"))
+    assert matrix.verdicts() == {line: COMPLETE}
+    matrix.pytest_runtest_logreport(report("two", when="teardown", passed=False))
+    assert matrix.verdicts() == {line: PARTIAL}
+    assert "[operation.weight]\ndriver.haproxy=partial\n" in written("member", matrix.verdicts())
+
+
+def test_a_line_that_does_not_exist_ends_the_collection(matrix):
+    with pytest.raises(pytest.UsageError, match=r"listener\.protocol\.QUIC"):
+        matrix.pytest_collection_modifyitems([item("one", "listener.protocol.QUIC")])
