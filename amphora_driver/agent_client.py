@@ -90,6 +90,7 @@ class _ErrorWords(msgspec.Struct):
 class _ErrorDocument(msgspec.Struct):
     error: _ErrorWords
     object_id: str | None = None
+    generation: int | None = None
 
 
 class AgentClient:
@@ -391,7 +392,14 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
     happened = words.happened or f"it answered {status}"
     if words.wanted:
         happened = f"the agent could not {words.wanted}: {happened}"
-    return AgentRefused(call.wanted, happened, words.remedy, object_id=document.object_id, status=status)
+    return AgentRefused(
+        call.wanted,
+        happened,
+        words.remedy,
+        object_id=document.object_id,
+        status=status,
+        generation=document.generation,
+    )
 
 
 def _cause(error: SSLError) -> object:

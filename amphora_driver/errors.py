@@ -126,14 +126,23 @@ class AgentRefused(AgentError):
     Args:
         object_id: the listener, pool or member its reason points at, where it could tell.
         status: the HTTP status of its answer; 0 where that is not known.
+        generation: the one it serves, where it said so.
     """
 
     def __init__(
-        self, wanted: str, happened: str, remedy: str = "", *, object_id: str | None = None, status: int = 0
+        self,
+        wanted: str,
+        happened: str,
+        remedy: str = "",
+        *,
+        object_id: str | None = None,
+        status: int = 0,
+        generation: int | None = None,
     ) -> None:
         super().__init__(wanted, happened, remedy)
         self.object_id = object_id
         self.status = status
+        self.generation = generation
 
 
 class AgentUntrusted(AgentError):

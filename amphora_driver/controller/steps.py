@@ -12,6 +12,7 @@ import secrets
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -236,6 +237,9 @@ class Steps:
             try:
                 self._push_served(targets, tree, wanted.generation, served)
             except AgentRefused as error:
+                if error.status == HTTPStatus.CONFLICT and error.generation == wanted.generation:
+                    self._take_next_generation(wanted)
+                    return
                 # HAProxy itself points at one object: everything else can be served without it.
                 if error.object_id is None or error.object_id in self._failed:
                     raise
@@ -246,6 +250,21 @@ class Steps:
         raise ModelError(
             f"find a configuration of load balancer {tree.id} that HAProxy takes",
             f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
+        )
+
+    def _take_next_generation(self, wanted: planning.Wanted) -> None:
+        """Have the next push carry a newer generation.
+
+        An amphora serves this one already, with another content: what is configured, or how it is rendered, changed
+        between an answer and the moment at which it would have been noted. The plan pushes again.
+        """
+        LOG.info("load balancer %s: generation %d is taken", wanted.load_balancer_id, wanted.generation)
+        self._write(
+            lambda connection: connection.execute(
+                work.update()
+                .where(work.c.load_balancer_id == wanted.load_balancer_id, work.c.generation == wanted.generation)
+                .values(generation=wanted.generation + 1)
+            )
         )
 
     def _rendered(self, tree: LoadBalancer, wanted: planning.Wanted) -> Served:

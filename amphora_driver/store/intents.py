@@ -8,13 +8,14 @@ was written.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.errors import UnknownObject, UnsupportedOption
+from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policies
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Node, Pool, Profile
 from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # Objects as the history calls them.
 _WORDS = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
+LOG = logging.getLogger(__name__)
 # Requests remembered for a load balancer: about so many of its newest ones.
 _REMEMBERED = 200
 _TIDIED_EVERY = 50
@@ -152,18 +154,13 @@ class Intents:
             whole = list(nodes)
             if isinstance(node, L7Policy):
                 whole[0] = _make_room(connection, generation, node)
-            if isinstance(node, Member) and wanted.same_endpoint(connection, node):
-                raise UnsupportedOption(
-                    f"add a member to pool {node.pool_id}",
-                    f"it has one at {node.address} port {node.protocol_port} already",
-                    "Change that one, or choose another address or port.",
-                )
+            ghosts = _ghosts(connection, generation, node)
             wanted.insert(connection, load_balancer_id, generation, whole)
             _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
                 listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
                 wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
-            touched = [(wanted.kind_of(one), one.id) for one in nodes] + _ancestors(connection, node)
+            touched = [(wanted.kind_of(one), one.id) for one in nodes] + _ancestors(connection, node) + ghosts
             self._finish(connection, load_balancer_id, generation, touched, f"create {_WORDS[kind]}", node.id)
 
         self._database.write(write)
@@ -321,6 +318,20 @@ def _remember(connection: sa.Connection, load_balancer_id: str, generation: int,
     if generation % _TIDIED_EVERY == 0:
         # A generation is one request.
         connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
+
+
+def _ghosts(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
+    """Let go of the member that a new one replaces without anybody having deleted it.
+
+    Octavia's own table takes an address and port of a pool once. If we still know another member there, Octavia never
+    kept it: it rolled the creation back after our answer.
+    """
+    ghost = wanted.same_endpoint(connection, node) if isinstance(node, Member) else None
+    if ghost is None:
+        return []
+    LOG.warning("member %s takes the place of %s, which Octavia never kept", node.id, ghost)
+    wanted.remove(connection, generation, [ghost])
+    return [(Kind.MEMBER, ghost)]
 
 
 def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:

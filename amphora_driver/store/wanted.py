@@ -170,15 +170,16 @@ def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, An
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
-def same_endpoint(connection: sa.Connection, member: Member) -> bool:
-    """Whether the pool has another member with this address and port.
+def same_endpoint(connection: sa.Connection, member: Member) -> str | None:
+    """The id of the member that the pool has at exactly this address and port already.
 
     The bodies are searched as text, in the database: to read them all would cost a thousand times more.
     """
     # An address has none of the characters that mean something to LIKE: it was checked before.
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
     wish = {"under": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
-    return connection.execute(_SAME, wish).first() is not None
+    found = connection.execute(_SAME, wish).scalar()
+    return None if found is None else str(found)
 
 
 def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:

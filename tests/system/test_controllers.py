@@ -10,8 +10,9 @@ import pytest
 import sqlalchemy as sa
 from cloud import Cloud
 
+from amphora_driver.model.vocabulary import Kind
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables
+from amphora_driver.store import tables, wanted
 
 pytestmark = pytest.mark.root
 
@@ -115,3 +116,26 @@ def test_octavias_agent_away_while_statuses_are_due(cloud, stack):
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
     stack.up()
     cloud.active(balancer.id)
+
+
+def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, database):
+    """A controller died between the agent's answer and noting it; its successor says it in other words."""
+    balancer = cloud.served("renamed", ("member1",))
+    stack.supervision.stop("amphora-controller")
+
+    mine, its_amphora = tables.work.c.load_balancer_id == balancer.id, tables.amphora.c.load_balancer_id == balancer.id
+
+    def forget_the_answer(connection):
+        found = connection.execute(sa.select(tables.work.c.generation).where(mine)).scalar_one()
+        listener = wanted.load(connection, Kind.LISTENER, cloud.listener_of(balancer).id)
+        wanted.update(connection, found, [msgspec.structs.replace(listener, timeout_client_data=61_000)])
+        connection.execute(tables.work.update().where(mine).values(applied=found - 1, dirty=True, free_at=0.0))
+        connection.execute(tables.amphora.update().where(its_amphora).values(confirmed=found - 1))
+        return found
+
+    generation = database.write(forget_the_answer)
+    stack.up()
+    applied = sa.select(tables.work.c.applied).where(mine)
+    cloud.until(lambda: database.read(lambda c: c.scalar(applied)) == generation + 1, "the next generation is served")
+    assert cloud.active(balancer.id)
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}
