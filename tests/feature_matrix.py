@@ -5,6 +5,7 @@ Invariant: a line says `complete` only where at least one test is marked with it
 ran and passed. A marker that names a line the matrix does not have ends the collection.
 
     @pytest.mark.feature("listener.protocol.HTTP", "listener.protocol_port")
+    @pytest.mark.feature_partly("listener.timeout-tcp-inspect")  # accepted and harmless, but not all it promises
 
 Lines are `<file>.<key>`: the files and keys of Octavia's doc/source/user/feature-classification/feature-matrix-*.ini.
 `--feature-matrix DIR` writes what `driver haproxy` has to say in each of these files. The committed ones are in
@@ -79,8 +80,10 @@ class FeatureMatrix:
 
     def __init__(self, config: pytest.Config) -> None:
         config.addinivalue_line("markers", "feature(*lines): lines of Octavia's feature matrix that the test proves")
+        config.addinivalue_line("markers", "feature_partly(*lines): the same for lines that no test proves whole")
         self._directory = config.getoption("--feature-matrix")
         self._marked: dict[str, set[str]] = defaultdict(set)
+        self._partly: set[str] = set()
         self._passed: set[str] = set()
         self._failed: set[str] = set()
 
@@ -88,7 +91,9 @@ class FeatureMatrix:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Before anything is deselected: a marked test that is not run proves nothing."""
         for item in items:
-            for marker in item.iter_markers("feature"):
+            partly = list(item.iter_markers("feature_partly"))
+            self._partly.update(line for marker in partly for line in marker.args)
+            for marker in (*item.iter_markers("feature"), *partly):
                 if unknown := [line for line in marker.args if line not in KNOWN]:
                     raise pytest.UsageError(f"{item.nodeid}: the feature matrix has no line {', '.join(unknown)}")
                 for line in marker.args:
@@ -105,7 +110,8 @@ class FeatureMatrix:
         good = self._passed - self._failed
         found = {}
         for line, tests in self._marked.items():
-            found[line] = COMPLETE if tests <= good else PARTIAL if tests & good else MISSING
+            whole = tests <= good and line not in self._partly
+            found[line] = COMPLETE if whole else PARTIAL if tests & good else MISSING
         return found
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

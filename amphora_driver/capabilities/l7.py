@@ -155,6 +155,9 @@ def _percent_lower(found: re.Match[str]) -> str:
 
 
 def _check_text(option: str, value: str) -> None:
+    if value and value.isascii() and value.isprintable() and len(value) <= _LONGEST:
+        # Nearly every value: everything below is about what these are not.
+        return
     if not value:
         refuse(option, value, "it is empty", "Give a value.")
     if _FORBIDDEN.search(value):

@@ -11,6 +11,8 @@ keep TLS 1.2 as the lowest version): a gap of a listener is closed after the han
 from __future__ import annotations
 
 import re
+import ssl
+from functools import lru_cache
 from typing import NamedTuple
 
 from amphora_driver.capabilities.refusal import refuse
@@ -21,6 +23,16 @@ VERSIONS = {"TLSv1": "TLSv1.0", "TLSv1.1": "TLSv1.1", "TLSv1.2": "TLSv1.2", "TLS
 """The API's words and HAProxy's, oldest first."""
 DEFAULT_VERSIONS = ("TLSv1.2", "TLSv1.3")
 MODERN = "TLSv1.3"
+MODERN_SUITES = frozenset(
+    {
+        "TLS_AES_128_GCM_SHA256",
+        "TLS_AES_256_GCM_SHA384",
+        "TLS_CHACHA20_POLY1305_SHA256",
+        "TLS_AES_128_CCM_SHA256",
+        "TLS_AES_128_CCM_8_SHA256",
+    }
+)
+"""All there are; OpenSSL ignores other names beside one of them, and refuses a list without."""
 OLD = ("TLSv1", "TLSv1.1")
 ALPN_PROTOCOLS = ("h2", "http/1.1", "http/1.0")
 MAX_CIPHERS = 2048
@@ -149,7 +161,21 @@ def _split(option: str, text: str | None) -> Ciphers:
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it names no cipher", "Name at least one cipher, or leave it out.")
+    if suites and not MODERN_SUITES & set(suites):
+        refuse(option, text, "TLS 1.3 has none of these", f"Use one of {', '.join(sorted(MODERN_SUITES))}.")
+    if older and not _selects(":".join(older)):
+        refuse(option, text, "OpenSSL finds no cipher in it, or does not understand it", "Use names that OpenSSL knows.")
     return Ciphers(":".join(older) or None, ":".join(suites) or None)
+
+
+@lru_cache(maxsize=1024)
+def _selects(ciphers: str) -> bool:
+    """Whether OpenSSL takes a list of ciphers: HAProxy calls the same function, and refuses its file otherwise."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(ciphers)
+    except ssl.SSLError:
+        return False
+    return True
 
 
 def check_alpn(option: str, protocols: tuple[str, ...] | None) -> None:

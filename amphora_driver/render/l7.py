@@ -218,6 +218,7 @@ def _condition(policy: L7Policy) -> _Condition | None:
     rules.sort(key=lambda rule: (rule.compare_type is L7Compare.REGEX, rule.id))
     acls: list[Quoted] = []
     terms: list[Quoted] = []
+    extension = False
     for rule in rules:
         try:
             name = _name(rule)
@@ -225,11 +226,12 @@ def _condition(policy: L7Policy) -> _Condition | None:
         except UnsupportedOption as error:
             raise ModelError(error.wanted, error.happened, error.remedy, object_id=rule.id) from error
         terms.append(quoting.negated(name) if rule.invert else name)
+        extension = extension or (rule.type is L7RuleType.FILE_TYPE and not _is_suffix(rule))
     return _Condition(
         acls=tuple(acls),
         terms=quoting.words(terms),
-        names=tuple(rule.id for rule in rules),
-        extension=any(rule.type is L7RuleType.FILE_TYPE and not _is_suffix(rule) for rule in rules),
+        names=tuple([rule.id for rule in rules]),
+        extension=extension,
     )
 
 
@@ -255,11 +257,17 @@ def _acls(rule: L7Rule, name: Quoted, *, doubtful: bool) -> list[Quoted]:
         return [quoting.words((_ACL, name, _VERIFY_RESULT, l7.verify_result(rule)))]
     if rule.compare_type is L7Compare.REGEX:
         return _searches(rule, name, doubtful=doubtful)
-    match = _MATCH[L7Compare.ENDS_WITH if _is_suffix(rule) else rule.compare_type]
-    if rule.type is L7RuleType.HOST_NAME:
-        match = quoting.words((_FOLD, match))
+    compare = L7Compare.ENDS_WITH if _is_suffix(rule) else rule.compare_type
+    fold = rule.type is L7RuleType.HOST_NAME
     values = [quoting.text(value, "the value", rule.id, longest=_LONGEST) for value in _values(rule)]
-    return [quoting.words((_ACL, name, _word(fetch), match, *values)) for fetch in _fetches(rule)]
+    return [quoting.words((_ACL, name, test, *values)) for test in _tests(_fetches(rule), compare, fold)]
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _tests(fetches: tuple[str, ...], compare: L7Compare, fold: bool) -> tuple[Quoted, ...]:
+    """What is compared and how: thousands of rules have few of these."""
+    how = quoting.words((_FOLD, _MATCH[compare])) if fold else _MATCH[compare]
+    return tuple(quoting.words((_word(fetch), how)) for fetch in fetches)
 
 
 _LONGEST = 4 * quoting.MAX_TEXT

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from amphora_driver.capabilities import addresses
 from amphora_driver.errors import QuotingError
@@ -113,10 +113,11 @@ def words(parts: Iterable[Quoted | int]) -> Quoted:
     Raises:
         TypeError: one of them is neither `Quoted` nor an integer.
     """
-    printed = list(parts)
-    if not _PRINTABLE.issuperset(map(type, printed)):
+    printed = parts if isinstance(parts, tuple) else tuple(parts)
+    kinds = set(map(type, printed))
+    if not kinds <= _PRINTABLE:
         raise TypeError(f"only quoted words and integers can be joined, not {printed!r}")
-    return _quoted(" ".join(map(str, printed)))
+    return _quoted(" ".join(map(str, printed) if int in kinds else cast("Iterable[str]", printed)))
 
 
 def ordinary_servers(beginnings: Iterable[str], tail: Quoted | None) -> list[Quoted | None]:
@@ -329,6 +330,9 @@ def text(
     """
     if not isinstance(value, str) or not value:
         _refuse(where, value, "it is empty", object_id)
+    if value.isascii() and value.isprintable() and len(value) <= longest and value[0] != "-" and "'" not in value:
+        # Nearly every value: everything below is about what these are not.
+        return _quoted(f"'{value}'")
     if _FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
     if len(value.encode()) > longest:

@@ -134,7 +134,7 @@ def test_a_connection_to_a_member_is_given_its_time(served, address):
     assert lasts(time.monotonic() - begin, 4 * 0.2)
 
 
-@pytest.mark.feature("listener.timeout-tcp-inspect")
+@pytest.mark.feature_partly("listener.timeout-tcp-inspect")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
 def test_what_comes_late_is_served(served, protocol):
     """It is the time for looking into what a client says, not for saying it: nobody is delayed or cut off by it."""

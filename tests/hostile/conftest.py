@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 _MORE = os.environ.get("AMPHORA_EXAMPLES")
 settings.register_profile(
     "hostile",
-    max_examples=int(_MORE or 60),
+    max_examples=int(_MORE or 25),
     derandomize=_MORE is None,
     database=None,
     deadline=None,

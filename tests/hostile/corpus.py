@@ -11,8 +11,9 @@ what becomes of them there, and holds the field's own cases. Later lines win ove
 
 Outcomes: `refused` (by the name of the option, and everything else is served), `as written` (the configuration is that
 of a harmless value, with this one in its place), `nothing` (accepted, and the configuration says nothing of it),
-`absent` (as if the field had not been given), `{"reads": …}` (as `as written`, with another way to say the same), `elsewhere` (accepted, with directives of another
-form: another file of the field has the value `as written`).
+`absent` (as if the field had not been given), `{"reads": ...}` (as `as written`, with another way to say the same),
+`elsewhere` (accepted, with directives of another form: another file of the field has the value `as written`).
+
 A text may be a pair of text and number: it is repeated.
 """
 

@@ -75,7 +75,7 @@ CHECKS = {
 }
 
 
-def _on(part: str, field: str, many: bool, n: int, value: str | None) -> LoadBalancer:
+def _on(part: str, field: str, many: bool, n: int, value: str | None) -> LoadBalancer:  # noqa: C901 - a table
     """A load balancer with this value in a field of one part of it; None is no value."""
     given = {field: (value,) if many and value is not None else value}
     match part:
@@ -103,9 +103,7 @@ def _on(part: str, field: str, many: bool, n: int, value: str | None) -> LoadBal
         case "policy":
             return trees.with_policy(n, **given)
         case "rule":
-            return balancer(
-                n, front=trees.listener(n, l7policies=(trees.policy(n, rules=(trees.rule(n, **given),)),))
-            )
+            return balancer(n, front=trees.listener(n, l7policies=(trees.policy(n, rules=(trees.rule(n, **given),)),)))
     raise AssertionError(part)
 
 
@@ -283,8 +281,8 @@ def _spellings(value: str) -> tuple[str, ...]:
 
 def _octets(value: str, encoded: str, form: str) -> str:
     return "".join(
-        letter if letter.isascii() and letter not in encoded else "".join(f"%{octet:02{form}}" for octet in letter.encode())
-        for letter in value
+        letter if letter.isascii() and letter not in encoded else "".join(f"%{octet:02{form}}" for octet in octets)
+        for letter, octets in ((letter, letter.encode()) for letter in value)
     )
 
 

@@ -15,8 +15,6 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.render.haproxy import Rendered, render
 
 
-
-
 @lru_cache
 def base(field: Field) -> Counter:
     """The directives with a harmless value."""
@@ -100,9 +98,12 @@ def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption
     kind = field.owner
     if not kind:
         return None
+    said: list[UnsupportedOption] = []
     try:
         CHECKS[kind](node(tree, field.at_fault(0, value)))
     except UnsupportedOption as error:
+        said.append(error)
+    for error in said:
         assert field.option is None or field.option in str(error), f"{error} does not name {field.option}"
         shown(error)
         return error

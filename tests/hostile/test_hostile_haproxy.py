@@ -12,7 +12,7 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,14 @@ def serving(haproxy: HAProxy, rules: list[str], folder: Path):
 def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
     """What HAProxy answers for each of these ends of a `return` rule."""
     rule = "    http-request return status 200 content-type text/plain"
-    rules = [f"{rule} {end} if {{ path /{number} }}" for number, end in enumerate(returns)]
+    rules = []
+    for number, end in enumerate(returns):
+        keyword, _, word = end.partition(" ")
+        condition = f"if {{ path /{number} }}"
+        if keyword == "sample":
+            rules.append(f"    http-request set-var(txn.value) {word} {condition}")
+            end = "lf-string %[var(txn.value)]"  # noqa: PLW2901 - what is answered instead
+        rules.append(f"{rule} {end} {condition}")
     got = []
     with serving(haproxy, rules, folder) as connection:
         for number in range(len(returns)):
@@ -92,10 +99,45 @@ def generated(way: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _unended(value: str) -> bool:
+    return r"\E" not in value
+
+
 WAYS = {
     "text": (quoting.text, "string", (anything, printable), str),
     "log_format": (quoting.log_format, "lf-string", (anything, printable), str),
     "token": (quoting.token, "string", (anything, st.from_regex(r"[a-z0-9_.:/+-]+", fullmatch=True)), str),
+    "ciphers": (quoting.ciphers, "string", (anything, st.from_regex(r"[A-Z0-9+!:@=_.-]+", fullmatch=True)), str),
+    "host_name": (
+        quoting.host_name,
+        "string",
+        (anything, st.from_regex(r"[a-z0-9_][a-z0-9_.-]*", fullmatch=True)),
+        str,
+    ),
+    "network": (
+        quoting.network,
+        "string",
+        (anything, st.ip_addresses().map("{}/32".format)),
+        lambda value: str(ip_network(value, strict=False)),
+    ),
+    # HAProxy's second parser, the one for arguments.
+    "sample": (
+        lambda value, where: quoting.sample("str", value, "", where),
+        "sample",
+        (anything, printable),
+        str,
+    ),
+    # A pattern that is exactly the value, taken away from the value with an x behind it.
+    "substituted": (
+        lambda value, where: quoting.substituted(f'str("{_escaped(value)}x")', rf"\Q{value}\E", "", where),
+        "sample",
+        (anything.filter(_unended), printable.filter(_unended)),
+        lambda _: "x",
+    ),
     "identifier": (quoting.identifier, "string", (anything, st.uuids().map(str)), str),
     "address": (
         quoting.address,

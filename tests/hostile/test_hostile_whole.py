@@ -21,6 +21,7 @@ from amphora_agent.haproxy.configuration import parse
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.render.haproxy import render
 
+
 def unserved(tree) -> set[str]:
     """What the driver would have refused; with a policy or rule that says something it is the listener."""
     found = {node.id for node in nodes(tree) if node.id[0] not in "yr" and objects(node)}
@@ -40,6 +41,7 @@ def objects(node) -> bool:
     return False
 
 
+@settings(max_examples=max(80, settings.default.max_examples))
 @given(wholes())
 def test_the_directives_are_those_of_the_model(tree):
     rendered = render(tree)
@@ -61,7 +63,7 @@ def test_the_directives_are_those_of_the_model(tree):
 def generated() -> tuple[Taken, ...]:
     found: list[Taken] = []
 
-    @settings(max_examples=max(150, settings.default.max_examples))
+    @settings(max_examples=max(100, settings.default.max_examples))
     @given(st.data())
     def collect(data):
         tree = data.draw(wholes(str(len(found))))

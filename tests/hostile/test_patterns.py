@@ -82,8 +82,12 @@ def loose_patterns(tree: ast.AST) -> list[str]:
     for node, name, of_re in calls(tree):
         if of_re and name in ("compile", "match", "fullmatch", "search") and node.args and node.lineno not in readers:
             pattern = written(node.args[0])
-            said = {word.attr for arg in [*node.args[1:], *(k.value for k in node.keywords)] for word in ast.walk(arg)
-                    if isinstance(word, ast.Attribute)}
+            said = {
+                word.attr
+                for arg in [*node.args[1:], *(k.value for k in node.keywords)]
+                for word in ast.walk(arg)
+                if isinstance(word, ast.Attribute)
+            }
             flags = (re.ASCII if {"ASCII", "A"} & said else 0) | (re.VERBOSE if {"VERBOSE", "X"} & said else 0)
             wrong += [f"line {node.lineno}: {what}" for what in (loose(pattern, flags) if pattern else ())]
     return wrong

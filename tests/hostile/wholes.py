@@ -37,7 +37,7 @@ HEADERS = ("X-Forwarded-For", "X-Forwarded-Port", "X-Forwarded-Proto", "X-Real-I
 def value(*good: str) -> st.SearchStrategy[str]:
     """Mostly what is taken, so that most of a load balancer is rendered."""
     usual = st.sampled_from(good)
-    return st.integers(0, 15).flatmap(lambda n: (usual if n < 14 else anything if n == 14 else printable))
+    return st.integers(0, 15).flatmap(lambda n: usual if n < 14 else anything if n == 14 else printable)
 
 
 def several(*good: str) -> st.SearchStrategy[list[str]]:

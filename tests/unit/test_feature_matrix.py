@@ -14,28 +14,29 @@ TESTS = Path(__file__).parents[1]
 COMMITTED = TESTS.parent / "docs" / "feature-matrix"
 
 
-def marked(source: str) -> set[str]:
+def marked(source: str, marker: str = "feature") -> set[str]:
     """Every line that a test in this file is marked with; lines are written out, so that they can be searched for."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.feature":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{marker}":
             found.update(ast.literal_eval(argument) for argument in node.args)
     return found
 
 
 def test_what_is_committed_is_what_is_tested():
     sources = [file.read_text() for file in TESTS.rglob("test_*.py") if file != Path(__file__)]
-    lines = set().union(*map(marked, sources))
-    assert lines <= KNOWN
+    whole = set().union(*map(marked, sources))
+    partly = set().union(*(marked(source, "feature_partly") for source in sources))
+    assert whole | partly <= KNOWN
     for kind in LINES:
-        verdicts = {line: COMPLETE for line in lines if line.startswith(f"{kind}.")}
+        verdicts = {**dict.fromkeys(whole, COMPLETE), **dict.fromkeys(partly, PARTIAL)}
         assert (COMMITTED / file_name(kind)).read_text() == written(kind, verdicts), (
             "run all tests with --feature-matrix docs/feature-matrix"
         )
 
 
-def item(name: str, *lines: str):
-    return SimpleNamespace(nodeid=name, iter_markers=lambda _: [SimpleNamespace(args=lines)])
+def item(name: str, *lines: str, marker: str = "feature"):
+    return SimpleNamespace(nodeid=name, iter_markers=lambda kind: [SimpleNamespace(args=lines)] * (kind == marker))
 
 
 def report(name: str, *, passed: bool = True, when: str = "call"):
@@ -59,6 +60,14 @@ def test_complete_takes_every_marked_test(matrix):
     matrix.pytest_runtest_logreport(report("two", when="teardown", passed=False))
     assert matrix.verdicts() == {line: PARTIAL}
     assert "[operation.weight]\ndriver.haproxy=partial\n" in written("member", matrix.verdicts())
+
+
+def test_partly_is_never_complete(matrix):
+    line = "member.weight"
+    matrix.pytest_collection_modifyitems([item("one", line), item("two", line, marker="feature_partly")])
+    for name in ("one", "two"):
+        matrix.pytest_runtest_logreport(report(name))
+    assert matrix.verdicts() == {line: PARTIAL}
 
 
 def test_a_line_that_does_not_exist_ends_the_collection(matrix):

@@ -151,8 +151,8 @@ CA = {"tls_enabled": True, "ca_tls_container_ref": "ca"}
         (
             LISTENER,
             None,
-            {"tls_enabled": True, "tls_versions": ("TLSv1.1", "TLSv1.2"), "tls_ciphers": "B:A"},
-            "ssl verify none ssl-min-ver TLSv1.1 ssl-max-ver TLSv1.2 ciphers B:A:@SECLEVEL=0",
+            {"tls_enabled": True, "tls_versions": ("TLSv1.1", "TLSv1.2"), "tls_ciphers": "CHACHA20:AES"},
+            "ssl verify none ssl-min-ver TLSv1.1 ssl-max-ver TLSv1.2 ciphers CHACHA20:AES:@SECLEVEL=0",
         ),
         (LISTENER, None, {"tls_enabled": True, "protocol": "PROXYV2"}, f"send-proxy-v2 ssl verify none {VERSIONS}"),
         (LISTENER, None, {"tls_container_ref": "own", "alpn_protocols": ("h2",)}, "server m1 192.0.2.1:80 weight 1"),
