@@ -164,7 +164,7 @@ def _split(option: str, text: str | None) -> Ciphers:
     if suites and not MODERN_SUITES & set(suites):
         refuse(option, text, "TLS 1.3 has none of these", f"Use one of {', '.join(sorted(MODERN_SUITES))}.")
     if older and not _selects(":".join(older)):
-        refuse(option, text, "OpenSSL finds no cipher in it, or does not understand it", "Use names that OpenSSL knows.")
+        refuse(option, text, "OpenSSL finds no cipher in it, or does not understand it", "Use OpenSSL's own names.")
     return Ciphers(":".join(older) or None, ":".join(suites) or None)
 
 

@@ -247,8 +247,7 @@ def _policies(
     culprits = {
         policy.id
         for policy in enabled
-        if failed
-        and (policy.id in failed or any(rule.id in failed and rule.admin_state_up for rule in policy.rules))
+        if failed and (policy.id in failed or any(rule.id in failed and rule.admin_state_up for rule in policy.rules))
     }
     made = None
     if not culprits:
