@@ -86,8 +86,8 @@ def header() -> str:
     return "haproxy: " + ", ".join(f"{each.series} ({each.version or 'not here'})" for each in VERSIONS)
 
 
-# A server's certificate is opened after everything was read, and not from `default-path` (2.6); the agent has a frontend
-# that opens them before.
+# A server's certificate is opened after everything was read, and not from `default-path` (2.6): the agent has a
+# frontend that opens them before.
 MACHINE = """\
 global
     server-state-file {folder}/state

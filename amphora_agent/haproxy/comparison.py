@@ -188,10 +188,11 @@ def _shortened(reasons: list[str]) -> str:
 
 
 def _servers(old: Section, new: Section, running: Configuration, wanted: Configuration) -> Runtime | Reload:
-    """Steps for one section; additions come first, so that the pool is never emptier than wanted."""
+    """Steps for one section; what takes from the pool comes last, so that it is never emptier than wanted."""
     before = {server.name: server for server in old.servers}
     after = {server.name: server for server in new.servers}
     steps: list[Step] = []
+    taking: list[Step] = []
     reasons: list[str] = []
     key = _cookie_key(new, wanted)
     waiting = tuple(s.name for s in new.servers if s.name not in before and not s.disabled) if key else ()
@@ -205,13 +206,14 @@ def _servers(old: Section, new: Section, running: Configuration, wanted: Configu
             reasons.append(f"member {name} added")
             continue
         if was.weight != server.weight:
-            steps.append(SetWeight(new.name, name, server.weight))
+            (steps if server.weight else taking).append(SetWeight(new.name, name, server.weight))
             reasons.append(f"member {name} has weight {server.weight}")
         if was.disabled != server.disabled:
-            steps.append(SetMaintenance(new.name, name, server.disabled))
+            (taking if server.disabled else steps).append(SetMaintenance(new.name, name, server.disabled))
             reasons.append(f"member {name} {'disabled' if server.disabled else 'enabled'}")
     if any(isinstance(step, AddServer) for step in steps) and key:
         steps.append(NameServers(new.name, key, waiting))
+    steps += taking
     for name, server in before.items():
         if name not in after:
             steps.append(RemoveServer(new.name, name, server.disabled))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
@@ -117,14 +118,20 @@ def carry_out(steps: Iterable[Step], worker: Socket) -> None:
     Raises:
         HaproxyError: it did not do one of the steps; those before it are done.
     """
+    for removal, group in groupby(steps, lambda step: step.backend if isinstance(step, RemoveServer) else None):
+        if removal is not None:
+            _remove(worker, removal, [step for step in group if isinstance(step, RemoveServer)])
+        else:
+            _change(worker, group)
+
+
+def _change(worker: Socket, steps: Iterable[Step]) -> None:
     for step in steps:
         match step:
             case AddServer():
                 _add(worker, step)
             case NameServers():
                 _name(worker, step)
-            case RemoveServer():
-                _remove(worker, step)
             case SetWeight():
                 worker.order(f"set server {step.backend}/{step.name} weight {step.weight}")
             case SetMaintenance():
@@ -148,37 +155,44 @@ def _name(worker: Socket, step: NameServers) -> None:
     HAProxy 2.6 computes those of all servers whenever the key is set, and none when a server is added.
     """
     worker.order(f"set dynamic-cookie-key backend {step.backend} {step.key}")
-    for first in range(0, len(step.names), _AT_ONCE):
-        names = step.names[first : first + _AT_ONCE]
-        worker.order("; ".join(f"enable server {step.backend}/{name}" for name in names))
+    _order_all(worker, [f"enable server {step.backend}/{name}" for name in step.names])
 
 
-def _remove(worker: Socket, step: RemoveServer) -> None:
-    """Take a server out, waiting a moment for the requests it still answers.
+def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer]) -> None:
+    """Take servers out of a backend, waiting a moment for the requests they still answer.
 
     Draining comes first because maintenance closes the connections that are idle at that moment: one that becomes
-    idle later would keep the server from being deleted for another five seconds.
+    idle later would keep the server from being deleted for another five seconds. All of them go together: the question
+    who is still busy is about the whole backend, and would be asked a thousand times for a thousand members.
     """
-    name = f"{step.backend}/{step.name}"
     deadline = time.monotonic() + REMOVAL_SECONDS
-    if not step.disabled:
-        worker.order(f"set server {name} state drain")
-        while _connections(worker, step) and time.monotonic() < deadline:
+    draining = [step.name for step in steps if not step.disabled]
+    if draining:
+        _order_all(worker, [f"set server {backend}/{name} state drain" for name in draining])
+        while not _busy(worker, backend).isdisjoint(draining) and time.monotonic() < deadline:
             # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
             time.sleep(_POLL_SECONDS)
-    worker.order(f"set server {name} state maint")
-    # Its idle connections are closed by the threads that own them: a moment after this answer.
-    while (answer := worker.ask(f"del server {name}").strip()) != _DELETED:
-        if time.monotonic() >= deadline:
-            raise HaproxyError(f"have HAProxy do 'del server {name}'", answer or "it said nothing")
-        time.sleep(_POLL_SECONDS)
+    _order_all(worker, [f"set server {backend}/{step.name} state maint" for step in steps])
+    deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
+    for step in steps:
+        # Its idle connections are closed by the threads that own them: a moment after that answer.
+        command = f"del server {backend}/{step.name}"
+        while (answer := worker.ask(command).strip()) != _DELETED:
+            if time.monotonic() >= deadline:
+                raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
+            time.sleep(_POLL_SECONDS)
 
 
-def _connections(worker: Socket, step: RemoveServer) -> int:
-    """The connections on which a server answers a request now."""
-    lines = [line.split() for line in worker.ask(f"show servers conn {step.backend}").splitlines()]
+def _order_all(worker: Socket, commands: Sequence[str]) -> None:
+    """Give commands that have nothing to answer, many at once."""
+    for first in range(0, len(commands), _AT_ONCE):
+        worker.order("; ".join(commands[first : first + _AT_ONCE]))
+
+
+def _busy(worker: Socket, backend: str) -> set[str]:
+    """The servers of a backend that answer a request now."""
+    lines = [line.split() for line in worker.ask(f"show servers conn {backend}").splitlines()]
     if not lines or "used_cur" not in lines[0]:
-        return 0
+        return set()
     column = lines[0].index("used_cur") - 1  # the first word of the head is its '#'
-    used = [int(words[column]) for words in lines[1:] if words and words[0] == f"{step.backend}/{step.name}"]
-    return used[0] if used else 0
+    return {words[0].removeprefix(f"{backend}/") for words in lines[1:] if words and int(words[column])}

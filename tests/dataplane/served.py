@@ -21,6 +21,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,6 +204,17 @@ class Served:
         except AssertionError:
             found = self.states(pool, *wanted, port=port)
             raise AssertionError(f"not within {seconds} s: {wanted}, but {found}") from None
+
+    def until_learned(self, entries: int) -> None:
+        """Wait until a new worker knows the clients that the one before it had remembered.
+
+        It serves from its first moment, and asks then (HAProxy's peers): some 100 ms on an idle machine.
+        """
+        used = re.compile(r"^# table: .*used:(\d+)", re.MULTILINE)
+        eventually(
+            lambda: sum(map(int, used.findall(self.amphora.ask_haproxy("show table")))) >= entries,
+            f"{entries} clients are remembered",
+        )
 
     def until(self, member_id: str, *wanted: str, seconds: float = 10.0) -> None:
         """Wait until a member has one of these states everywhere."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -198,7 +199,7 @@ def test_rise_and_fall_are_counted_exactly(served):
         key: states for key, (_, states) in SCRIPTS.items()
     }
     for asked, delay in ((patients[3, 2].times, 1), (times, 3)):
-        pauses = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+        pauses = [after - before for before, after in itertools.pairwise(asked)]
         assert len(pauses) >= 2
         assert all(delay * 0.9 <= pause for pause in pauses), pauses
         assert sorted(pauses)[len(pauses) // 2] <= delay * 1.5, pauses
@@ -207,32 +208,35 @@ def test_rise_and_fall_are_counted_exactly(served):
 @pytest.mark.feature("healthmonitor.timeout")
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
 def test_who_takes_too_long_is_down(served, tenant, kind):
-    """Not before its time is over, and not much after it."""
+    """Not before its time is over, and not much after it; given enough time it is up."""
     over = threading.Event()
     late = served.web(tls=serving(tenant.issue("member.internal")) if kind == "HTTPS" else None)
     late.answer = lambda seen: Answer(status=200 if over.wait(1.7) else 202)
-    parts = []
-    for port, (name, timeout) in enumerate({"short": 1, "long": 3}.items(), 8000):
+
+    def push(name: str, timeout: int) -> None:
         watched = monitor(kind, delay=4, timeout=timeout, expected_codes="202", url_path=f"/{name}")
-        parts += [listener(port, pool=name), pool(name, member(late, id=id_of("member", name)), monitor=watched)]
+        target = member(late, id=id_of("member", f"{name} {kind}"))
+        served.push(load_balancer(listener(80), pool("pool", target, monitor=watched)))
+        late.hears(f"/{name}")
+
     try:
-        served.push(load_balancer(*parts))
-        late.hears("/short")
+        push("short", 1)
         began = time.monotonic()
-        served.until_states("short", {"short": "DOWN"}, port=8000)
+        served.until_states("pool", {f"short {kind}": "DOWN"})
         assert 0.9 <= time.monotonic() - began < 1.6
-        served.until_states("long", {"long": "UP"}, port=8001)
+        push("long", 3)
+        served.until_states("pool", {f"long {kind}": "UP"})
     finally:
         over.set()
 
 
 @pytest.mark.feature("healthmonitor.timeout", "listener.timeout_member_connect")
-@pytest.mark.parametrize(("kind", "address"), [("TCP", MEMBER), ("TCP", MEMBER6), ("TLS-HELLO", MEMBER)])
-def test_a_check_does_not_connect_for_ever(served, kind, address):
+@pytest.mark.parametrize("address", [MEMBER, MEMBER6])
+def test_a_check_does_not_connect_for_ever(served, address):
     """As long as the traffic would try, at most until the next check (HAProxy knows no other limit for it)."""
-    peer = served.silent(address=address) if kind == "TLS-HELLO" else served.full(address=address)
-    fronts = listener(80, timeout_member_connect=600)
+    full = served.full(address=address)
+    front = listener(80, timeout_member_connect=600)
     began = time.monotonic()
-    served.push(load_balancer(fronts, pool("pool", member(peer), monitor=monitor(kind, delay=30, timeout=20))))
-    served.until_states("pool", {peer.name: "DOWN"}, seconds=5)
+    served.push(load_balancer(front, pool("pool", member(full), monitor=monitor("TCP", delay=30, timeout=20))))
+    served.until_states("pool", {"full": "DOWN"}, seconds=5)
     assert time.monotonic() - began >= 0.6

@@ -29,11 +29,17 @@ class Kept:
         make = served.web if protocol == "HTTP" else served.echo
         self.peers = {n: make(n, (MEMBER, MEMBER6)[place % 2]) for place, n in enumerate("abcd")}
 
-    def push(self, *names: str, changes=None, listening=None, persistence=("SOURCE_IP", None), **more) -> str:
+    def push(self, *names: str, changes=None, listening=None) -> str:
         members = [member(self.peers[name], **(changes or {}).get(name, {})) for name in names]
         tree = load_balancer(
             listener(80, protocol=self.protocol, pool=self.pool, **(listening or {})),
-            pool(self.pool, *members, protocol=self.protocol, persistence=persistence, monitor=self.watched, **more),
+            pool(
+                self.pool,
+                *members,
+                protocol=self.protocol,
+                persistence=("SOURCE_IP", None),
+                monitor=self.watched,
+            ),
         )
         return self.served.push(tree).how
 
@@ -65,14 +71,15 @@ def test_clients_stay(served, protocol):
     assert kept.homes() == before
     # A new worker: nobody moves.
     assert kept.push("a", "b", "c", listening={"timeout_client_data": 49_000}) == "reload"
+    served.until_learned(len(CLIENTS))
     assert kept.homes() == before
     # One that drains keeps those it has, and gets nobody else.
-    assert (
-        kept.push("a", "b", "c", changes={"a": {"weight": 0}}, listening={"timeout_client_data": 49_000}) == "runtime"
-    )
+    drained = {"a": {"weight": 0}}
+    assert kept.push("a", "b", "c", changes=drained, listening={"timeout_client_data": 49_000}) == "runtime"
     assert kept.homes() == before
     assert "a" not in kept.homes(NEWCOMERS).values()
     assert kept.push("a", "b", changes={"a": {"weight": 0}}) == "reload"
+    served.until_learned(len(CLIENTS))
     assert kept.homes() == before
     # One that is gone keeps nobody; the others keep theirs, and those who moved stay where they are now.
     assert kept.push("b", "c") == "runtime"
@@ -106,9 +113,8 @@ def test_nothing_is_kept_without_persistence(served):
     kept = Kept(served, "kept anew")
     kept.push("a", "b")
     assert kept.home(CLIENT) == kept.home(CLIENT)
-    kept.push("a", "b", persistence=None) if False else served.push(
-        load_balancer(listener(80, pool="kept anew"), pool("kept anew", *(member(kept.peers[n]) for n in "ab")))
-    )
+    members = [member(kept.peers[name]) for name in "ab"]
+    served.push(load_balancer(listener(80, pool="kept anew"), pool("kept anew", *members)))
     assert {kept.home(CLIENT) for _ in range(4)} == {"a", "b"}
 
 

@@ -65,7 +65,7 @@ def both(n: int, pool_name: str, **more):
 
 
 def answers(served, names) -> dict[str, set[int]]:
-    """What the clients of each pool are told, whatever they speak and ask for. All at once: a refusal takes its time."""
+    """What the clients of each pool are told, whatever they speak and ask for; all at once, as refusals take time."""
     requests = []
     for n, name in enumerate(names):
         requests += [(name, {"port": 8000 + n, "address": vip}) for vip in VIPS]

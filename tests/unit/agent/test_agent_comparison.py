@@ -128,6 +128,16 @@ def test_by_a_reload(old, new, reason):
     assert reason in verdict.reason
 
 
+def test_the_pool_is_never_emptier_than_wanted():
+    old = configuration("server a 192.0.2.1:80 weight 0", "server b 192.0.2.2:80", "server c 192.0.2.3:80")
+    new = configuration("server b 192.0.2.2:80 disabled", "server c 192.0.2.3:80 weight 0", "server a 192.0.2.1:80")
+    assert compare(old, new).steps == (
+        SetWeight("p:l", "a", 1),
+        SetMaintenance("p:l", "b", True),
+        SetWeight("p:l", "c", 0),
+    )
+
+
 def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
     old = configuration(*COOKIE, "dynamic-cookie-key k", ONE)
     new = configuration(*COOKIE, "dynamic-cookie-key k", TWO, "server c 192.0.2.3:80 disabled")
