@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -53,6 +54,24 @@ def test_nobody_is_left_when_all_are_drained(served, protocol):
         else:
             assert served.visitor.connect(80, vip).recv(100) == b""
     assert peer.connections == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS"])
+@pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
+def test_a_dead_member_that_nobody_watches_delays_nobody(served, protocol, algorithm):
+    """Refused by one, a connection goes to another at once, not after three tries of a second each."""
+    start = served.web if protocol == "HTTP" else served.echo
+    alive, dead = start("alive"), start("dead")
+    dead.stop()
+    members = pool("pool", member(alive), member(dead), protocol=protocol, lb_algorithm=algorithm)
+    served.push(load_balancer(listener(80, protocol=protocol), members))
+    for vip in VIPS * 3:
+        begin = time.monotonic()
+        if protocol == "HTTP":
+            assert served.visitor.fetch(address=vip).status == 200
+        else:
+            assert served.visitor.connect(80, vip).recv(100) == b"alive\n"
+        assert time.monotonic() - begin < 0.9
 
 
 @pytest.mark.feature("member.admin_state_up")
