@@ -236,9 +236,11 @@ def _backend(pool: Pool, refused: set[str]) -> Counter:
         if monitor.type is not MonitorType.TCP:
             found.update(("option httpchk", "http-check send", "http-check expect"))
     kept = pool.session_persistence
-    if kept is not None and kept.type is PersistenceType.HTTP_COOKIE:
+    if kept is None:
+        found["option redispatch"] += 1
+    elif kept.type is PersistenceType.HTTP_COOKIE:
         found.update(("cookie", "dynamic-cookie-key"))
-    elif kept is not None:
+    else:
         by_address = kept.type is PersistenceType.SOURCE_IP
         found.update(("stick-table", *(("stick on",) if by_address else ("stick match", "stick store-response"))))
     for member in pool.members:

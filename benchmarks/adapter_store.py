@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load balancers in the database, for every case that has one; the harness's case `graph`."""
+
+import time
+
+import sqlalchemy as sa
+from adapter_heartbeats import GENERATION, heartbeat_key
+from adapter_tree import tree
+
+from amphora_driver.store import amphorae, migrate, tables, wanted
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.engine import Database
+
+
+class Store:
+    """Recorded as a controller leaves them: applied, confirmed, ACTIVE."""
+
+    def db_setup(self, url):
+        migrate.upgrade(url)
+        self.url = url
+        self.database = Database(url, durable=False)  # as controller and health manager have it
+
+    def db_add(self, specs):
+        for spec in specs:
+            self.database.write(lambda connection, spec=spec: self._record(connection, spec))
+
+    def _record(self, connection, spec):
+        whole = tree(spec)
+        nodes = list(wanted.flatten(whole))
+        connection.execute(
+            tables.work.insert().values(
+                load_balancer_id=whole.id, project_id=whole.project_id, op="apply", generation=GENERATION,
+                committed=GENERATION, applied=GENERATION, read_back=False, dirty=False,
+            )
+        )  # fmt: skip
+        wanted.insert(connection, whole.id, GENERATION, nodes)
+        rows = [
+            {
+                "object_id": node.id, "kind": wanted.kind_of(node).value, "load_balancer_id": whole.id,
+                "provisioning": "ACTIVE", "operating": "ONLINE", "since": time.time(), "version": 1, "reported": 1,
+            }
+            for node in nodes
+        ]  # fmt: skip
+        connection.execute(tables.status.insert(), rows)
+        for one in spec["amphorae"]:
+            sealed = self._vault.seal(heartbeat_key(one["id"]))
+            amphorae.record(connection, one["id"], whole.id, one["role"], sealed)
+            amphorae.change(
+                connection, one["id"], state=State.READY, confirmed=GENERATION, compute_id=one["compute_id"],
+                management_address=one["lb_network_ip"], plugged=(), ready_at=time.time(),
+            )  # fmt: skip
+
+    def graph_load(self, lb_id):
+        """What a controller reads for one round of work."""
+
+        def read(connection):
+            work = connection.execute(sa.select(tables.work).where(tables.work.c.load_balancer_id == lb_id)).one()
+            return work, amphorae.of_load_balancer(connection, lb_id), wanted.load_tree(connection, lb_id)
+
+        return self.database.read(read)
+
+    def sql_count(self, on):
+        """Statements without BEGIN: with SQLite we begin transactions ourselves, which others leave to the driver."""
+        engine = self.database.engine
+        if on:
+            self._counted = {"statements": 0, "commits": 0}
+
+            def statement(_connection, _cursor, text, *_more):
+                self._counted["statements"] += not text.startswith("BEGIN")
+
+            def commit(_connection):
+                self._counted["commits"] += 1
+
+            self._listening = (("before_cursor_execute", statement), ("commit", commit))
+            for listening in self._listening:
+                sa.event.listen(engine, *listening)
+            return None
+        for listening in self._listening:
+            sa.event.remove(engine, *listening)
+        return self._counted
