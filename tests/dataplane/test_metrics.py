@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import socket
 import subprocess
 import threading
-import time
 import uuid
 from pathlib import Path
 
 import pytest
-from amphora_lab import VIP, VIP6, eventually, get
+from amphora_lab import VIP, VIP6, descendants, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -168,22 +168,31 @@ def test_an_agent_that_begins_again_answers_again(amphora, inside):
     eventually(answers, "the responder answers again")
 
 
+def processor_time(amphora) -> float:
+    """Seconds that the amphora's processes have computed so far."""
+    ticks = 0
+    for pid in descendants(amphora.init()):
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_thousand_members_in_well_under_a_tenth_of_a_second(amphora, client):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} 198.51.100.101:{1024 + n} weight 1\n" for n in range(1000)
     )
     status, said = amphora.push(1, text(listener([], extra=servers), PROMETHEUS))
     assert (status, said["loaded"]["members"]) == (200, 1000)
-    took = []
-    while len(took) < 5 or (min(took) >= 0.1 and len(took) < 50):  # others may use this machine, too
-        began = time.perf_counter()
+    # Processor time, of everything in the amphora: the clock on the wall also counts what others do on this machine.
+    began, scrapes = processor_time(amphora), 10
+    for _ in range(scrapes):
         status, _, said = client(scrape)
-        took.append(time.perf_counter() - began)
         assert status == 200
+    took = (processor_time(amphora) - began) / scrapes
     found = parsed(said)
     members = {dict(labels)["member"] for name, labels in found if name == "octavia_member_status"}
     assert len(members) == 1000
-    assert min(took) < 0.1, took
+    assert took < 0.1, f"{took * 1000:.0f} ms"
 
 
 # -- beside HAProxy's own exporter ----------------------------------------------------------------------------------

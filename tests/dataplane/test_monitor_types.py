@@ -26,9 +26,9 @@ def sick(seen) -> Answer:
     return Answer(status=500 if seen.target == "/check" else 200)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.feature(f"healthmonitor.type.{each}")) for each in ALIVE]
-)
+@pytest.mark.feature("healthmonitor.type.HTTP", "healthmonitor.type.HTTPS", "healthmonitor.type.TCP")
+@pytest.mark.feature("healthmonitor.type.TLS-HELLO", "healthmonitor.type.PING")
+@pytest.mark.parametrize("kind", ALIVE)
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 def test_who_is_alive(served, tenant, kind, address):
     """Requests reach those that are, and nobody else."""

@@ -181,18 +181,23 @@ def test_silence_is_an_answer_after_a_while(network, monkeypatch, responder):
     assert network.thread("cl").run(ping, SILENT) == 503
 
 
+LISTENING, TIME_WAIT = "0A", "06"
+"""States in /proc/net/tcp."""
+
+
 def test_who_goes_away_is_forgotten(network, responder):
     def ask_and_go():
         for _ in range(50):
             begin(f"/ping/{IDS[SILENT]}").close()
         return ping(MEMBER)
 
-    def files():
-        return len(list(Path("/proc/self/fd").iterdir()))
+    def open_connections():
+        rows = [row.split() for row in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]]
+        return [row for row in rows if row[1].endswith(f":{PORT:04X}") and row[3] not in (LISTENING, TIME_WAIT)]
 
-    before = files()
-    assert network.thread("cl").run(ask_and_go) == 200
-    eventually(lambda: files() <= before, "their connections are closed")
+    client = network.thread("cl")
+    assert client.run(ask_and_go) == 200
+    eventually(lambda: not client.run(open_connections), "their connections are closed")
 
 
 class Impostor:

@@ -35,9 +35,9 @@ def front(protocol: str, pool_name: str):
     return listener(PORTS[protocol], protocol=protocol, pool=pool_name)
 
 
-@pytest.mark.parametrize(
-    "protocol", [pytest.param(each, marks=pytest.mark.feature(f"pool.protocol.{each}")) for each in LISTENERS]
-)
+@pytest.mark.feature("pool.protocol.HTTP", "pool.protocol.HTTPS", "pool.protocol.TCP")
+@pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2")
+@pytest.mark.parametrize("protocol", LISTENERS)
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 @pytest.mark.feature("member.address", "member.protocol_port")
 def test_a_pool_behind_every_listener(served, tenant, protocol, address):
