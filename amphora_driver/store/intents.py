@@ -155,6 +155,8 @@ class Intents:
             if isinstance(node, L7Policy):
                 whole[0] = _make_room(connection, generation, node)
             ghosts = _ghosts(connection, generation, node)
+            if isinstance(node, Member) and ":" in node.address:
+                self._check_spelling(connection, node)
             wanted.insert(connection, load_balancer_id, generation, whole)
             _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
@@ -248,6 +250,12 @@ class Intents:
             self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id)
 
         self._database.write(write)
+
+    def _check_spelling(self, connection: sa.Connection, member: Member) -> None:
+        """Octavia compares addresses as text, but those of IPv6 can be written in many ways: look at the whole pool."""
+        pool: Pool = wanted.load(connection, Kind.POOL, member.pool_id)
+        others = wanted.children(connection, member.pool_id, Kind.MEMBER)
+        self._check(msgspec.structs.replace(pool, members=(*others.values(), member)))
 
     def _check_fit(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
         """Only listeners and pools depend on the profile: calls about anything else do not read it."""

@@ -146,13 +146,19 @@ def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Obs
     )
 
 
-def due(connection: sa.Connection, limit: int) -> list[Due]:
-    """What may be reported now, load balancer by load balancer, children before the load balancer itself."""
+def due(connection: sa.Connection, limit: int, after: str = "") -> list[Due]:
+    """What may be reported now, load balancer by load balancer, children before the load balancer itself.
+
+    Args:
+        limit: the most rows to look at.
+        after: the load balancer that had its turn last; the next ones come first.
+    """
     rows = connection.execute(
         sa.select(status, work.c.generation.label("wanted"), work.c.applied)
         .join(work, work.c.load_balancer_id == status.c.load_balancer_id)
         .where(status.c.version > status.c.reported, work.c.committed >= work.c.generation)
         .order_by(
+            sa.case((status.c.load_balancer_id > after, 0), else_=1),
             status.c.load_balancer_id,
             sa.case((status.c.kind == Kind.LOAD_BALANCER.value, 1), else_=0),
             status.c.object_id,

@@ -75,6 +75,7 @@ def seconds_of_silence(cloud, address, port=80):
     return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
+@pytest.mark.feature("lb.flavor")
 def test_a_flavors_timeout_is_what_a_silent_client_meets(cloud, flavor):
     quick = flavor("quick", {"timeout_client_data": 1000, "timeout_http_request": 30000})
     balancer = cloud.load_balancer("quick", flavor_id=quick.id)
@@ -98,6 +99,7 @@ def test_a_flavors_timeout_is_what_a_silent_client_meets(cloud, flavor):
     assert 2.5 < seconds_of_silence(cloud, balancer.vip_address, 81) < 6, "the listener's own goes before the flavor's"
 
 
+@pytest.mark.feature("lb.flavor", "lb.availability_zone")
 def test_the_profile_survives_being_read_back(cloud, flavor, zone):
     patient = flavor("patient", {"timeout_tunnel": 86400000, "connection_limit": 777})
     here = zone("here", {"compute_zone": "z", "valid_vip_networks": [topology.VIP_NETWORK]})

@@ -33,6 +33,7 @@ def test_add_change_and_remove(cloud):
     assert cloud.answers(balancer.vip_address, 10) == {"member1": 10}
 
 
+@pytest.mark.feature("member.batch")
 def test_batch_update(cloud):
     balancer = cloud.served("batch", ("member1", "member2"))
     pool = cloud.pool_of(balancer)
@@ -71,6 +72,7 @@ def test_a_member_that_dies_and_comes_back(cloud, member_process):
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
+@pytest.mark.feature("lb.stats", "listener.stats")
 def test_statistics_equal_the_requests_sent(cloud):
     balancer = cloud.served("statistics")
     assert sum(cloud.answers(balancer.vip_address, 40).values()) == 40

@@ -75,6 +75,7 @@ class TestNetworkApi:
 
 
 class TestVip:
+    @pytest.mark.feature("lb.vip_port_id")
     def test_a_port_brought_along_stays(self, cloud, connection):
         port = connection.network.create_port(network_id=topology.VIP_NETWORK)
         balancer = cloud.load_balancer("brought", vip_subnet_id=topology.VIP_SUBNET, vip_port_id=port.id)
@@ -84,6 +85,7 @@ class TestVip:
         assert connection.network.get_port(port.id).device_id == ""
         connection.network.delete_port(port.id)
 
+    @pytest.mark.feature("lb.vip_network_id", "lb.vip_address")
     def test_by_network_and_by_address(self, cloud):
         balancer = cloud.load_balancer("by-network", vip_subnet_id=None, vip_network_id=topology.VIP_NETWORK)
         assert balancer.vip_subnet_id == topology.VIP_SUBNET

@@ -116,6 +116,16 @@ def test_a_member_octavia_never_kept_gives_way_to_the_next_one_at_its_address(se
     assert [one.id for one in tree(database).pools[0].members] == [MONITOR]
 
 
+def test_one_address_in_two_spellings_is_one_member(served, database):
+    """Octavia compares text; a server must not get twice the share because it was written differently."""
+    first, second = (LISTENER.replace("1", digit, 1) for digit in "45")
+    served.member_create(member(2, member_id=first, address="2001:db8::2"))
+    with pytest.raises(exceptions.UnsupportedOptionError, match="a pool has a server once"):
+        served.member_create(member(3, member_id=second, address="2001:0DB8:0::2"))
+    served.member_create(member(3, member_id=second, address="2001:0DB8:0::2", protocol_port=81))
+    assert len(tree(database).pools[0].members) == 3
+
+
 def test_the_same_address_with_another_port_is_another_member(served, database):
     served.member_create(member(1, member_id=MONITOR, protocol_port=80))
     served.member_create(member(1, member_id=LISTENER.replace("1", "2", 1), protocol_port=808))

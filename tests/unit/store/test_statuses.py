@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outbox: what is due, what is held back, what is never said."""
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 
@@ -59,6 +60,22 @@ def test_nothing_is_active_before_it_was_confirmed(intents, database):
     assert due(database) == [], "the load balancer waits for generation 2 now"
     serve(database, 2)
     assert said(database) == [("li", Provisioning.ACTIVE, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_load_balancers_take_turns(intents, database):
+    """One with more to say than fits into a call does not come first again."""
+    intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
+    intents.create(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    database.write(lambda c: statuses.confirm(c, "other", 2, {}))
+    commit(database)
+
+    def order(after):
+        return [one.object_id for one in database.read(lambda c: statuses.due(c, 100, after))]
+
+    assert order("") == ["li", "lb", "other"]
+    assert order("lb") == ["other", "li", "lb"]
+    assert order("other") == ["li", "lb", "other"]
 
 
 def test_only_the_version_that_was_taken_is_done(intents, database):

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we have recorded of a load balancer is what Octavia has, object by object and field by field.
+
+Invariant: this knows nothing of how calls become rows. It reads Octavia's API, as a user does, and our rows, and
+compares every field of the model that the API shows. Nothing said and nothing in it (None, "", [], {}) are the same.
+
+Not compared, because Octavia does not show them: the contents of flavor and availability zone, ports of additional
+VIPs, and the order of SNI certificates.
+"""
+
+import msgspec
+
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.store import wanted
+
+_CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}
+_HIDDEN = {"profile", "flavor", "availability_zone"}
+_WITHOUT_ORDER = {"sni_container_refs", "allowed_cidrs", "additional_vips"}
+
+
+def assert_agreed(cloud, balancer):
+    """Octavia and we have the same objects, and they say the same."""
+    ours, octavias = recorded(cloud, balancer), shown(cloud, balancer)
+    assert differences(ours, octavias) == {}
+
+
+def differences(ours, octavias):
+    """Fields that are not the same, with our value and Octavia's; an object that one has alone is one of them."""
+    found = {}
+    for key in ours.keys() | octavias.keys():
+        mine, theirs = ours.get(key), octavias.get(key)
+        if mine is None or theirs is None:
+            found[key] = ("only ours", mine) if theirs is None else ("only Octavia's", theirs)
+            continue
+        for field in mine.keys() | theirs.keys():
+            if mine.get(field) != theirs.get(field):
+                found[(*key, field)] = (mine.get(field), theirs.get(field))
+    return found
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def recorded(cloud, balancer):
+    """Our rows of a load balancer: for each object (kind, id) its fields, without those that say nothing."""
+    tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
+    return {(wanted.kind_of(node).value, node.id): _ours(node) for node in wanted.flatten(tree)}
+
+
+def _ours(node):
+    fields = {name: msgspec.to_builtins(getattr(node, name)) for name in node.__struct_fields__}
+    for name in _CHILDREN | _HIDDEN:
+        fields.pop(name, None)
+    if wanted.kind_of(node) is Kind.LOAD_BALANCER:
+        fields |= {f"vip_{name}": value for name, value in fields.pop("vip").items()}
+        fields["additional_vips"] = [f"{one['subnet_id']} {one['address']}" for one in fields["additional_vips"]]
+    return _canonical(fields)
+
+
+# --- Octavia's --------------------------------------------------------------------------------------------------------
+
+
+def shown(cloud, balancer):
+    """The same of what Octavia's API shows."""
+
+    def fetch(path):
+        answer = cloud.balancers.get(path if "://" in path else cloud.url(path))
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        (word,) = (name for name in body if not name.endswith("_links"))
+        # Long lists come in pages.
+        more = [link["href"] for link in body.get(f"{word}_links", ()) if link["rel"] == "next"]
+        return body[word] + fetch(more[0]) if more else body[word]
+
+    found = {}
+
+    def note(kind, source, **more):
+        found[kind.value, source["id"]] = _octavias(kind, {**source, **more})
+
+    note(Kind.LOAD_BALANCER, fetch(f"loadbalancers/{balancer.id}"))
+    for listener in fetch(f"listeners?load_balancer_id={balancer.id}"):
+        note(Kind.LISTENER, listener, loadbalancer_id=listener["loadbalancers"][0]["id"])
+        for policy in fetch(f"l7policies?listener_id={listener['id']}"):
+            note(Kind.L7POLICY, policy)
+            for rule in fetch(f"l7policies/{policy['id']}/rules"):
+                note(Kind.L7RULE, rule, l7policy_id=policy["id"])
+    for pool in fetch(f"pools?load_balancer_id={balancer.id}"):
+        note(Kind.POOL, pool, loadbalancer_id=pool["loadbalancers"][0]["id"])
+        for member in fetch(f"pools/{pool['id']}/members"):
+            note(Kind.MEMBER, member, pool_id=pool["id"])
+        if pool.get("healthmonitor_id"):
+            note(Kind.HEALTH_MONITOR, fetch(f"healthmonitors/{pool['healthmonitor_id']}"), pool_id=pool["id"])
+    return found
+
+
+def _octavias(kind, source):
+    shape = wanted.SHAPES[kind]
+    fields = {name: source[name] for name in shape.__struct_fields__ if name not in _CHILDREN | _HIDDEN | {"vip"}}
+    if kind is Kind.LOAD_BALANCER:
+        fields |= {name: source[name] for name in ("vip_address", "vip_subnet_id", "vip_network_id", "vip_port_id")}
+        fields["additional_vips"] = [f"{one['subnet_id']} {one['ip_address']}" for one in source["additional_vips"]]
+    if kind is Kind.LISTENER:
+        # Words there, a list of those that are on here.
+        fields["insert_headers"] = sorted(name for name, on in source["insert_headers"].items() if on == "true")
+    return _canonical(fields)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _canonical(fields):
+    found = {}
+    for name, value in fields.items():
+        said = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+        if isinstance(said, (list, tuple)):
+            said = sorted(said) if name in _WITHOUT_ORDER else list(said)
+        if said not in (None, "", [], {}):
+            found[name] = said
+    return found

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member that says what it was asked: who it is, the request's headers, the path, and the name on the certificate
+that whoever asked has shown.
+
+Invariant: it listens in a member's namespace from the first line of the with block to the last, for IPv4 and IPv6.
+"""
+
+import json
+import socket
+import ssl
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from amphora_driver.network import namespaces
+
+
+class _Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+    daemon_threads = True
+    name = ""
+
+    def handle_error(self, request, client_address):
+        """A health check that only shook hands is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self):
+        shown = self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else None
+        client = dict(pair for (pair,) in shown["subject"]).get("commonName") if shown else None
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        said = {"member": self.server.name, "path": self.path, "headers": headers, "client": client}
+        body = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Nobody reads it."""
+
+
+@contextmanager
+def answering(settings, host, port, *, certificate=None, clients=None):
+    """An echo on a member's port.
+
+    Args:
+        settings: the sandbox's.
+        host: the member.
+        port: where it listens.
+        certificate: path of certificate and key, if it speaks TLS.
+        clients: path of the authority that certificates of clients have to be from, if they need one.
+    """
+    place = namespaces.path(settings.host(host))
+    server = namespaces.inside(place, lambda: _Server(("::", port), _Handler))
+    server.name = host
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+        if clients is not None:
+            context.load_verify_locations(clients)
+            context.verify_mode = ssl.CERT_REQUIRED
+        # The handshake is the business of the thread that serves the connection.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thousand members in one request, a few more beside them, and half of them gone again.
+
+Octavia's own part grows with the square: for each member that goes, its status reporting loads all the others.
+"""
+
+import sys
+import time
+
+import pytest
+from agreement import assert_agreed
+
+pytestmark = pytest.mark.root
+PATIENCE = 400
+
+
+def far(number, **more):
+    """A member behind the gateway that nobody answers for."""
+    address = f"10.0.{number // 250}.{number % 250 + 1}"
+    return {"name": f"far-{number}", "address": address, "protocol_port": 8080, **more}
+
+
+@pytest.mark.feature("member.batch")
+def test_a_thousand_members(cloud, capsys):
+    balancer = cloud.served("thousand", ("member1",))
+    pool = cloud.pool_of(balancer)
+    many = [far(number) for number in range(1000)]
+
+    def put(what, members, query=""):
+        begin = time.monotonic()
+        answer = cloud.balancers.put(cloud.url(f"pools/{pool.id}/members{query}"), json={"members": members})
+        accepted = time.monotonic()
+        assert answer.status_code == 202, answer.text
+        cloud.until(
+            lambda: cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE", what, PATIENCE
+        )
+        took = f"accepted in {accepted - begin:.1f} s, ACTIVE {time.monotonic() - accepted:.1f} s later"
+        with capsys.disabled():
+            sys.stdout.write(f"\n{what}: {took}\n")
+        assert_agreed(cloud, balancer)
+        found = list(cloud.balancers.members(pool))
+        assert {one.provisioning_status for one in found} == {"ACTIVE"}
+        return {one.name for one in found}
+
+    names = {one["name"] for one in many}
+    assert put("a thousand members instead of one", many) == names
+    more = [cloud.member("member1"), far(0, weight=0)]
+    assert put("one more, one changed", more, "?additive_only=true") == names | {"member1"}
+    rest = [cloud.member("member1"), *(far(number, weight=0) for number in range(500))]
+    assert put("half of them gone, the others without weight", rest) == {one["name"] for one in rest}
+    assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
+    # Not left to the fixture: it is less patient.
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.until(lambda: not list(cloud.balancers.load_balancers()), "deleted", PATIENCE)
