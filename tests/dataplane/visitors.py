@@ -13,6 +13,7 @@ Invariant: every connection begins in the clients' namespace; what was opened th
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -160,6 +161,17 @@ def ended(connection: socket.socket, seconds: float = PATIENCE) -> float:
     return time.monotonic() - begin
 
 
+class _Wrapped(ssl.SSLSocket):
+    """A TLS socket that is closed when its peer is gone before the handshake begins; CPython leaves it open then."""
+
+    def getpeername(self):
+        try:
+            return super().getpeername()
+        except OSError:
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the handshake") from None
+
+
 def trusting(
     *authorities,
     certificate: Certificate | None = None,
@@ -172,6 +184,7 @@ def trusting(
     Versions older than 1.2 and weak ciphers are allowed where they are asked for: the server is to refuse them.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = _Wrapped
     if authorities:
         context.load_verify_locations(cadata="".join(each.pem for each in authorities))
     else:
