@@ -14,7 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
@@ -26,6 +26,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _SMALLEST_MTU, _LARGEST_MTU = 68, 65535
 # Begins with no dot: neither a hidden file nor a way out of its directory can be named.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
+_PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_LARGEST_PORT = 65535
+_SHORTEST_ADVERT = 0.05
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MOST_FILES = 4096
 LARGEST_FILE = 4 * 1024 * 1024
@@ -73,17 +76,55 @@ class File:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one HAProxy may take; None is what the machine allows."""
+    """What one HAProxy may take; None is what the machine allows, or the agent's own default.
+
+    ``drain`` is for how many seconds a worker that was replaced may go on with the connections it has, ``workers`` how
+    many such workers there may be at once.
+    """
 
     connections: int | None
     threads: int | None
+    drain: int | None = None
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """From where a port may be reached; a port that is not named is open to everybody."""
+
+    port: int
+    networks: tuple[Network, ...]
+
+
+@dataclass(frozen=True)
+class Partner:
+    """One amphora of a pair: the name that stick tables know it by, and its address on the VIP's network."""
+
+    name: str
+    address: Host
+
+
+@dataclass(frozen=True)
+class Vrrp:
+    """How two amphorae agree on who has the VIPs (RFC 9568).
+
+    ``interface`` is the name of the one that has the VIPs, ``advert_interval`` is in seconds.
+    """
+
+    interface: str
+    router_id: int
+    priority: int
+    advert_interval: float
+    local: Partner
+    peers: tuple[Partner, ...]
 
 
 @dataclass(frozen=True)
 class Bundle:
     """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted.
 
-    ``pings`` holds the addresses that answer for members whose monitor is a ping, by member id.
+    ``pings`` holds the addresses that answer for members whose monitor is a ping, by member id. ``vrrp`` is None where
+    the amphora is on its own and has the VIPs itself.
     """
 
     amphora_id: uuid.UUID
@@ -94,6 +135,8 @@ class Bundle:
     pings: dict[str, Host]
     limits: Limits
     interfaces: tuple[Interface, ...]
+    allowed: tuple[Allowed, ...] = ()
+    vrrp: Vrrp | None = None
 
     def without_contents(self) -> Bundle:
         """The same, with nothing in it that must not lie around."""
@@ -109,8 +152,10 @@ class Bundle:
             "haproxy": self.haproxy,
             "files": [{"name": file.name, "sha256": file.sha256} for file in self.files],
             "pings": {member: str(address) for member, address in self.pings.items()},
-            "limits": {"connections": self.limits.connections, "threads": self.limits.threads},
+            "limits": asdict(self.limits),
             "interfaces": [_stored_interface(interface) for interface in self.interfaces],
+            "allowed": [{"port": one.port, "networks": [str(each) for each in one.networks]} for one in self.allowed],
+            "vrrp": None if self.vrrp is None else _stored_vrrp(self.vrrp),
         }
 
 
@@ -125,6 +170,17 @@ def _stored_interface(interface: Interface) -> dict[str, Any]:
             {"destination": str(r.destination), "gateway": None if r.gateway is None else str(r.gateway)}
             for r in interface.routes
         ],
+    }
+
+
+def _stored_vrrp(vrrp: Vrrp) -> dict[str, Any]:
+    return {
+        "interface": vrrp.interface,
+        "router_id": vrrp.router_id,
+        "priority": vrrp.priority,
+        "advert_interval": vrrp.advert_interval,
+        "local": {"name": vrrp.local.name, "address": str(vrrp.local.address)},
+        "peers": [{"name": peer.name, "address": str(peer.address)} for peer in vrrp.peers],
     }
 
 
@@ -182,7 +238,8 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
     wanted = ("format", "amphora_id", "load_balancer_id", "generation")
-    found = _keys(document, "the bundle", (*wanted, "haproxy", "files", "pings", "limits", "interfaces"))
+    parts = ("haproxy", "files", "pings", "limits", "interfaces", "allowed", "vrrp")
+    found = _keys(document, "the bundle", (*wanted, *parts))
     if found["format"] != FORMAT:
         raise ValueError(f"format {found['format']!r} is not known, only {FORMAT}")
     generation = _typed(found["generation"], int, "generation")
@@ -196,6 +253,9 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         values = [getattr(interface, attribute) for interface in interfaces]
         if len(set(values)) != len(values):
             raise ValueError(f"two interfaces have the same {attribute}")
+    allowed = tuple(_allowed(item) for item in _typed(found["allowed"], list, "allowed"))
+    if len({one.port for one in allowed}) != len(allowed):
+        raise ValueError("a port is allowed twice")
     return Bundle(
         amphora_id=uuid.UUID(_typed(found["amphora_id"], str, "amphora_id")),
         load_balancer_id=uuid.UUID(_typed(found["load_balancer_id"], str, "load_balancer_id")),
@@ -205,6 +265,8 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         pings=_pings(found["pings"]),
         limits=_limits(found["limits"]),
         interfaces=interfaces,
+        allowed=allowed,
+        vrrp=None if found["vrrp"] is None else _vrrp(found["vrrp"], interfaces),
     )
 
 
@@ -263,11 +325,51 @@ def _pings(value: Any) -> dict[str, Host]:
 
 
 def _limits(value: Any) -> Limits:
-    found = _keys(value, "limits", ("connections", "threads"))
+    found = _keys(value, "limits", ("connections", "threads", "drain", "workers"))
     for name, limit in found.items():
         if limit is not None and _typed(limit, int, name) < 1:
             raise ValueError(f"limits: {name} is below 1")
-    return Limits(found["connections"], found["threads"])
+    return Limits(**found)
+
+
+def _allowed(document: Any) -> Allowed:
+    found = _keys(document, "what is allowed", ("port", "networks"))
+    port = _typed(found["port"], int, "port")
+    if not 1 <= port <= _LARGEST_PORT:
+        raise ValueError(f"port {port} is out of range")
+    networks = tuple(
+        ipaddress.ip_network(_typed(item, str, "networks")) for item in _typed(found["networks"], list, "networks")
+    )
+    return Allowed(port, networks)
+
+
+def _vrrp(document: Any, interfaces: tuple[Interface, ...]) -> Vrrp:
+    names = ("interface", "router_id", "priority", "advert_interval", "local", "peers")
+    found = _keys(document, "vrrp", names)
+    interface = _typed(found["interface"], str, "interface")
+    if interface not in {each.name for each in interfaces}:
+        raise ValueError(f"vrrp: there is no interface {interface!r}")
+    for name, largest in (("router_id", 255), ("priority", 254)):
+        if not 1 <= _typed(found[name], int, name) <= largest:
+            raise ValueError(f"vrrp: {name} {found[name]} is not between 1 and {largest}")
+    seconds = found["advert_interval"]
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not _SHORTEST_ADVERT <= seconds <= 40:
+        raise ValueError(f"vrrp: advert_interval {seconds!r} is not between {_SHORTEST_ADVERT} and 40 seconds")
+    local = _partner(found["local"])
+    peers = tuple(_partner(item) for item in _typed(found["peers"], list, "peers"))
+    if len({one.name for one in (local, *peers)}) != len(peers) + 1:
+        raise ValueError("vrrp: two partners have the same name")
+    if any(peer.address.version != local.address.version for peer in peers):
+        raise ValueError("vrrp: the partners' addresses are of different families")
+    return Vrrp(interface, found["router_id"], found["priority"], float(seconds), local, peers)
+
+
+def _partner(document: Any) -> Partner:
+    found = _keys(document, "a partner", ("name", "address"))
+    name = _typed(found["name"], str, "name")
+    if not _PARTNER.fullmatch(name):
+        raise ValueError(f"vrrp: {name!r} is not a partner's name")
+    return Partner(name, ipaddress.ip_address(_typed(found["address"], str, "address")))
 
 
 def _interface(document: Any) -> Interface:

@@ -43,10 +43,42 @@ class BundleFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one HAProxy may take; None is what the machine allows."""
+    """What one HAProxy may take; None is what the machine allows.
+
+    Attributes:
+        drain: seconds for which a worker that was replaced may go on with the connections it has.
+        workers: how many such workers there may be at once.
+    """
 
     connections: int | None
     threads: int | None
+    drain: int | None
+    workers: int | None
+
+
+class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True):
+    """From where a port may be reached; a port that is not named is open."""
+
+    port: int
+    networks: tuple[str, ...]
+
+
+class BundlePartner(msgspec.Struct, frozen=True, kw_only=True):
+    """One amphora of a pair: what stick tables call it, and its address on the VIP's network."""
+
+    name: str
+    address: str
+
+
+class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
+    """How the amphorae of a pair agree on who has the VIPs; the interval is in seconds."""
+
+    interface: str
+    router_id: int
+    priority: int
+    advert_interval: float
+    local: BundlePartner
+    peers: tuple[BundlePartner, ...]
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +107,18 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     pings: dict[str, str]
     limits: BundleLimits
     interfaces: tuple[BundleInterface, ...]
+    allowed: tuple[BundleAllowed, ...]
+    vrrp: BundleVrrp | None
 
 
-def bundle(tree: LoadBalancer, generation: int, amphora_id: str, plugged: Sequence[Plugged], served: Served) -> bytes:
+def bundle(
+    tree: LoadBalancer,
+    generation: int,
+    amphora_id: str,
+    plugged: Sequence[Plugged],
+    served: Served,
+    vrrp: BundleVrrp | None = None,
+) -> bytes:
     """The JSON document for one amphora.
 
     Args:
@@ -86,6 +127,7 @@ def bundle(tree: LoadBalancer, generation: int, amphora_id: str, plugged: Sequen
         amphora_id: whom it is for.
         plugged: its ports, the one on the VIP's network included.
         served: what its HAProxy is given.
+        vrrp: how it is one of several; None where it is on its own.
     """
     return msgspec.json.encode(
         Bundle(
@@ -97,9 +139,14 @@ def bundle(tree: LoadBalancer, generation: int, amphora_id: str, plugged: Sequen
             files=served.files,
             pings=served.pings,
             limits=BundleLimits(
-                connections=tree.profile.process_connection_limit, threads=tree.profile.process_threads
+                connections=tree.profile.process_connection_limit,
+                threads=tree.profile.process_threads,
+                drain=None,
+                workers=None,
             ),
             interfaces=interfaces(tree, plugged),
+            allowed=(),
+            vrrp=vrrp,
         ),
         enc_hook=_in_clear,
     )

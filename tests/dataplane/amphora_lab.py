@@ -370,7 +370,9 @@ class Amphora:
             "haproxy": text,
             "files": [{"name": name, "content": content} for name, content in (files or {}).items()],
             "pings": {},
-            "limits": {"connections": None, "threads": None},
+            "limits": {"connections": None, "threads": None, "drain": None, "workers": None},
+            "allowed": [],
+            "vrrp": None,
             "interfaces": [interface],
         }
         return self.call("PUT", "/v2/bundle", {**bundle, **changes})

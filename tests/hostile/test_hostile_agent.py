@@ -45,7 +45,8 @@ def test_every_rendered_text_is_taken():
 def body(text: str) -> bytes:
     """A bundle with this text."""
     own = {"format": 1, "amphora_id": str(uuid.UUID(int=1)), "load_balancer_id": str(uuid.UUID(int=2)), "generation": 1}
-    rest = {"files": [], "pings": {}, "limits": {"connections": None, "threads": None}, "interfaces": []}
+    limits = dict.fromkeys(("connections", "threads", "drain", "workers"))
+    rest = {"files": [], "pings": {}, "limits": limits, "interfaces": [], "allowed": [], "vrrp": None}
     return json.dumps({**own, **rest, "haproxy": text}).encode()
 
 

@@ -23,7 +23,16 @@ GOOD = {
     "haproxy": "defaults\n",
     "files": [{"name": PEM, "content": "s3cret"}, {"name": f"tls/{OWNER}/certificates.list", "content": f"{PEM}\n"}],
     "pings": {"0b9d7a52-0000-4000-8000-000000000009": "2001:db8::9"},
-    "limits": {"connections": 2000, "threads": None},
+    "limits": {"connections": 2000, "threads": None, "drain": 60, "workers": None},
+    "allowed": [{"port": 80, "networks": ["192.0.2.0/24", "2001:db8::/32"]}],
+    "vrrp": {
+        "interface": "eth1",
+        "router_id": 1,
+        "priority": 254,
+        "advert_interval": 0.3,
+        "local": {"name": "a", "address": "198.51.100.11"},
+        "peers": [{"name": "b", "address": "198.51.100.12"}],
+    },
     "interfaces": [
         {
             "mac": "FA:16:3E:00:00:0B",
@@ -62,7 +71,11 @@ def test_a_good_one():
     assert bundle.files[1].content == "s3cret"
     assert bundle.files[1].sha256 == hashlib.sha256(b"s3cret").hexdigest()
     assert {member: str(address) for member, address in bundle.pings.items()} == GOOD["pings"]
-    assert bundle.limits == Limits(2000, None)
+    assert bundle.limits == Limits(2000, None, 60)
+    assert [str(network) for network in bundle.allowed[0].networks] == ["192.0.2.0/24", "2001:db8::/32"]
+    assert bundle.vrrp is not None
+    assert (bundle.vrrp.advert_interval, str(bundle.vrrp.peers[0].address)) == (0.3, "198.51.100.12")
+    assert parse(changed(["vrrp"], None)).vrrp is None
     assert "s3cret" not in repr(bundle)
     assert parse(changed(["haproxy"], None)).haproxy is None
     assert parse(changed(["interfaces", 0, "routes", 0, "gateway"], None)).interfaces[0].routes[0].gateway is None
@@ -105,6 +118,23 @@ def test_a_good_one():
         (["limits", "connections"], 0, "connections"),
         (["limits", "threads"], "2", "threads"),
         (["limits", "memory"], 2, "memory"),
+        (["limits", "drain"], 0, "drain"),
+        (["limits", "workers"], ..., "workers"),
+        (["allowed"], None, "allowed"),
+        (["allowed", 0, "port"], 0, "port"),
+        (["allowed", 0, "networks"], ["192.0.2.1/24"], "host bits"),
+        (["allowed"], GOOD["allowed"] * 2, "twice"),
+        (["vrrp"], ..., "vrrp"),
+        (["vrrp", "interface"], "eth2", "eth2"),
+        (["vrrp", "router_id"], 256, "router_id"),
+        (["vrrp", "priority"], 255, "priority"),
+        (["vrrp", "advert_interval"], 0.01, "advert_interval"),
+        (["vrrp", "advert_interval"], True, "advert_interval"),
+        (["vrrp", "advert_interval"], float("nan"), "advert_interval"),
+        (["vrrp", "local", "name"], "a b", "partner"),
+        (["vrrp", "local", "name"], "b", "same name"),
+        (["vrrp", "peers", 0, "address"], "2001:db8::1", "families"),
+        (["vrrp", "password"], "x", "password"),
         (["interfaces"], {}, "interfaces"),
         (["interfaces", 0], "eth0", "interface"),
         (["interfaces", 0, "mac"], "fa:16", "MAC"),

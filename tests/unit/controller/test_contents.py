@@ -91,7 +91,7 @@ def test_the_document(vault):
     document = json.loads(bundle(TREE, 8, "am", (), served))
     assert document["files"] == [{"name": "tls/a", "content": MARK}]
     assert document["pings"] == {"m": "192.0.2.1"}
-    assert document["limits"] == {"connections": 500, "threads": 2}
+    assert document["limits"] == {"connections": 500, "threads": 2, "drain": None, "workers": None}
     assert bundle(TREE, 8, "am", (), served) == bundle(TREE, 8, "am", (), served)
 
 
