@@ -15,43 +15,88 @@ from werkzeug.exceptions import HTTPException
 
 from amphora_agent import reboot
 from amphora_agent import services as service_managers
-from amphora_agent.api import bundle, diagnostics, info
+from amphora_agent.api import bundle, certificate, diagnostics, info, v1, v1_machine, vrrp
 from amphora_agent.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
-from amphora_agent.haproxy.process import RESPONDER_PORT, Haproxy
-from amphora_agent.network import interfaces
+from amphora_agent.haproxy.document import RESPONDER_PORT
+from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.identity import Identity
+from amphora_agent.keepalived.handover import Handover
+from amphora_agent.keepalived.process import Keepalived
+from amphora_agent.keepalived.role import Role
+from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.octavia import settings as octavia_settings
+from amphora_agent.octavia.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
-from amphora_agent.responder import metrics
-from amphora_agent.responder.server import Responder
+from amphora_agent.responder.launch import Launcher
 from amphora_agent.stats.ledger import Ledger
+from amphora_agent.stats.octavia_heartbeat import OctaviaSender
+from amphora_agent.stats.reporter import Reporter, Sends
 from amphora_agent.stats.sender import Sender
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
+# HAProxy is not started before the responder answers, unless that takes longer.
+RESPONDER_SECONDS = 3.0
 
 
-def create(settings: Settings, paths: Paths) -> Flask:
+def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
     """Make the application and start its threads."""
     services = service_managers.connect(settings.services, paths)
     inner = Namespace(paths.inner_namespace)
-    interfaces.prepare(inner)
-    ledger = Ledger(paths)
-    haproxy = Haproxy(paths, services, inner, before_leaving=ledger.hold)
-    sender = Sender(settings, paths, ledger, lambda: applier.generation)
-    applier = Applier(settings, paths, haproxy, inner, after=sender.send_now)
-    responder = Responder(inner, RESPONDER_PORT, lambda: metrics.scrape(haproxy.worker), lambda: applier.pings)
+    sysctls.prepare(inner)
+    ledger = Ledger(paths, services)
+    haproxy = Haproxy(paths, services, inner, ledger)
+
+    def sender_for(wanted: Settings) -> Sends:
+        if wanted.heartbeat_format == "octavia":
+            # `octavia` is made below, after the first sender: hence the lambda.
+            return OctaviaSender(wanted, paths, ledger, lambda: octavia.draining())  # noqa: PLW0108
+        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: role.holds_vip)
+
+    sender = Reporter(octavia_settings.stored(settings, paths), sender_for)
+    responder = Launcher(paths, services, inner, RESPONDER_PORT)
+    keepalived = Keepalived(paths, services, inner)
+    role = Role(inner, lambda: applier.elected, changed=sender.send_now)
+
+    def after() -> None:
+        role.look()
+        sender.send_now()
+
+    applier = Applier(settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell)
+    handover = Handover(paths, inner, role, lambda: applier.elected)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
-    app.register_blueprint(info.blueprint(settings, applier))
-    app.register_blueprint(diagnostics.blueprint(paths, services, haproxy, inner, sender))
+    app.register_blueprint(info.blueprint(settings, applier, role, identity))
+    app.register_blueprint(vrrp.blueprint(handover))
+    app.register_blueprint(certificate.blueprint(settings, identity))
+    app.register_blueprint(diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, role, identity))
+    octavia = OctaviaAmphora(lambda: sender.settings, paths, applier, inner)
+
+    def configure(text: str) -> None:
+        wanted = octavia_settings.changed(sender.settings, text)
+        octavia_settings.keep(text, paths)
+        sender.change(wanted)
+
+    app.register_blueprint(v1.blueprint(octavia))
+    app.register_blueprint(
+        v1_machine.blueprint(octavia, applier, haproxy, inner, configure, certificate.taker(settings, identity))
+    )
     _answer_errors(app)
     responder.start()
-    reboot.serve_again(applier.apply_confirmed)
+    reboot.serve_again(lambda: _serve_confirmed(applier, responder))
+    role.start()
+    handover.start()
     sender.start()
     return app
+
+
+def _serve_confirmed(applier: Applier, responder: Launcher) -> bool:
+    responder.wait(RESPONDER_SECONDS)
+    return applier.apply_confirmed()
 
 
 def _answer_errors(app: Flask) -> None:

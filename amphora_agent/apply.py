@@ -12,54 +12,40 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from amphora_agent import confirmed as disk
-from amphora_agent.bundle import Bundle, Host, Interface, digest, parse
+from amphora_agent import precedence, reboot
+from amphora_agent.bundle import Bundle, Host, Limits, digest, parse
 from amphora_agent.config import Settings
-from amphora_agent.confirmed import Confirmed
-from amphora_agent.errors import (
-    AgentError,
-    BundleRefused,
-    ConfigurationRefused,
-    HaproxyError,
-    MachineError,
-)
+from amphora_agent.confirmed import Confirmed, Draft
+from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError, MachineError
 from amphora_agent.files import FileSets
+from amphora_agent.haproxy import certificates
 from amphora_agent.haproxy import configuration as text_of
 from amphora_agent.haproxy import document as document_of
-from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare, file_changes
+from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare
 from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.haproxy.document import Document
 from amphora_agent.haproxy.process import NOTHING, Haproxy, Loaded
 from amphora_agent.haproxy.runtime import carry_out
-from amphora_agent.network import interfaces
+from amphora_agent.keepalived.configuration import Pair, pair
+from amphora_agent.keepalived.process import Keepalived
+from amphora_agent.network import firewall
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.watch import Watch
-from amphora_agent.paths import Paths, write_atomically
+from amphora_agent.network.plumbing import Plumbing
+from amphora_agent.outcome import Outcome
+from amphora_agent.paths import Paths
+from amphora_agent.points import Point, reach
+from amphora_agent.switch import Switch
+from amphora_agent.tally import UNCHANGED, Deed, Tally
+from amphora_agent.turns import Turns
 
 _log = logging.getLogger(__name__)
 # What came of changing the running HAProxy: what it runs now, or what it could not do.
 Changed = Loaded | HaproxyError
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an apply did."""
-
-    generation: int
-    how: str
-    reason: str
-    loaded: Loaded
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "generation": self.generation,
-            "how": self.how,
-            "reason": self.reason,
-            "loaded": self.loaded.document(),
-        }
 
 
 class Applier:
@@ -67,6 +53,7 @@ class Applier:
 
     Args:
         after: called after each bundle that was applied.
+        tell_pings: is given the addresses to ping, by member, whenever they change.
     """
 
     def __init__(
@@ -74,18 +61,23 @@ class Applier:
         settings: Settings,
         paths: Paths,
         haproxy: Haproxy,
+        keepalived: Keepalived,
         inner: Namespace,
         after: Callable[[], None],
+        tell_pings: Callable[[Mapping[str, Host]], None],
     ) -> None:
         self._settings = settings
         self._paths = paths
         self._haproxy = haproxy
-        self._inner = inner
+        self._keepalived = keepalived
         self._after = after
-        self._watch = Watch(inner)
-        self._plugged: tuple[Interface, ...] | None = None
+        self._plumbing = Plumbing(inner)
         self._read: tuple[str, Configuration] | None = None
         self._lock = threading.Lock()
+        self._turns: Turns[Outcome] = Turns()
+        self._switch = Switch(paths)
+        self._tally = Tally()
+        self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
@@ -96,12 +88,18 @@ class Applier:
         if self._confirmed is not None and not self._files.holds(self._confirmed.bundle.files):
             self._confirmed, self._lost = None, self._confirmed
             _log.warning("The files of generation %d are gone; it has to be pushed again", self._highest)
-        self._pings: Mapping[str, Host] = self._confirmed.bundle.pings if self._confirmed is not None else {}
+        self._tell_pings = tell_pings
+        self._pings: Mapping[str, Host] = {}
+        self._have_confirmed_pinged()
 
     @property
     def confirmed(self) -> Confirmed | None:
         """The last confirmed bundle."""
         return self._confirmed
+
+    def changes(self) -> dict[str, Any]:
+        """What was done to HAProxy since this agent began, and how many wait to change it."""
+        return {**self._tally.document(), "waiting": self._turns.waiting}
 
     @property
     def lost(self) -> Confirmed | None:
@@ -116,10 +114,29 @@ class Applier:
             return 0 if self._lost is not None else None
         return confirmed.bundle.generation
 
+    def _have_pinged(self, pings: Mapping[str, Host]) -> None:
+        """Have these members pinged: those of the confirmed bundle and of one that is being applied."""
+        try:
+            self._tell_pings(pings)
+        except OSError as error:
+            raise MachineError("tell the responder whom to ping", str(error)) from error
+        self._pings = pings
+
+    def _have_confirmed_pinged(self) -> None:
+        """Have no others pinged than those of the confirmed bundle.
+
+        If that fails, too many are, which harms nobody. If nothing is confirmed, HAProxy may still serve what only
+        the responder knows of.
+        """
+        if self._confirmed is not None:
+            with suppress(MachineError):
+                self._have_pinged(self._confirmed.bundle.pings)
+
     @property
-    def pings(self) -> Mapping[str, Host]:
-        """The addresses to ping, by member: those of the confirmed bundle and of one that is being applied."""
-        return self._pings
+    def elected(self) -> Pair | None:
+        """What this amphora takes part in with partners; None if it is on its own, or serves nothing."""
+        confirmed = self._confirmed
+        return None if confirmed is None else pair(confirmed.bundle.vrrp, confirmed.bundle.interfaces)
 
     @property
     def _highest(self) -> int | None:
@@ -133,23 +150,74 @@ class Applier:
         Raises:
             AgentError: as in docs/agent-api.md; the last good configuration serves.
         """
-        bundle = parse(body)
+        return self.apply_bundle(parse(body), digest(body))
+
+    def apply_bundle(self, bundle: Bundle, received: str) -> Outcome:
+        """Apply a bundle, or learn that a newer one was applied while this one waited.
+
+        Args:
+            received: the digest to remember it by.
+
+        Returns:
+            What was done for this generation, or for a newer one.
+
+        Raises:
+            AgentError: as in docs/agent-api.md; the last good configuration serves.
+        """
+        last = self._confirmed or self._lost
+        precedence.refuse_foreign(bundle, self._settings.amphora_id, None if last is None else last.bundle)
+        outcome = self._turns.take(
+            bundle.generation, bundle.load_balancer_id, lambda: self._apply_in_turn(bundle, received)
+        )
+        if outcome.generation != bundle.generation:
+            _log.info("Generation %d was not applied: %d is", bundle.generation, outcome.generation)
+        return outcome
+
+    def _apply_in_turn(self, bundle: Bundle, received: str) -> Outcome:
         with self._lock:
-            self._refuse_stale(bundle)
+            reach(Point.TAKEN)
+            last = self._confirmed or self._lost
+            precedence.refuse_stale(bundle, None if last is None else last.bundle, lost=self._lost is not None)
+            # The same bundle again keeps the moment at which it was first confirmed.
+            same = self._confirmed is not None and self._confirmed.digest == received
+            draft = None if same else Draft(self._paths.confirmed, disk.as_of_now(bundle, received))
             try:
-                self._pings = {**self._pings, **bundle.pings}
-                outcome = self._apply(bundle)
-                # The same bundle again keeps the moment at which it was first confirmed.
-                received = digest(body)
-                if self._confirmed is None or self._confirmed.digest != received:
-                    self._confirm(disk.now_confirmed(bundle, received))
-                self._finished()
+                self._have_pinged({**self._pings, **bundle.pings})
+                outcome = self._apply(bundle, draft)
+            except AgentError:
+                if self._confirmed is not None:
+                    self._healer.start()
+                raise
             finally:
-                self._pings = self._confirmed.bundle.pings if self._confirmed is not None else {}
+                self._have_confirmed_pinged()
                 self._tidy()
         _log.info("Generation %d: %s. %s", outcome.generation, outcome.how, outcome.reason)
         self._after()
         return outcome
+
+    def check(self, bundle: Bundle) -> None:
+        """Have HAProxy read what a bundle would give it, and change nothing.
+
+        Raises:
+            AgentError: HAProxy, or we on its behalf, refuse it.
+        """
+        if bundle.haproxy is None:
+            return
+        with self._lock:
+            try:
+                wanted = self._parsed(bundle.haproxy)
+                served = self._confirmed.bundle.files if self._confirmed is not None else ()
+                directory = self._files.lay_out(bundle.files, served)
+                document = self._haproxy.document(
+                    bundle.haproxy, wanted, bundle.files, directory, bundle.limits, bundle.vrrp
+                )
+                with self._haproxy.checking(document, wanted, bundle.files) as check:
+                    check.end()
+            except OSError as error:
+                raise MachineError("check the configuration", str(error)) from error
+            finally:
+                self._paths.candidate.unlink(missing_ok=True)
+                self._tidy()
 
     def apply_confirmed(self) -> bool:
         """Apply what was confirmed before this agent started.
@@ -161,8 +229,7 @@ class Applier:
             if self._confirmed is None:
                 return True
             try:
-                outcome = self._apply(self._confirmed.bundle)
-                self._finished()
+                outcome = self._apply(self._confirmed.bundle, None)
             except AgentError as error:
                 _log.warning("%s", error)
                 return False
@@ -172,203 +239,219 @@ class Applier:
         self._after()
         return True
 
-    def _refuse_stale(self, bundle: Bundle) -> None:
-        wanted = f"apply generation {bundle.generation}"
-        if bundle.amphora_id != self._settings.amphora_id:
-            raise BundleRefused(
-                wanted,
-                f"it is for amphora {bundle.amphora_id}, this is {self._settings.amphora_id}",
-                generation=self._highest,
-            )
-        last = self._confirmed or self._lost
-        if last is None:
-            return
-        applied = last.bundle
-        if bundle.load_balancer_id != applied.load_balancer_id:
-            raise BundleRefused(
-                wanted,
-                f"this amphora serves load balancer {applied.load_balancer_id}",
-                generation=self._highest,
-            )
-        if bundle.generation < applied.generation:
-            raise BundleRefused(
-                wanted,
-                f"generation {applied.generation} is applied already",
-                "A newer controller was here; read the wanted state again.",
-                generation=self._highest,
-            )
-        if bundle.generation == applied.generation and bundle != applied and self._lost is None:
-            raise BundleRefused(
-                wanted,
-                "this generation is applied already, with another content",
-                "Every change takes a new generation.",
-                generation=self._highest,
-            )
-
-    def _confirm(self, confirmed: Confirmed) -> None:
-        try:
-            disk.write(self._paths.confirmed, confirmed)
-        except OSError as error:
-            raise MachineError("write the bundle down", str(error)) from error
-        self._confirmed, self._lost = confirmed, None
-
     # -- the steps ------------------------------------------------------------------------------------------
 
-    def _apply(self, bundle: Bundle) -> Outcome:
-        again = self._confirmed is not None and bundle == self._confirmed.bundle
-        try:
-            plugged = self._is_plugged(bundle.interfaces) and not again
-            if bundle.haproxy is None:
-                if not plugged:
-                    self._plug(bundle.interfaces)
-                how, reason, loaded = self._stop(self._serving())
-            else:
-                how, reason, loaded = self._serve(bundle, bundle.haproxy, None if plugged else bundle.interfaces)
-        except OSError as error:
-            raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
-        return Outcome(bundle.generation, how, reason, loaded)
+    def _apply(self, bundle: Bundle, draft: Draft | None) -> Outcome:
+        """Do all of it, and confirm it; or leave, as far as can be, what was before.
 
-    def _is_plugged(self, wanted: tuple[Interface, ...]) -> bool:
-        """Whether the interfaces are as wanted and nobody has touched them since.
-
-        What the last call of `_plug` did itself was announced as well: the next one goes over everything once more.
+        Args:
+            draft: what is to be confirmed; None if it is confirmed already.
         """
-        if self._watch.changed():
-            self._plugged = None
-        return wanted == self._plugged
-
-    def _plug(self, wanted: tuple[Interface, ...]) -> None:
-        self._plugged = None
+        again = self._confirmed is not None and bundle == self._confirmed.bundle
+        elected = pair(bundle.vrrp, bundle.interfaces)
         try:
-            interfaces.apply(self._inner, wanted)
-            self._plugged = wanted
-        except AgentError:
-            before = self._confirmed.bundle.interfaces if self._confirmed is not None else ()
-            if before != wanted:
-                with suppress(AgentError):  # the first error is the one to report
-                    interfaces.apply(self._inner, before)
-            raise
+            if again:
+                self._plumbing.doubt()
+            plumbed = self._plumbing.is_as(bundle)
+            if bundle.haproxy is None:
+                if not plumbed:
+                    self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                self._keepalived.check(elected)
+                self._reserve(draft)
+                deed, loaded = self._stop()
+                if not plumbed:
+                    self._finish_plumbing(bundle, may_lack=draft is None)
+            else:
+                deed, loaded = self._serve(bundle, bundle.haproxy, draft, plumbed=plumbed)
+            # Last: a node may be given the VIPs only when it serves.
+            self._keepalived.bring_about(elected)
+            self._confirm(draft)
+        except (AgentError, OSError) as error:
+            self._go_back(draft)
+            if isinstance(error, AgentError):
+                raise
+            raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
+        self._count(deed)
+        return Outcome(bundle.generation, deed, loaded)
 
-    def _serving(self) -> Document | None:
-        """What HAProxy runs, or would start from."""
-        try:
-            return document_of.read(self._paths.configuration.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
+    def _reserve(self, draft: Draft | None) -> None:
+        """Have everything on disk that will have to be there: after this, no step takes room."""
+        self._switch.reserve()
+        if draft is not None:
+            draft.reserve()
+        reach(Point.RESERVED)
 
-    def _serve(self, bundle: Bundle, text: str, to_plug: tuple[Interface, ...] | None) -> tuple[str, str, Loaded]:
+    def _confirm(self, draft: Draft | None) -> None:
+        reach(Point.LOADED)
+        if draft is not None:
+            draft.confirm()
+            self._confirmed, self._lost = draft.confirmed, None
+        reach(Point.CONFIRMED)
+        self._switch.finish()
+        reach(Point.FINISHED)
+
+    def _count(self, deed: Deed) -> None:
+        self._tally.count(deed)
+        while self._haproxy.ended:
+            self._tally.count_ended_worker(self._haproxy.ended.pop())
+
+    @property
+    def _served(self) -> Bundle | None:
+        return self._confirmed.bundle if self._confirmed is not None else None
+
+    def _finish_plumbing(self, bundle: Bundle, *, may_lack: bool) -> None:
+        """Args: may_lack: what is confirmed already is served with the interfaces that are still there."""
+        leaves = pair(bundle.vrrp, bundle.interfaces) is None and self._keepalived.is_running()
+        self._plumbing.finish(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
+
+    def _unchanged(self, bundle: Bundle) -> Deed:
+        """What is said of a bundle that leaves HAProxy alone; who may connect is decided in front of it."""
+        before = firewall.OPEN if self._served is None else firewall.restrictions_of(self._served)
+        reason = firewall.difference(before, firewall.restrictions_of(bundle))
+        return Deed("runtime", reason) if reason else UNCHANGED
+
+    def _serve(self, bundle: Bundle, text: str, draft: Draft | None, *, plumbed: bool) -> tuple[Deed, Loaded]:
         """Have HAProxy serve a bundle's text.
 
         Args:
-            to_plug: the interfaces to set up before; None if they are as wanted.
+            plumbed: whether the network is as wanted; otherwise what is needed is added before and the rest goes after.
         """
-        before, wanted = self._serving(), self._parsed(text)
+        elected = pair(bundle.vrrp, bundle.interfaces)
+        before, wanted = self._switch.serving(), self._parsed(text)
         served = self._confirmed.bundle.files if self._confirmed is not None else ()
         directory = self._files.lay_out(bundle.files, served)
-        document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits)
-        verdict = self._verdict(before, wanted, bundle)
+        document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+        reach(Point.FILES)
+        verdict = self._verdict(before, wanted, bundle, directory)
         early: Changed | None = None
         if before == document and isinstance(verdict, Unchanged):
-            if to_plug is not None:
-                self._plug(to_plug)
+            self._reserve(draft)
+            if not plumbed:
+                self._finish_plumbing(bundle, may_lack=draft is None)
             with suppress(HaproxyError):
-                return "unchanged", "", self._haproxy.verify(wanted)
+                return self._unchanged(bundle), self._haproxy.verify(wanted, directory)
             verdict = Reload("HAProxy did not run what it was told to")
         else:
-            with self._haproxy.checking(document, wanted, bundle.files) as check:
-                if to_plug is None and isinstance(verdict, Runtime):
-                    early = self._change_running(verdict, wanted)
+            running = self._parsed(before.text) if before is not None and isinstance(verdict, Runtime) else None
+            with self._haproxy.checking(document, wanted, bundle.files, running) as check:
+                reach(Point.CHECKING)
+                self._reserve(draft)
+                if plumbed and isinstance(verdict, Runtime):
+                    early = self._change_running(verdict, wanted, directory)
+                    reach(Point.EARLY)
                 try:
                     check.end()
+                    reach(Point.CHECKED)
+                    if plumbed:
+                        self._keepalived.check(elected)
                 except (AgentError, OSError):
                     if early is not None:
                         self._undo(before)
                     raise
-            if to_plug is not None:
-                self._plug(to_plug)
-        # After a power cut HAProxy does not run and the confirmed bundle decides: neither the mark nor the switch
-        # has to be on disk before that bundle is, and writing it syncs their directory.
-        self._paths.unfinished.touch()
+            if not plumbed:
+                self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                self._keepalived.check(elected)
+                reach(Point.PLUGGED)
+        self._switch.mark()
         if before != document:
-            self._paths.candidate.replace(self._paths.configuration)
-        try:
-            outcome = self._bring_about(verdict, wanted, early)
-        except (AgentError, OSError):
-            self._restore(before)
-            raise
+            self._switch.go()
+        outcome = self._bring_about(verdict, wanted, early, bundle.limits, directory)
+        self._haproxy.spare(wanted)
+        if not plumbed:
+            self._finish_plumbing(bundle, may_lack=draft is None)
         self._read = text, wanted
         return outcome
 
-    def _change_running(self, verdict: Runtime, wanted: Configuration) -> Changed:
+    def _change_running(self, verdict: Runtime, wanted: Configuration, directory: Path) -> Changed:
         """Change the running HAProxy while another one checks the file; that file waits for the check."""
-        self._paths.unfinished.touch()
+        self._switch.mark()
         try:
-            carry_out(verdict.steps, self._haproxy.worker)
+            haproxy = self._haproxy
+            carry_out(verdict.steps, haproxy.worker, directory, haproxy.abilities(), haproxy.count)
             return self._haproxy.verify(wanted)
         except HaproxyError as error:
             return error
+        except OSError as error:
+            return HaproxyError("change the running HAProxy", str(error))
 
     def _undo(self, before: Document | None) -> None:
         """Take back what was changed early: the file was refused. The one that was served is still in its place."""
         try:
             configuration = self._parsed(before.text if before is not None else "")
             try:
-                self._haproxy.verify(configuration)
-            except HaproxyError:
-                self._haproxy.reload(configuration)
+                self._haproxy.verify(configuration, before.files if before is not None else None)
+            except HaproxyError as error:
+                self._reload(configuration, Deed("reload", f"back to what was served: {error.happened}"), None)
             self._paths.unfinished.unlink(missing_ok=True)
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)
 
-    def _verdict(self, before: Document | None, wanted: Configuration, bundle: Bundle) -> Verdict | None:
+    def _verdict(
+        self, before: Document | None, wanted: Configuration, bundle: Bundle, directory: Path
+    ) -> Verdict | None:
         """What HAProxy needs; None if it does not run."""
         if not self._haproxy.is_running():
             return None
         last = self._confirmed or self._lost
-        if before is None or last is None or self._paths.unfinished.exists():
+        if before is None or last is None or self._switch.is_interrupted:
             return Reload("an earlier change was interrupted")
-        elsewhere = file_changes(last.bundle.files, bundle.files, wanted)
-        if last.bundle.limits != bundle.limits:
+        elsewhere = []
+        if replace(last.bundle.limits, workers=None) != replace(bundle.limits, workers=None):
             elsewhere.append("the limits of the process changed")
+        if document_of.peers(last.bundle.vrrp) != document_of.peers(bundle.vrrp):
+            elsewhere.append("who shares its stick tables changed")
         try:
-            return compare(self._parsed(before.text), wanted, elsewhere)
-        except ConfigurationRefused:
+            running = self._parsed(before.text)
+            different = certificates.changed(last.bundle.files, bundle.files)
+            files = certificates.changes(
+                self._files.side(running, last.bundle.files, before.files or directory, ()),
+                self._files.side(wanted, bundle.files, directory, different),
+            )
+            return compare(running, wanted, elsewhere, files, self._haproxy.abilities())
+        except (ConfigurationRefused, OSError):
             return Reload("what was served before cannot be compared")
 
     def _parsed(self, text: str) -> Configuration:
         """A text as data; the one applied last was kept."""
         if self._read is not None and self._read[0] == text:
             return self._read[1]
-        return text_of.parse(text)
+        return text_of.parse(text, self._read[1] if self._read is not None else None)
 
     def _bring_about(
-        self, verdict: Verdict | None, wanted: Configuration, early: Changed | None
-    ) -> tuple[str, str, Loaded]:
+        self, verdict: Verdict | None, wanted: Configuration, early: Changed | None, limits: Limits, files: Path
+    ) -> tuple[Deed, Loaded]:
         if verdict is None:
             self._haproxy.start()
-            return "start", "HAProxy was not running", self._haproxy.verify(wanted)
+            return Deed("start", "HAProxy was not running"), self._haproxy.verify(wanted)
         if isinstance(verdict, Runtime):
-            done = self._change_running(verdict, wanted) if early is None else early
+            done = self._change_running(verdict, wanted, files) if early is None else early
             if isinstance(done, Loaded):
-                return "runtime", verdict.reason, done
+                return Deed("runtime", verdict.reason), done
             verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")
         if isinstance(verdict, Unchanged):
             with suppress(HaproxyError):
-                return "unchanged", "", self._haproxy.verify(wanted)
+                return UNCHANGED, self._haproxy.verify(wanted, files)
             verdict = Reload("HAProxy did not run what it was told to")
-        self._haproxy.reload(wanted)
-        return "reload", verdict.reason, self._haproxy.verify(wanted)
+        deed = Deed("reload", verdict.reason)
+        self._reload(wanted, deed, limits.workers)
+        return deed, self._haproxy.verify(wanted)
 
-    def _stop(self, before: Document | None) -> tuple[str, str, Loaded]:
-        if before is None and not self._haproxy.is_running():
-            return "unchanged", "", NOTHING
+    def _reload(self, wanted: Configuration, deed: Deed, most: int | None) -> None:
+        """Have a new worker read the file that is there."""
+        _log.info("A new worker of HAProxy, because: %s", deed.reason)
+        if not self._haproxy.is_running():  # it has died a moment ago
+            self._haproxy.start()
+            return
+        before = self._switch.before
+        self._haproxy.reload(wanted, drain=before.drain if before is not None else document_of.DRAIN_SECONDS, most=most)
+
+    def _stop(self) -> tuple[Deed, Loaded]:
+        if self._switch.serving() is None and not self._haproxy.is_running():
+            return UNCHANGED, NOTHING
+        self._switch.mark()
+        self._switch.forget()
         self._haproxy.stop()
-        self._paths.configuration.unlink(missing_ok=True)
-        return "stop", "no listener is wanted", NOTHING
-
-    def _finished(self) -> None:
-        self._paths.unfinished.unlink(missing_ok=True)
-        self._paths.candidate.unlink(missing_ok=True)
+        return Deed("stop", "no listener is wanted"), NOTHING
 
     def _tidy(self) -> None:
         """Remove the files that neither the last confirmed bundle nor a start of HAProxy would need."""
@@ -376,28 +459,37 @@ class Applier:
             needed = set()
             if self._confirmed is not None:
                 needed.add(self._files.place(self._confirmed.bundle.files))
-            if (serving := self._serving()) is not None and serving.files is not None:
+            if (serving := self._switch.serving()) is not None and serving.files is not None:
                 needed.add(serving.files)
             self._files.keep_only(needed)
         except OSError as error:
             _log.error("Removing files that are not needed any more: %s", error)
+        reach(Point.TIDIED)
 
-    def _restore(self, before: Document | None) -> None:
+    def _go_back(self, draft: Draft | None) -> None:
         """Go back to what served before. The mark of an unfinished change stays: the next one reloads."""
         try:
-            if before is None:
-                self._haproxy.stop()
-                self._paths.configuration.unlink(missing_ok=True)
-                self._finished()
-                return
-            write_atomically(self._paths.configuration, before.content)
-            configuration = text_of.parse(before.text)
-            if self._haproxy.is_running():
-                try:
-                    self._haproxy.verify(configuration)
-                except HaproxyError:
-                    self._haproxy.reload(configuration)
-            elif before.files is None or before.files.is_dir():
-                self._haproxy.start()
+            if draft is not None:
+                draft.discard()
+            if self._switch.gone:
+                self._restore(self._switch.go_back())
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)
+        finally:
+            self._plumbing.go_back(self._served)
+
+    def _restore(self, before: Document | None) -> None:
+        if before is None:
+            self._haproxy.stop()
+            self._switch.finish()
+            return
+        configuration = text_of.parse(before.text)
+        if self._haproxy.is_running():
+            try:
+                self._haproxy.verify(configuration, before.files if before is not None else None)
+            except HaproxyError as error:
+                deed = Deed("reload", f"back to what was served: {error.happened}")
+                self._reload(configuration, deed, None)
+                self._count(deed)
+        elif before.files is None or before.files.is_dir():
+            self._haproxy.start()

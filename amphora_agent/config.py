@@ -17,6 +17,7 @@ from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
+_FORMATS = ("native", "octavia")
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 
 
@@ -33,7 +34,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the compute backend decided at boot."""
+    """Everything the compute backend decided at boot.
+
+    ``heartbeat_format`` is "native" or "octavia" (docs/amphora-api-v1.md); in the latter the key is any text. ``pair``
+    tells that Octavia means this amphora to be one of two.
+    """
 
     amphora_id: uuid.UUID
     bind_address: str
@@ -43,6 +48,8 @@ class Settings:
     interval: float
     targets: tuple[Target, ...]
     heartbeat_key: bytes = field(repr=False)
+    heartbeat_format: str = "native"
+    pair: bool = False
 
     @property
     def bind(self) -> str:
@@ -60,6 +67,7 @@ def load(paths: Paths) -> Settings:
     try:
         with file.open(encoding="utf-8") as text:
             parser.read_file(text)
+        heartbeat_format = _format(parser.get("heartbeat", "format", fallback="native"))
         return Settings(
             amphora_id=uuid.UUID(parser.get("agent", "amphora_id")),
             bind_address=str(ipaddress.ip_address(parser.get("agent", "bind_address"))),
@@ -68,7 +76,9 @@ def load(paths: Paths) -> Settings:
             log_level=_level(parser.get("agent", "log_level", fallback="INFO")),
             interval=_positive(parser.getfloat("heartbeat", "interval", fallback=3.0)),
             targets=_targets(parser.get("heartbeat", "targets", fallback="")),
-            heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii")),
+            heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii"), heartbeat_format),
+            heartbeat_format=heartbeat_format,
+            pair=parser.getboolean("octavia", "pair", fallback=False),
         )
     except (OSError, configparser.Error, ValueError) as error:
         raise SettingsError(
@@ -88,7 +98,15 @@ def _positive(value: float) -> float:
     return value
 
 
-def _key(text: str) -> bytes:
+def _format(name: str) -> str:
+    if name not in _FORMATS:
+        raise ValueError(f"format = {name} is none of {', '.join(_FORMATS)}")
+    return name
+
+
+def _key(text: str, heartbeat_format: str) -> bytes:
+    if heartbeat_format == "octavia":
+        return text.strip().encode()
     key = bytes.fromhex(text.strip())
     if len(key) != HEARTBEAT_KEY_BYTES:
         raise ValueError(f"heartbeat.key has {len(key)} bytes, {HEARTBEAT_KEY_BYTES} are needed")

@@ -18,6 +18,9 @@ from pathlib import Path
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import MachineError
+from amphora_agent.haproxy import certificates
+from amphora_agent.haproxy.certificates import Side
+from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.paths import Paths
 
 _DIGITS = 32
@@ -81,6 +84,18 @@ class FileSets:
         except BaseException:
             _remove(unready)
             raise
+
+    def side(self, configuration: Configuration, files: Sequence[File], place: Path, names: Iterable[str]) -> Side:
+        """A configuration with its files, and the contents of those of them that say what else there is.
+
+        Args:
+            place: where they are.
+            names: further files whose contents have to be known.
+        """
+        told = {*certificates.lists(configuration), *certificates.ticket_keys(configuration), *names}
+        here = {file.name for file in files}
+        texts = {name: (place / name).read_text(encoding="utf-8") for name in told & here}
+        return Side(configuration, tuple(files), texts)
 
     def keep_only(self, places: Collection[Path]) -> None:
         """Remove every other set, and what a death of the agent left half made."""

@@ -69,8 +69,24 @@ class Paths:
         return self.var / "haproxy.cfg.new"
 
     @property
+    def abridged(self) -> Path:
+        """What HAProxy reads of a candidate whose other servers it has read before."""
+        return self.run / "haproxy.cfg.abridged"
+
+    @property
+    def previous(self) -> Path:
+        """The configuration before the one that is being switched to."""
+        return self.var / "haproxy.cfg.old"
+
+    @property
     def server_state(self) -> Path:
-        return self.var / "server-state"
+        """What the checks found out, from one worker to the next: of no use after a boot."""
+        return self.run / "server-state"
+
+    @property
+    def earlier(self) -> Path:
+        """What has to be added to the counters of the present worker, for the responder."""
+        return self.run / "earlier"
 
     @property
     def totals(self) -> Path:
@@ -87,6 +103,39 @@ class Paths:
     @property
     def master_socket(self) -> Path:
         return self.run / "haproxy-master.sock"
+
+    @property
+    def haproxy_health(self) -> Path:
+        """0 while HAProxy serves or is not wanted, 1 while it should serve and does not; keepalived watches it."""
+        return self.run / "haproxy.health"
+
+    @property
+    def released(self) -> Path:
+        """1 in the moment in which the VIPs are given to the partner, otherwise 0; keepalived watches it."""
+        return self.run / "vrrp.released"
+
+    @property
+    def handover(self) -> Path:
+        """Until when connections go on after the VIPs have moved; its times mean nothing after a boot."""
+        return self.run / "handover.json"
+
+    @property
+    def keepalived_configuration(self) -> Path:
+        return self.run / "keepalived.conf"
+
+    @property
+    def keepalived_candidate(self) -> Path:
+        return self.run / "keepalived.conf.new"
+
+    @property
+    def keepalived_pid_files(self) -> tuple[Path, Path]:
+        """Of the parent and of the child that speaks VRRP."""
+        return self.run / "keepalived.pid", self.run / "keepalived-vrrp.pid"
+
+    @property
+    def pings(self) -> Path:
+        """The addresses to ping, for the responder."""
+        return self.run / "pings"
 
     @property
     def files(self) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve again after a start of the agent.
+"""Serve again after a start of the agent, or after a change that failed half-way.
 
 Invariant: an amphora that once confirmed a bundle tries to serve it until it does; each new attempt is caused
 by a change of its interfaces, or by the passing of a few seconds.
@@ -25,6 +25,32 @@ def serve_again(attempt: Callable[[], bool]) -> threading.Thread:
     thread = threading.Thread(target=_run, args=(attempt,), name="serve-again", daemon=True)
     thread.start()
     return thread
+
+
+class Healer:
+    """Sees to it that a change that failed half-way leaves nothing of it, even if nobody pushes again.
+
+    Args:
+        attempt: whether there is nothing of it any more; tries to bring that about.
+    """
+
+    def __init__(self, attempt: Callable[[], bool]) -> None:
+        self._attempt = attempt
+        self._lock = threading.Lock()
+        self._running = False
+
+    def start(self) -> None:
+        """Begin, in a thread of its own; does nothing if it has begun."""
+        with self._lock:
+            if not self._running:
+                self._running = True
+                serve_again(self._try)
+
+    def _try(self) -> bool:
+        done = self._attempt()
+        with self._lock:
+            self._running = not done
+        return done
 
 
 def _run(attempt: Callable[[], bool]) -> None:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's process: gunicorn with mutual TLS.
+"""The agent's process: gunicorn behind a gate of mutual TLS.
 
 Invariant: nobody gets as far as HTTP without a certificate of the controllers' authority, and nobody below
-TLS 1.3.
+TLS 1.3. The worker ends with the master: an agent that was killed leaves nobody who answers in its name.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
-import ssl
+import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from gunicorn.app.base import BaseApplication
@@ -20,14 +21,10 @@ from amphora_agent.config import Settings
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 
-THREADS = 8
+THREADS = 16
 KEEPALIVE_SECONDS = 75
-
-
-def _tls(_: Any, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    context = default()
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    return context
+_PR_SET_PDEATHSIG = 1
+_M_ARENA_MAX = -8
 
 
 class Server(BaseApplication):
@@ -36,25 +33,22 @@ class Server(BaseApplication):
     def __init__(self, settings: Settings, paths: Paths) -> None:
         self._settings = settings
         self._paths = paths
+        self._identity: Any = None
         super().__init__()
 
     def load_config(self) -> None:
-        certificate = str(self._paths.etc / "server.pem")
         options = {
             "bind": self._settings.bind,
             "workers": 1,
             "worker_class": "gthread",
             "threads": THREADS,
             "keepalive": KEEPALIVE_SECONDS,
-            "certfile": certificate,
-            "keyfile": certificate,
-            "ca_certs": str(self._paths.etc / "client_ca.pem"),
-            "cert_reqs": int(ssl.CERT_REQUIRED),
-            "ssl_context": _tls,
             "worker_tmp_dir": str(self._paths.run),
             "graceful_timeout": 5,
             "loglevel": "debug" if self._settings.log_level == logging.DEBUG else "warning",
             "control_socket_disable": True,
+            "post_fork": _end_with_the_master,
+            "post_worker_init": self._put_up_the_gate,
         }
         for name, value in options.items():
             if name in self.cfg.settings:  # older versions of gunicorn have no control socket
@@ -63,13 +57,39 @@ class Server(BaseApplication):
     def load(self) -> Any:
         # Imported in the worker alone. Sharing the modules with the master was measured: counting references copies
         # nearly every page, and both together take more memory than this way.
+        gc.disable()  # nothing of what is imported is garbage
         from amphora_agent import app  # noqa: PLC0415
+        from amphora_agent.identity import Identity  # noqa: PLC0415
 
-        return app.create(self._settings, self._paths)
+        self._identity = Identity(self._paths, self._settings.amphora_id)
+        self._identity.context()
+        made = app.create(self._settings, self._paths, self._identity)
+        gc.freeze()
+        gc.enable()
+        return made
+
+    def _put_up_the_gate(self, worker: Any) -> None:
+        """Between the listening sockets and gunicorn, which takes what it is given for sockets."""
+        from amphora_agent.gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
+
+        worker.sockets = [Gate(listener, self._identity) for listener in worker.sockets]
+
+
+def _end_with_the_master(_arbiter: Any, _worker: Any) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _spare_memory() -> None:
+    """One heap for all threads: they take turns anyway, and what one has freed another can use (mallopt(3))."""
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    # What the master has imported is never garbage; not looking through it leaves the worker's pages shared.
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> None:
     """Console entry."""
+    _spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()
     try:

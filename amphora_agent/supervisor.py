@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.paths import Paths
+from amphora_agent.pulse import Probe, Pulse
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
@@ -39,6 +40,7 @@ SHUTDOWN_SECONDS = 3.0
 LOG_LINES = 200
 LINE_BYTES = 4096
 REQUEST_BYTES = 65536
+MOST_KEPT = 64
 
 
 @dataclass
@@ -49,7 +51,12 @@ class Service:
     argv: list[str]
     inner: bool
     restart: bool
+    restart_delay: float = 0.0
+    leftovers: list[str] = field(default_factory=list)
+    care: dict[str, Any] = field(default_factory=dict)
+    pulse: Pulse | None = None
     wanted: bool = True
+    missed: bool = False
     pid: int | None = None
     starts: int = 0
     started: float = 0.0
@@ -143,14 +150,20 @@ class Supervisor:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._services: dict[str, Service] = {}
+        self._arrived: list[int] = []
+        self._kept: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
         self._ending: float | None = None
         self._handlers: dict[str, Callable[[socket.socket, dict[str, Any]], dict[str, Any] | None]] = {
             "start": self._on_start,
             "stop": self._on_stop,
+            "dismiss": self._on_dismiss,
             "signal": self._on_signal,
             "status": self._on_status,
             "log": self._on_log,
+            "keep": self._on_keep,
+            "kept": self._on_kept,
+            "drop": self._on_drop,
         }
         self._catch_signals()
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -182,6 +195,8 @@ class Supervisor:
         service.due = None
         service.started = time.monotonic()
         service.starts += 1
+        for leftover in service.leftovers:
+            Path(leftover).unlink(missing_ok=True)
         try:
             service.pid = os.posix_spawnp(
                 argv[0],
@@ -205,6 +220,8 @@ class Supervisor:
             os.close(writer)
         os.set_blocking(reader, False)
         self._selector.register(reader, selectors.EVENT_READ, partial(self._drain, service, reader))
+        if service.pulse is not None:
+            service.pulse.born(service.pid)
 
     def _drain(self, service: Service, reader: int) -> None:
         """Keep the last lines of what a service says; memory stays bounded however much it says."""
@@ -231,6 +248,8 @@ class Supervisor:
                     self._died(service, os.waitstatus_to_exitcode(status))
 
     def _died(self, service: Service, code: int | None) -> None:
+        if service.pulse is not None:
+            service.pulse.died(wanted=service.wanted or service.missed)
         service.pid, service.last_exit, service.kill_at = None, code, None
         for waiter in service.waiting:
             self._answer(waiter, {"ok": True, "last_exit": code})
@@ -240,6 +259,7 @@ class Supervisor:
         lived = time.monotonic() - service.started
         service.quick_deaths = 0 if lived > HEALTHY_SECONDS else service.quick_deaths + 1
         backoff = min(LONGEST_BACKOFF, 0.05 * 2**service.quick_deaths) if service.quick_deaths else 0.0
+        backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
         self._say(f"{service.name} ended with {code} after {lived:.1f} s, starts again in {backoff:.1f} s. {last}")
@@ -257,7 +277,8 @@ class Supervisor:
         self._selector.register(connection, selectors.EVENT_READ, partial(self._receive, connection, bytearray()))
 
     def _receive(self, connection: socket.socket, buffer: bytearray) -> None:
-        data = connection.recv(REQUEST_BYTES)
+        data, arrived, *_ = socket.recv_fds(connection, REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        self._arrived += arrived
         buffer += data
         if data and b"\n" not in buffer and len(buffer) < REQUEST_BYTES:
             return
@@ -268,6 +289,8 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        while self._arrived:  # nobody wanted it
+            os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
 
@@ -292,21 +315,51 @@ class Supervisor:
             if (known.argv, known.inner) != (wanted.argv, wanted.inner):
                 return {"ok": False, "error": "it runs with other arguments; stop it first"}
             known.wanted, known.restart = True, wanted.restart
+            self._take_care(known, request.get("care", {}))
+            return {"ok": True, **known.status()}
+        if known is not None and known.due is not None and known.restart_delay and known.argv == wanted.argv:
+            # It died, and there is a reason not to start it again at once, whoever asks for it.
+            self._take_care(known, request.get("care", {}))
             return {"ok": True, **known.status()}
         if known is not None:
             wanted.log, wanted.starts = known.log, known.starts
+        self._take_care(wanted, request.get("care", {}))
         self.start(wanted)
         return {"ok": True, **wanted.status()}
 
+    def _take_care(self, service: Service, care: dict[str, Any]) -> None:
+        """Treat a service as is wanted from now on (`amphora_agent.services.Care`)."""
+        service.restart_delay = float(care.get("restart_delay", 0.0))
+        service.leftovers = [str(path) for path in care.get("leftovers", [])]
+        watched = {key: care.get(key) for key in ("health", "probe")}
+        if watched == service.care:
+            return
+        service.care = watched
+        if service.pulse is not None:
+            service.pulse.end()
+        file = None if watched["health"] is None else Path(watched["health"])
+        service.pulse = Pulse(self._selector, file, watched["probe"] and Probe(**watched["probe"]))
+        if service.pid is not None:
+            service.pulse.born(service.pid)
+
     def _on_stop(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
         service = self._services[request["name"]]
-        service.wanted, service.due = False, None
+        service.wanted, service.due, service.missed = False, None, bool(request.get("missed", False))
         if service.pid is None:
+            if service.pulse is not None:
+                service.pulse.died(wanted=service.missed)
             return {"ok": True, "last_exit": service.last_exit}
         os.kill(service.pid, int(request.get("signal", signal.SIGTERM)))
         service.kill_at = time.monotonic() + STOP_SECONDS
         service.waiting.append(connection)
         return None
+
+    def _on_dismiss(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        service = self._services[request["name"]]
+        service.wanted, service.due, service.missed = False, None, False
+        if service.pulse is not None:
+            service.pulse.died(wanted=False)
+        return {"ok": True}
 
     def _on_signal(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         service = self._services[request["name"]]
@@ -321,6 +374,29 @@ class Supervisor:
 
     def _on_log(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         return {"ok": True, "lines": list(self._services[request["name"]].log)}
+
+    # -- connections that outlive the agent --------------------------------------------------------------------
+
+    def _on_keep(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        """Keep the descriptor that came with the request."""
+        name = str(request["name"])
+        if not self._arrived or name in self._kept or len(self._kept) >= MOST_KEPT:
+            return {"ok": False, "error": f"it cannot be kept, {len(self._kept)} are"}
+        self._kept[name] = self._arrived.pop()
+        return {"ok": True}
+
+    def _on_kept(self, connection: socket.socket, _: dict[str, Any]) -> None:
+        """Answer with copies of all that is kept, in the order of their names."""
+        answer = json.dumps({"ok": True, "names": list(self._kept)}).encode() + b"\n"
+        with connection:
+            connection.settimeout(ANSWER_SECONDS)
+            socket.send_fds(connection, [answer], list(self._kept.values()))
+
+    def _on_drop(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        descriptor = self._kept.pop(str(request["name"]), None)
+        if descriptor is not None:
+            os.close(descriptor)
+        return {"ok": True}
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -339,12 +415,16 @@ class Supervisor:
         for service in list(self._services.values()):
             if service.due is not None and service.due <= now:
                 self._spawn(service)
+            if service.pulse is not None:
+                service.pulse.tick(now)
             if service.kill_at is not None and service.kill_at <= now and service.pid is not None:
                 service.kill_at = None
                 os.kill(service.pid, signal.SIGKILL)
 
     def _next_timer(self) -> float | None:
-        times = [t for s in self._services.values() for t in (s.due, s.kill_at) if t is not None]
+        services = self._services.values()
+        times = [t for s in services for t in (s.due, s.kill_at) if t is not None]
+        times += [s.pulse.due for s in services if s.pulse is not None and s.pulse.due is not None]
         if self._ending is not None:
             times.append(self._ending)
         return max(0.0, min(times) - time.monotonic()) if times else None

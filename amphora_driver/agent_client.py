@@ -4,6 +4,7 @@
 Invariant: nothing is sent before the other side has proven to be the amphora that is meant: its certificate
 comes from our authority and names that amphora's id. Our own certificate is shown only after that (TLS 1.3),
 and what an agent answers is read within limits of size and time: an amphora may be in a stranger's hands.
+A certificate that has expired is accepted by the one call that replaces it, and by no other.
 Neither proxies nor any other environment variable change whom we trust. Bodies are never logged.
 Source: docs/agent-api.md.
 """
@@ -11,13 +12,11 @@ Source: docs/agent-api.md.
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import ssl
 import threading
 import time
 from collections import OrderedDict
-from contextvars import ContextVar
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,9 +24,10 @@ import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
+from amphora_driver.agent_identity import LATEST, Identity
+from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
+from amphora_driver.secret import Secret
 
-LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Amphorae whose connection is kept open, and connections for each: one thread works on one load balancer.
@@ -78,7 +78,16 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     keepalived_version: str | None = None
     hostname: str | None = None
     generation: int | None = None
+    holds_vip: bool | None = None
+    certificate_expires_at: dt.datetime | None = None
     capabilities: tuple[str, ...] = ()
+
+
+class Renewed(msgspec.Struct, frozen=True, kw_only=True):
+    """The certificate that an agent shows from now on; `fingerprint` is the SHA-256 of its DER in hexadecimal."""
+
+    expires_at: dt.datetime
+    fingerprint: str
 
 
 class _ErrorWords(msgspec.Struct):
@@ -112,14 +121,12 @@ class AgentClient:
         self._port = int(conf.agent.port)
         self._connect_timeout = float(conf.agent.connect_timeout)
         self._request_timeout = float(conf.agent.request_timeout)
-        self._identity = _Identity(conf.certificates.client_certificate, conf.certificates.ca_certificate)
+        self._identity = Identity(conf.certificates.client_certificate, conf.certificates.ca_certificate)
         self._pools: OrderedDict[tuple[str, str], urllib3.HTTPSConnectionPool] = OrderedDict()
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
 
-    def put_bundle(
-        self, amphora_id: str, address: str, body: bytes, *, deadline: float | None = None
-    ) -> Applied:
+    def put_bundle(self, amphora_id: str, address: str, body: bytes, *, deadline: float | None = None) -> Applied:
         """Give the amphora its whole wanted state (the JSON document of docs/agent-api.md).
 
         Returns once the amphora serves it.
@@ -137,12 +144,53 @@ class AgentClient:
         call = _Call("GET", "/v2/info", f"ask amphora {amphora_id} for its versions")
         return _decode(self._request(amphora_id, address, call, deadline), Info, call)
 
-    def diagnostics(
-        self, amphora_id: str, address: str, *, deadline: float | None = None
-    ) -> dict[str, Any]:
+    def expect_vips(self, amphora_id: str, address: str, seconds: float) -> None:
+        """Have the amphora be ready for its partner's VIPs, and hand on what belongs to connections of that one."""
+        body = msgspec.json.encode({"seconds": seconds})
+        call = _Call("POST", "/v2/vrrp/expect", f"have amphora {amphora_id} expect the VIPs", body=body)
+        self._request(amphora_id, address, call, None)
+
+    def release_vips(self, amphora_id: str, address: str, drain: float) -> None:
+        """Have the amphora give the VIPs to its partner; its connections may go on for `drain` seconds."""
+        body = msgspec.json.encode({"drain": drain})
+        call = _Call("POST", "/v2/vrrp/release", f"have amphora {amphora_id} hand its VIPs over", body=body)
+        self._request(amphora_id, address, call, None)
+
+    def diagnostics(self, amphora_id: str, address: str, *, deadline: float | None = None) -> dict[str, Any]:
         """All that helps to understand a broken amphora, as one document."""
         call = _Call("GET", "/v2/diagnostics", f"diagnose amphora {amphora_id}", most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
+
+    def renew(
+        self,
+        amphora_id: str,
+        address: str,
+        certificate: Secret,
+        *,
+        client_ca: bytes | None = None,
+        server_ca: bytes | None = None,
+        deadline: float | None = None,
+    ) -> Renewed:
+        """Give the amphora another certificate, even if the one it shows has expired.
+
+        Everything else about that one has to be right: who signed it, whose it is, what it is for. No other call is
+        made over this connection.
+
+        Args:
+            certificate: certificate and private key in one PEM (`Issued.bundle`).
+            client_ca: the authorities in PEM whose clients may call from now on; None: as before. Ours has to be
+                among them.
+            server_ca: the authorities in PEM that vouch for amphorae from now on; None: as before.
+        """
+        authorities = {"client_ca": client_ca, "server_ca": server_ca}
+        document = {name: pem.decode() for name, pem in authorities.items() if pem is not None}
+        body = msgspec.json.encode({"certificate": certificate.reveal().decode(), **document})
+        call = _Call("PUT", "/v2/certificate", f"renew the certificate of amphora {amphora_id}", body=body)
+        pool = self._connect(self._identity.tolerant(), amphora_id, address)
+        try:
+            return _decode(self._ask(lambda: pool, address, call, deadline), Renewed, call)
+        finally:
+            pool.close()
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: float) -> Info:
         """Ask again and again until the agent of a booting amphora answers.
@@ -177,11 +225,20 @@ class AgentClient:
             self._drop_all()
 
     def _request(self, amphora_id: str, address: str, call: _Call, deadline: float | None) -> bytes:
+        return self._ask(lambda: self._pool(amphora_id, address), address, call, deadline)
+
+    def _ask(
+        self,
+        pool_of: Callable[[], urllib3.HTTPSConnectionPool],
+        address: str,
+        call: _Call,
+        deadline: float | None,
+    ) -> bytes:
         """Send and receive; once more if the connection, perhaps kept from an earlier call, broke."""
         latest = time.monotonic() + self._request_timeout
         latest = latest if deadline is None else min(latest, deadline)
         for last in (False, True):
-            pool = self._pool(amphora_id, address)
+            pool = pool_of()
             try:
                 return self._attempt(pool, call, latest)
             except (ProtocolError, ClosedPoolError) as error:
@@ -205,11 +262,11 @@ class AgentClient:
         if left <= 0:
             raise AgentUnreachable(call.wanted, "no time was left for it")
         connect = min(call.connect_timeout or self._connect_timeout, left)
-        token = _LATEST.set(latest)
+        token = LATEST.set(latest)
         try:
             return self._exchange(pool, call, urllib3.Timeout(connect=connect, read=left))
         finally:
-            _LATEST.reset(token)
+            LATEST.reset(token)
 
     def _exchange(self, pool: urllib3.HTTPSConnectionPool, call: _Call, timeout: urllib3.Timeout) -> bytes:
         response = pool.urlopen(
@@ -255,9 +312,7 @@ class AgentClient:
             pool.close()
         self._pools.clear()
 
-    def _connect(
-        self, context: ssl.SSLContext, amphora_id: str, address: str
-    ) -> urllib3.HTTPSConnectionPool:
+    def _connect(self, context: ssl.SSLContext, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
         # server_hostname makes OpenSSL compare the id during the handshake, before our certificate is shown;
         # assert_hostname would switch that off and compare afterwards.
         return urllib3.HTTPSConnectionPool(
@@ -281,91 +336,13 @@ class _Call(msgspec.Struct, frozen=True):
     connect_timeout: float | None = None
 
 
-# When the exchange that this thread is in has to be over, on `time.monotonic()`'s clock.
-_LATEST: ContextVar[float] = ContextVar("_LATEST")
-
-
-class _BoundedSocket(ssl.SSLSocket):
-    """Ends an exchange as a whole in time: a timeout for each read alone lets a peer drip bytes for ever."""
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        self._hurry()
-        return super().recv_into(buffer, nbytes, flags)
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        self._hurry()
-        return super().send(data, flags)
-
-    def _hurry(self) -> None:
-        left = _LATEST.get(float("inf")) - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        timeout = self.gettimeout()
-        if timeout is None or timeout > left:
-            self.settimeout(left)
-
-
-class _Identity:
-    """Our certificate and whom we trust, read again whenever the files change."""
-
-    def __init__(self, client_certificate: str, ca_certificate: str) -> None:
-        self._client_certificate = client_certificate
-        self._ca_certificate = ca_certificate
-        self._marks: tuple[object, ...] = ()
-        self._context: ssl.SSLContext | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """The TLS context. While new files cannot be read (half written, say) the last good one stays."""
-        marks = (_mark(self._client_certificate), _mark(self._ca_certificate))
-        if self._context is None or marks != self._marks:
-            try:
-                self._context = self._read()
-            except CertificateError as error:
-                if self._context is None:
-                    raise
-                LOG.warning("the certificates in use are kept: %s", error)
-            # Even when it failed: the next attempt waits for the next change.
-            self._marks = marks
-        return self._context
-
-    def _read(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.sslsocket_class = _BoundedSocket
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The configured authority is the anchor, even if another one once signed it.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        remedy = "Check [certificates] ca_certificate and client_certificate."
-        try:
-            context.load_verify_locations(cafile=self._ca_certificate)
-        except OSError as error:
-            happened = f"{self._ca_certificate}: {error.strerror or error}"
-            raise CertificateError("read the amphorae's authority", happened, remedy) from error
-        try:
-            # An encrypted key must fail here, not ask a terminal for its passphrase.
-            context.load_cert_chain(self._client_certificate, password=b"")
-        except (OSError, ValueError) as error:
-            happened = f"{self._client_certificate}: {getattr(error, 'strerror', None) or error}"
-            raise CertificateError("read the controllers' certificate and key", happened, remedy) from error
-        return context
-
-
-def _mark(path: str) -> object:
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _read(response: urllib3.BaseHTTPResponse, call: _Call) -> bytes:
     parts: list[bytes] = []
     size = 0
     while part := response.read1(_CHUNK, decode_content=False):
         size += len(part)
         if size > call.most:
-            raise AgentRefused(
-                call.wanted, f"its answer is longer than {call.most} bytes", status=response.status
-            )
+            raise AgentRefused(call.wanted, f"its answer is longer than {call.most} bytes", status=response.status)
         parts.append(part)
     return b"".join(parts)
 

@@ -155,6 +155,25 @@ HAPROXY = [
     cfg.BoolOpt("connection_logging", default=False, help="Whether each connection or request is logged."),
     cfg.StrOpt("log_format", help="HAProxy's log-format of those lines. Without it, that of Octavia's flow logs."),
 ]
+VRRP = [
+    cfg.FloatOpt(
+        "advert_interval",
+        default=1.0,
+        min=0.05,
+        max=40.0,
+        help="Seconds between two signs of life of the amphora that has the VIPs. A standby takes over after three to "
+        "four of them. For load balancers whose flavor does not say.",
+    ),
+]
+TLS = [
+    cfg.FloatOpt(
+        "ticket_key_period",
+        default=43_200.0,
+        min=1.0,
+        help="Seconds for which TLS session tickets of a load balancer are sealed with one key. They can be used for "
+        "as long again. The amphorae of a load balancer have the same keys.",
+    ),
+]
 COMPUTE = [
     cfg.StrOpt(
         "driver",
@@ -221,6 +240,8 @@ GROUPS: dict[str, list[cfg.Opt]] = {
     "octavia": OCTAVIA,
     "health": HEALTH,
     "haproxy": HAPROXY,
+    "vrrp": VRRP,
+    "tls": TLS,
     "compute": COMPUTE,
     "compute_netns": COMPUTE_NETNS,
     "network": NETWORK,

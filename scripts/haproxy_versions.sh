@@ -62,7 +62,7 @@ haproxy_of_debian() {
   cat >haproxy <<END
 #!/bin/sh
 here=\${0%/*}
-exec "\$here/lib/${loader##*/}" --library-path "\$here/lib" "\$here/program" "\$@"
+exec "\$here/lib/${loader##*/}" --argv0 "\$0" --library-path "\$here/lib" "\$here/program" "\$@"
 END
   chmod 755 haproxy
   rm -rf apt packages root

@@ -9,7 +9,7 @@ import haproxy_versions
 import pytest
 from feature_matrix import FeatureMatrix, add_options
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "system")
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system")
 _TESTS = Path(__file__).parent
 _passed: Counter[str] = Counter()
 

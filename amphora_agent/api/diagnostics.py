@@ -1,69 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v2/diagnostics: everything a person asks for first, as one document.
 
-Invariant: a part that cannot be had says why in its place and spoils no other part. No key is ever in it.
+Invariant: a part that cannot be had says why in its place and spoils no other part; all of it takes a bounded time
+and size. No secret is ever in it, and nothing that clients of the load balancer have sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import psutil
-from flask import Blueprint
+from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
-from amphora_agent.errors import AgentError
+from amphora_agent import machine
+from amphora_agent.api.info import agent_version, program_version
+from amphora_agent.apply import Applier
+from amphora_agent.config import Settings
+from amphora_agent.diagnosis import Clock, Part, document, errors_without_content, sessions
+from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.process import SERVICE, Haproxy
-from amphora_agent.network import interfaces
+from amphora_agent.identity import Identity
+from amphora_agent.keepalived import process as keepalived
+from amphora_agent.keepalived.role import Role
+from amphora_agent.network import interfaces, nftables
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
+from amphora_agent.responder import launch as responder
 from amphora_agent.services import Services
-from amphora_agent.stats.sender import Sender
+from amphora_agent.stats.reporter import Reporter
+
+# Bytes of one answer of HAProxy's.
+_MOST = 8 << 20
+# What HAProxy is asked as it is. `show ssl cert` and `show table` name what there is, and nothing of it.
+_QUESTIONS = {
+    "show info": "show info",
+    "show stat": "show stat -1 7 -1",
+    "show servers state": "show servers state",
+    "show activity": "show activity",
+    "show table": "show table",
+    "show ssl cert": "show ssl cert",
+    "show peers": "show peers",
+    "show startup-logs": "show startup-logs",
+}
+_SERVICES = {"haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE}
 
 
-def blueprint(paths: Paths, services: Services, haproxy: Haproxy, inner: Namespace, sender: Sender) -> Blueprint:
+def blueprint(
+    paths: Paths,
+    services: Services,
+    haproxy: Haproxy,
+    inner: Namespace,
+    sender: Reporter,
+    applier: Applier,
+    role: Role,
+    identity: Identity,
+) -> Blueprint:
     """The route."""
     routes = Blueprint("diagnostics", __name__)
-    parts: dict[str, Callable[[], Any]] = {
-        "machine.cfg": lambda: paths.machine_configuration.read_text(encoding="utf-8"),
-        "haproxy.cfg": lambda: paths.configuration.read_text(encoding="utf-8"),
-        "show info": lambda: haproxy.worker.ask("show info"),
-        "show stat": lambda: haproxy.worker.ask("show stat -1 7 -1"),
-        "show servers state": lambda: haproxy.worker.ask("show servers state"),
-        "show proc": lambda: haproxy.master.ask("show proc"),
-        "interfaces": lambda: interfaces.describe(inner),
-        "haproxy log": lambda: services.log(SERVICE),
-        "agent log": lambda: services.log("amphora-agent"),
+    machines: dict[str, Part] = {
+        "time": time.time,
+        "versions": _versions,
+        "agent.conf": partial(_text, paths.etc / "agent.conf"),
+        "machine.cfg": partial(_text, paths.machine_configuration),
+        "haproxy.cfg": partial(_text, paths.configuration),
+        "keepalived.conf": partial(_text, paths.keepalived_configuration),
+        "generation": lambda: applier.generation,
+        "changes": applier.changes,
+        "holds_vip": lambda: role.holds_vip,
+        "certificate": partial(_certificate, identity),
+        "interfaces": partial(interfaces.describe, inner),
+        "routing": partial(interfaces.describe_routing, inner),
+        "neighbours": partial(interfaces.describe_neighbours, inner),
+        "firewall": partial(inner.run, nftables.current, counters=True),
+        "services": partial(_statuses, services),
+        "agent log": partial(services.log, "amphora-agent"),
+        **{f"{name} log": partial(services.log, service) for name, service in _SERVICES.items()},
         "heartbeat errors": sender.errors,
-        "processes": _processes,
+        "processes": machine.processes,
+        "memory": machine.memory,
+        "load": machine.load,
+        "disk": partial(machine.disk, paths.var, paths.run),
     }
 
     @routes.get("/v2/diagnostics")
     def get_diagnostics() -> ResponseReturnValue:
-        return {name: _part(read) for name, read in parts.items()}
+        parts = {**machines, **_asked(haproxy, Clock())}
+        return Response(document(parts, _secrets(sender.settings)), mimetype="application/json")
 
     return routes
 
 
-def _part(read: Callable[[], Any]) -> Any:
+def _asked(haproxy: Haproxy, clock: Clock) -> dict[str, Part]:
+    """What HAProxy is to be asked, until the clock has run out."""
+
+    def ask(question: str, whom: Socket = haproxy.worker) -> str:
+        return clock.ask(lambda seconds: whom.ask(question, seconds=seconds, most=_MOST))
+
+    return {
+        **{name: partial(ask, question) for name, question in _QUESTIONS.items()},
+        "show errors": lambda: errors_without_content(ask("show errors")),
+        "show sess": lambda: sessions(ask("show sess")),
+        "show proc": lambda: ask("show proc", haproxy.master),
+    }
+
+
+def _secrets(settings: Settings) -> list[str]:
+    """The key of the heartbeats, which may be any text where Octavia gave it."""
+    key = settings.heartbeat_key
+    return [key.hex(), key.decode(errors="replace")] if key else []
+
+
+def _text(file: Path) -> str | None:
+    """A configuration; None if there is none."""
     try:
-        return read()
-    except (AgentError, OSError, psutil.Error) as error:
-        return {"error": str(error)}
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
-def _processes() -> list[dict[str, Any]]:
-    found = []
-    for process in psutil.process_iter(["pid", "name", "create_time", "memory_info"]):
-        info = process.info
-        memory = info["memory_info"]
-        found.append(
-            {
-                "pid": info["pid"],
-                "name": info["name"],
-                "started": info["create_time"],
-                "resident_bytes": memory.rss if memory else None,
-            }
-        )
+def _versions() -> dict[str, Any]:
+    programs = {name: program_version(name) for name in ("haproxy", "keepalived")}
+    return {"agent": agent_version(), **programs, **machine.versions()}
+
+
+def _certificate(identity: Identity) -> dict[str, Any]:
+    shown = identity.certificate()
+    return {
+        "expires_at": None if shown is None else shown.expires_at,
+        "fingerprint": None if shown is None else shown.fingerprint,
+        "refused_handshakes": dict(identity.refused),
+    }
+
+
+def _statuses(services: Services) -> dict[str, Any]:
+    found = {}
+    for service in ("amphora-agent", *_SERVICES.values()):
+        status = services.status(service)
+        found[service] = None if status is None else vars(status)
     return found

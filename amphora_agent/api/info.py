@@ -11,24 +11,26 @@ import re
 import socket
 import subprocess
 from functools import cache
-from importlib import metadata
 
 from flask import Blueprint
 from flask.typing import ResponseReturnValue
 
 from amphora_agent.apply import Applier
 from amphora_agent.config import Settings
+from amphora_agent.identity import Identity
+from amphora_agent.keepalived.role import Role
 
-CAPABILITIES = ["bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime"]
+CAPABILITIES = ["bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime", "vrrp", "certificate"]
 DISTRIBUTION = "octavia-amphora-driver"
 
 
-def blueprint(settings: Settings, applier: Applier) -> Blueprint:
+def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identity) -> Blueprint:
     """The route."""
     routes = Blueprint("info", __name__)
 
     @routes.get("/v2/info")
     def get_info() -> ResponseReturnValue:
+        shown = identity.certificate()
         return {
             "amphora_id": str(settings.amphora_id),
             "agent_version": agent_version(),
@@ -36,6 +38,9 @@ def blueprint(settings: Settings, applier: Applier) -> Blueprint:
             "keepalived_version": program_version("keepalived"),
             "hostname": socket.gethostname(),
             "generation": applier.generation,
+            "certificate_expires_at": shown.expires_at if shown is not None else None,
+            "holds_vip": role.holds_vip,
+            "changes": applier.changes(),
             "capabilities": CAPABILITIES,
         }
 
@@ -45,6 +50,8 @@ def blueprint(settings: Settings, applier: Applier) -> Blueprint:
 @cache
 def agent_version() -> str:
     """The installed version; a tree that is not installed has none."""
+    from importlib import metadata  # noqa: PLC0415 (takes a part of the start, and is needed once)
+
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -8,11 +8,28 @@ a reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from amphora_agent.bundle import File
-from amphora_agent.haproxy.configuration import FILES, Configuration, Section, Server
+from amphora_agent.haproxy import certificates
+from amphora_agent.haproxy.abilities import FEWEST, Abilities
+from amphora_agent.haproxy.certificates import Changes
+from amphora_agent.haproxy.configuration import Configuration, Line, Section, Server
+from amphora_agent.haproxy.steps import (
+    AddServer,
+    NameServers,
+    RemoveServer,
+    ReplaceServer,
+    ServerStep,
+    SetAddress,
+    SetCheck,
+    SetFrontendMaxconn,
+    SetMaintenance,
+    SetServerMaxconn,
+    SetWeight,
+    Step,
+)
 
 # What HAProxy 2.6 refuses on a server added at run time (tests/dataplane asks it), what 3.0 refuses ("enabled"), and
 # what was not tried: "track".
@@ -44,52 +61,10 @@ MOST_COOKIES = 1500
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
 
 
-@dataclass(frozen=True)
-class AddServer:
-    """A server that is new. One that `waits` gets no requests before a later step lets it have some."""
-
-    backend: str
-    server: Server
-    waits: bool = False
-
-
-@dataclass(frozen=True)
-class RemoveServer:
-    """A server that is no longer wanted; one that was disabled has nothing to drain."""
-
-    backend: str
-    name: str
-    disabled: bool
-
-
-@dataclass(frozen=True)
-class SetWeight:
-    """A server whose share changes."""
-
-    backend: str
-    name: str
-    weight: int
-
-
-@dataclass(frozen=True)
-class SetMaintenance:
-    """A server that is disabled, or no longer."""
-
-    backend: str
-    name: str
-    maintenance: bool
-
-
-@dataclass(frozen=True)
-class NameServers:
-    """The new servers' values of the dynamic cookie are to be computed, and then they get requests."""
-
-    backend: str
-    key: str
-    names: tuple[str, ...]
-
-
-Step = AddServer | NameServers | RemoveServer | SetWeight | SetMaintenance
+# More than these are not replaced one by one: a new worker has them sooner.
+MOST_REPLACED = 20
+# Keywords of a server that have a command of their own, each with its value.
+_SETTABLE = ("weight", "maxconn", "addr", "port")
 
 
 @dataclass(frozen=True)
@@ -115,42 +90,46 @@ class Reload:
 Verdict = Unchanged | Runtime | Reload
 
 
-def compare(old: Configuration, new: Configuration, elsewhere: Sequence[str] = ()) -> Verdict:
+def compare(
+    old: Configuration,
+    new: Configuration,
+    elsewhere: Sequence[str] = (),
+    files: Changes = certificates.NONE,
+    abilities: Abilities = FEWEST,
+) -> Verdict:
     """What HAProxy needs to serve `new` where it serves `old`.
 
     Args:
         elsewhere: what differs besides the texts, and needs a new worker.
+        files: what differs between the files that they name.
+        abilities: what this HAProxy can do.
     """
     if outside := [*elsewhere, *_outside_servers(old, new)]:
-        return Reload(_shortened(outside))
-    steps: list[Step] = []
-    reasons: list[str] = []
+        return Reload(_shortened([*outside, *files.reasons]))
+    if files.hindrances:
+        return Reload(_shortened(list(files.hindrances)))
+    steps: list[Step] = list(files.before)
+    reasons: list[str] = list(files.reasons)
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
-        change = _servers(before, after, old, new)
+        if before.servers is after.servers and before.lines is after.lines:
+            continue  # read from the same text: most of 50 pools, most of the time
+        change = _servers(before, after, new, abilities)
         if isinstance(change, Reload):
             return change
-        steps += change.steps
+        limits = list(_listener_limit(before, after))
+        if limits and not abilities.limits:
+            return Reload(f"listener {after.name} takes {limits[0].maxconn or 'all'} connections")
+        steps += [*limits, *change.steps]
+        reasons += [f"listener {after.name} takes {limits[0].maxconn or 'all'} connections"] if limits else []
         reasons += [change.reason] if change.reason else []
         order_only = order_only or [s.name for s in before.servers] != [s.name for s in after.servers]
-    if steps:
+    if (replaced := sum(isinstance(step, ReplaceServer) for step in steps)) > MOST_REPLACED:
+        return Reload(f"the keywords of {replaced} members differ")
+    steps += files.after
+    if steps or reasons:
         return Runtime(tuple(steps), _shortened(reasons))
     return Runtime((), "only the order of servers differs") if order_only else Unchanged()
-
-
-def file_changes(old: Sequence[File], new: Sequence[File], configuration: Configuration) -> list[str]:
-    """What differs between the files of two bundles, in words."""
-    before = {file.name: file for file in old}
-    after = {file.name: file for file in new}
-    changes = []
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) == after.get(name):
-            continue
-        what = "is new" if name not in before else "is gone" if name not in after else "has another content"
-        owner = (after.get(name) or before[name]).object_id
-        kind = "listener" if owner in configuration.frontends else "pool"
-        changes.append(f"file {name} of {kind} {owner} {what}")
-    return changes
 
 
 def _outside_servers(old: Configuration, new: Configuration) -> list[str]:
@@ -169,7 +148,23 @@ def _outside_servers(old: Configuration, new: Configuration) -> list[str]:
 
 
 def _words(section: Section) -> list[tuple[str, ...]]:
-    return [line.words for line in section.lines]
+    """What cannot be changed in a section that is served."""
+    limit = _limit(section)
+    return [line.words for line in section.lines if line is not limit]
+
+
+def _limit(section: Section) -> Line | None:
+    """The line that limits a listener's connections, if it is one that can be changed."""
+    found = [line for line in section.lines if line.words[0] == "maxconn"]
+    if section.kind != "frontend" or len(found) != 1 or len(found[0].words) != 2 or not found[0].words[1].isdecimal():
+        return None
+    return found[0]
+
+
+def _listener_limit(old: Section, new: Section) -> Iterable[SetFrontendMaxconn]:
+    before, after = (None if (line := _limit(each)) is None else int(line.words[1]) for each in (old, new))
+    if before != after:
+        yield SetFrontendMaxconn(new.name, after)
 
 
 def _first_difference(old: Section, new: Section) -> str:
@@ -187,31 +182,35 @@ def _shortened(reasons: list[str]) -> str:
     return "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
 
 
-def _servers(old: Section, new: Section, running: Configuration, wanted: Configuration) -> Runtime | Reload:
+def _servers(old: Section, new: Section, wanted: Configuration, abilities: Abilities) -> Runtime | Reload:
     """Steps for one section; what takes from the pool comes last, so that it is never emptier than wanted."""
     before = {server.name: server for server in old.servers}
     after = {server.name: server for server in new.servers}
     steps: list[Step] = []
     taking: list[Step] = []
     reasons: list[str] = []
-    key = _cookie_key(new, wanted)
+    key = "" if abilities.cookies else _cookie_key(new, wanted)
     waiting = tuple(s.name for s in new.servers if s.name not in before and not s.disabled) if key else ()
     for name, server in after.items():
         was = before.get(name)
-        why = _not_addable(new, server, running, wanted) if was is None else _unchangeable(new, was, server, wanted)
-        if why:
-            return Reload(f"member {name} of {new.name}: {why}")
+        if was is server:
+            continue  # read from the same line
         if was is None:
+            why = _not_addable(new, server, wanted, abilities)
             steps.append(AddServer(new.name, server, waits=name in waiting))
             reasons.append(f"member {name} added")
-            continue
-        if was.weight != server.weight:
-            (steps if server.weight else taking).append(SetWeight(new.name, name, server.weight))
-            reasons.append(f"member {name} has weight {server.weight}")
-        if was.disabled != server.disabled:
-            (taking if server.disabled else steps).append(SetMaintenance(new.name, name, server.disabled))
-            reasons.append(f"member {name} {'disabled' if server.disabled else 'enabled'}")
-    if any(isinstance(step, AddServer) for step in steps) and key:
+        elif _others(was, server) != _others(server, was):
+            why = _not_replaceable(new, was, server, wanted, abilities)
+            steps.append(_replaced(new, before, was, server))
+            reasons.append(f"member {name} has other keywords")
+        else:
+            why = _unchangeable(new, was, server, wanted)
+            for step, reason in _set(new.name, was, server):
+                (taking if _takes(step) else steps).append(step)
+                reasons.append(f"member {name} {reason}")
+        if why:
+            return Reload(f"member {name} of {new.name}: {why}")
+    if any(isinstance(step, AddServer | ReplaceServer) for step in steps) and key:
         steps.append(NameServers(new.name, key, waiting))
     steps += taking
     for name, server in before.items():
@@ -221,23 +220,93 @@ def _servers(old: Section, new: Section, running: Configuration, wanted: Configu
     return Runtime(tuple(steps), _shortened(reasons))
 
 
+def _set(backend: str, old: Server, new: Server) -> Iterable[tuple[ServerStep, str]]:
+    """The steps that make one server of the other, each with its reason."""
+    name = new.name
+    if old.address != new.address and (place := _place(new.address)) is not None:
+        yield SetAddress(backend, name, *place), f"is at {new.address}"
+    if _check_place(old) != _check_place(new):
+        address, port = _check_place(new)
+        yield SetCheck(backend, name, address, port), "is monitored elsewhere"
+    if old.maxconn != new.maxconn:
+        yield SetServerMaxconn(backend, name, new.maxconn), f"takes {new.maxconn or 'all'} connections"
+    if old.weight != new.weight:
+        yield SetWeight(backend, name, new.weight), f"has weight {new.weight}"
+    if old.disabled != new.disabled:
+        yield SetMaintenance(backend, name, new.disabled), "disabled" if new.disabled else "enabled"
+
+
+def _takes(step: ServerStep) -> bool:
+    """Whether a step takes a server from those that get requests."""
+    match step:
+        case SetWeight(weight=0) | SetMaintenance(maintenance=True):
+            return True
+        case _:
+            return False
+
+
+def _replaced(section: Section, before: dict[str, Server], old: Server, new: Server) -> ReplaceServer:
+    others = frozenset(
+        server.name
+        for server in section.servers
+        if server.name != new.name
+        and before.get(server.name) == server
+        and server.weight
+        and not server.disabled
+        and "backup" not in server.keywords
+    )
+    return ReplaceServer(section.name, new, others, old.disabled)
+
+
+def _not_replaceable(
+    section: Section, old: Server, new: Server, configuration: Configuration, abilities: Abilities
+) -> str:
+    """Why a server cannot be taken away and added again; empty if that can be tried."""
+    if why := _not_addable(section, new, configuration, abilities):
+        return f"its keywords differ; {why}"
+    if old.disabled and (new.disabled or not _cookie_key(section, configuration)):
+        return ""
+    if any(line.words[0] in ("cookie", "stick") for line in section.lines):
+        return "its keywords differ, and while it were away its clients would be given to others"
+    if len(section.servers) == 1:
+        return "its keywords differ, and nobody could serve while it were away"
+    return ""
+
+
 def _unchangeable(section: Section, old: Server, new: Server, configuration: Configuration) -> str:
     """Why the running HAProxy cannot make one server of the other; empty if it can."""
-    if old.address != new.address:
+    if old.address != new.address and (_place(old.address) is None or _place(new.address) is None):
         return f"its address is {new.address}"
-    if _others(old) != _others(new):
-        return "its keywords differ"
     if old.weight != new.weight and not _is_dynamic(section, configuration):
         return "weights are fixed with its balancing method"
     return ""
 
 
-def _others(server: Server) -> tuple[str, ...]:
-    """The keywords other than those with a runtime command of their own."""
+def _place(address: str) -> tuple[str, int] | None:
+    """An address and a port as HAProxy's sockets take them; None for anything else."""
+    host, _, port = address.rpartition(":")
+    try:
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))), int(port)
+    except ValueError:
+        return None
+
+
+def _check_place(server: Server) -> tuple[str | None, int | None]:
+    address, port = server.value("addr") or None, server.value("port")
+    return address, int(port) if port.isdecimal() else None
+
+
+def _others(server: Server, other: Server) -> tuple[str, ...]:
+    """The keywords other than those that a command makes the same as the other server's."""
     words = list(server.keywords)
-    if "weight" in words:
-        place = words.index("weight")
-        del words[place : place + 2]
+    for keyword in _SETTABLE:
+        # Where a check goes can be changed, but not forgotten again, and only while there is one.
+        checks = keyword in ("addr", "port")
+        if checks and not (keyword in other.keywords and server.checked and "agent-check" not in words):
+            continue
+        if keyword in words:
+            place = words.index(keyword)
+            del words[place : place + 2]
     return tuple(word for word in words if word != "disabled")
 
 
@@ -270,21 +339,18 @@ def _cookie_key(section: Section, configuration: Configuration) -> str:
     return found[0] if found and _has_dynamic_cookie(section, configuration) else ""
 
 
-def _not_addable(section: Section, server: Server, running: Configuration, wanted: Configuration) -> str:
+def _not_addable(section: Section, server: Server, wanted: Configuration, abilities: Abilities) -> str:
     """Why a server cannot be added at run time; empty if it can."""
     if not server.line.plain:
         return "its line needs quoting, for which the runtime API has other rules"
-    if refused := sorted(_NOT_AT_RUNTIME.intersection(server.keywords)):
+    never = _NOT_AT_RUNTIME - {"cookie"} if abilities.cookies else _NOT_AT_RUNTIME
+    if refused := sorted(never.intersection(server.keywords)):
         return f"'{refused[0]}' cannot be given at run time"
-    for keyword in FILES:
-        # Files are read only at the start of a worker. One that another server uses is in its memory.
-        if keyword in server.keywords and (keyword, server.value(keyword)) not in running.server_files:
-            return f"'{keyword} {server.value(keyword)}' is not in HAProxy's memory"
     if not _is_dynamic(section, wanted):
         return "servers cannot join its balancing method at run time"
     if _effective(section, wanted, "default-server") is not None:
         return "'default-server' does not reach servers added at run time"
-    if _has_dynamic_cookie(section, wanted):
+    if _has_dynamic_cookie(section, wanted) and not abilities.cookies:
         if len(section.servers) > MOST_COOKIES:
             return f"computing the cookies of {len(section.servers)} members would halt HAProxy"
         lines = [line for s in (section, *wanted.sections) for line in s.lines if line.words[0] == "dynamic-cookie-key"]

@@ -3,16 +3,20 @@
 
 Invariant: pure. A text that is read here holds nothing but ``defaults``, ``frontend`` and ``backend``
 sections, as HAProxy itself would see them: words are split by HAProxy's own rules, and indentation hides no
-section.
+section. What is the same as in a text that was read before is the same object, so that one changed line among 10,000
+costs little more than one line.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
+from typing import TypeVar
 
 from amphora_agent.errors import ConfigurationRefused
 
@@ -41,7 +45,11 @@ _SECTIONS = ALLOWED | {
     "traces",
     "userlist",
 }
+_MACHINE = _SECTIONS - ALLOWED
 _BLANKS = " \t\r\v\f"
+_TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
+# Without any of these a line's words are what is between its spaces, and the sockets take them as they are.
+_ODD = re.compile(r"""[^ -~]|["#$';<\\]""")
 # A comment, blanks, something in quotes, an escaped character, or anything else.
 _PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
 
@@ -50,7 +58,6 @@ _PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t
 class Line:
     """One line that says something. ``plain`` tells that HAProxy's sockets would take its words as they are."""
 
-    number: int
     words: tuple[str, ...]
     plain: bool
 
@@ -76,6 +83,12 @@ class Server:
         return int(text) if text.isdecimal() else 1
 
     @property
+    def maxconn(self) -> int:
+        """How many connections it takes at once; 0 for as many as come."""
+        text = self.value("maxconn", "0")
+        return int(text) if text.isdecimal() else 0
+
+    @property
     def disabled(self) -> bool:
         return "disabled" in self.keywords
 
@@ -84,15 +97,20 @@ class Server:
         return "check" in self.keywords
 
 
+Row = Line | Server | None
+"""A line of the text; None for one that says nothing."""
+
+
 @dataclass(frozen=True)
 class Section:
-    """A section with its lines; the lines that define servers are apart."""
+    """A section with its lines; the lines that define servers are apart. ``number`` is that of its first line."""
 
     kind: str
     name: str
     head: Line
     lines: tuple[Line, ...]
     servers: tuple[Server, ...]
+    number: int = field(default=0, compare=False)
 
     @property
     def object_id(self) -> str | None:
@@ -107,22 +125,24 @@ class Section:
 
 @dataclass(frozen=True)
 class Configuration:
-    """All sections in their order."""
+    """All sections in their order, and the text's lines, by number (from 1) and by what they look like."""
 
     sections: tuple[Section, ...]
+    rows: Sequence[Row] = field(default=(), repr=False, compare=False)
+    known: Mapping[str, Line | Server] = field(default_factory=dict, repr=False, compare=False)
 
     def of_kind(self, kind: str) -> dict[str, Section]:
         return {section.name: section for section in self.sections if section.kind == kind}
 
-    @property
+    @cached_property
     def frontends(self) -> dict[str, Section]:
         return self.of_kind("frontend")
 
-    @property
+    @cached_property
     def backends(self) -> dict[str, Section]:
         return self.of_kind("backend")
 
-    @property
+    @cached_property
     def servers(self) -> dict[tuple[str, str], Server]:
         """Every server by backend and name."""
         return {(s.name, server.name): server for s in self.backends.values() for server in s.servers}
@@ -133,21 +153,21 @@ class Configuration:
         servers = (server for section in self.sections for server in section.servers)
         return frozenset((word, s.value(word)) for s in servers for word in FILES if word in s.keywords)
 
+    def _row(self, number: int) -> Row:
+        return self.rows[number - 1] if 0 < number <= len(self.rows) else None
+
     def line_at(self, number: int) -> Line | None:
         """The line of a section with this number, if it is no server's."""
-        for section in self.sections:
-            for line in section.lines:
-                if line.number == number:
-                    return line
-        return None
+        row = self._row(number)
+        return row if isinstance(row, Line) and row.words[0] not in ALLOWED else None
 
     def object_at(self, number: int) -> str | None:
         """The member, pool or listener that a line of the text is about."""
         for section in reversed(self.sections):
-            if section.head.number <= number:
-                for server in section.servers:
-                    if server.line.number == number:
-                        return server.name
+            if section.number <= number:
+                row = self._row(number)
+                if isinstance(row, Server):
+                    return row.name
                 return section.object_id if section.kind != "defaults" else None
         return None
 
@@ -171,6 +191,8 @@ def split(text: str) -> tuple[list[str], bool]:
         backslash, but no quotes: a word that holds one of these, or is not all literal here (escapes, variables), is
         split well enough to see a line's keywords, but cannot be said there.
     """
+    if _ODD.search(text) is None:
+        return text.split(), True
     words: list[str] = []
     word: str | None = None
     plain = True
@@ -198,70 +220,91 @@ def _unquoted(piece: str) -> str:
     return re.sub(r"\\(.?)", r"\1", piece[1:].removesuffix('"') if piece[0] == '"' else piece)
 
 
-def parse(text: str) -> Configuration:
+def parse(text: str, before: Configuration | None = None) -> Configuration:
     """Read a load balancer's configuration.
+
+    Args:
+        before: one that was read earlier, and most likely holds most of this text.
 
     Raises:
         ConfigurationRefused: it holds a section that belongs to the machine, or something that cannot be
         judged.
     """
-    sections: list[Section] = []
-    for head, body in _raw_sections(text):
-        if len(head.words) < 2 and head.words[0] != "defaults":
-            raise _refused(head.number, f"a {head.words[0]} section without a name")
-        if head.words[1:] and head.words[1].startswith(OWN):
-            raise _refused(head.number, f"names that begin with '{OWN}' are the machine's own")
-        sections.append(
-            Section(
-                kind=head.words[0],
-                name=" ".join(head.words[1:]),
-                head=head,
-                lines=tuple(line for line in body if not _is_server(line)),
-                servers=tuple(_server(line) for line in body if _is_server(line)),
-            )
-        )
+    before = before or EMPTY
+    rows, known = _read(text, before.known)
+    heads = [n for n, row in enumerate(rows) if isinstance(row, Line) and row.words[0] in ALLOWED]
+    former = {(section.kind, section.name): section for section in before.sections}
+    sections = tuple(_section(rows, begin, end, former) for begin, end in itertools.pairwise([*heads, len(rows)]))
     times = Counter((section.kind, section.name) for section in sections if section.kind != "defaults")
     for section in sections:
         if times[section.kind, section.name] > 1:
-            raise _refused(section.head.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
-    return Configuration(tuple(sections))
+            raise _refused(section.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
+    return Configuration(sections, rows, known)
 
 
-def _raw_sections(text: str) -> Iterator[tuple[Line, list[Line]]]:
-    head: Line | None = None
-    body: list[Line] = []
-    for line in _lines(text):
-        if line.words[0] in _SECTIONS:
-            if head is not None:
-                yield head, body
-            head, body = line, []
-        else:
-            body.append(line)
-    if head is not None:
-        yield head, body
+def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
+    """The section of the rows from `begin`, its head, to before `end`."""
+    head = rows[begin]
+    assert isinstance(head, Line)  # noqa: S101 - the caller has looked
+    if len(head.words) < 2 and head.words[0] != "defaults":
+        raise _refused(begin + 1, f"a {head.words[0]} section without a name")
+    if head.words[1:] and head.words[1].startswith(OWN):
+        raise _refused(begin + 1, f"names that begin with '{OWN}' are the machine's own")
+    kind, name = head.words[0], " ".join(head.words[1:])
+    body = rows[begin + 1 : end]
+    lines = tuple(row for row in body if isinstance(row, Line))
+    servers = tuple(row for row in body if isinstance(row, Server))
+    if (was := former.get((kind, name))) is not None:
+        lines, servers = _same(was.lines, lines), _same(was.servers, servers)
+    return Section(kind, name, head, lines, servers, number=begin + 1)
 
 
-def _lines(text: str) -> Iterator[Line]:
+_Item = TypeVar("_Item", Line, Server)
+
+
+def _same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
+    """The old ones if the new ones are the very same objects."""
+    return old if len(old) == len(new) and all(map(is_, old, new)) else new
+
+
+def _read(text: str, known: Mapping[str, Line | Server]) -> tuple[list[Row], dict[str, Line | Server]]:
+    """The rows of a text, and what they look like."""
+    rows: list[Row] = []
+    seen: dict[str, Line | Server] = {}
     inside = False
-    for number, raw in enumerate(text.split("\n"), start=1):
-        words, plain = split(raw)
-        if not words:
+    for raw in text.split("\n"):
+        row = known.get(raw) or seen.get(raw) or _row(raw, len(rows) + 1)
+        rows.append(row)
+        if row is None:
             continue
-        first = words[0]
-        if first in _SECTIONS - ALLOWED:
-            raise _refused(number, f"a '{first}' section belongs to the machine, not to a load balancer")
-        if first not in ALLOWED and (raw[0] not in _BLANKS or not inside):
-            raise _refused(number, f"'{first}' starts no section that a load balancer may have")
-        if first.startswith(".") or _decoded_by_haproxy(raw):
-            raise _refused(number, f"'{first}' is decided by HAProxy's preprocessor")
+        if not inside and not (isinstance(row, Line) and row.words[0] in ALLOWED):
+            raise _refused(len(rows), f"'{raw.split()[0]}' starts no section that a load balancer may have")
         inside = True
-        yield Line(number, tuple(words), plain)
+        seen[raw] = row
+    return rows, seen
+
+
+def _row(raw: str, number: int) -> Row:
+    """One line, judged as far as that does not depend on those before it."""
+    words, plain = split(raw)
+    if not words:
+        return None
+    first = words[0]
+    if first in _MACHINE:
+        raise _refused(number, f"a '{first}' section belongs to the machine, not to a load balancer")
+    if first not in ALLOWED and raw[0] not in _BLANKS:
+        raise _refused(number, f"'{first}' starts no section that a load balancer may have")
+    if first.startswith(".") or _decoded_by_haproxy(raw):
+        raise _refused(number, f"'{first}' is decided by HAProxy's preprocessor")
+    line = Line(tuple(words), plain)
+    if first == "server" and len(words) > 2:
+        return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)
+    return line
 
 
 def _decoded_by_haproxy(raw: str) -> bool:
     """Whether the first word is quoted, escaped or a variable, and so could become a section's name."""
-    blank = str.maketrans(_BLANKS, " " * len(_BLANKS))
-    return not set("\\\"'$").isdisjoint(raw.translate(blank).lstrip(" ").partition(" ")[0])
+    return not set("\\\"'$").isdisjoint(raw.translate(_TO_SPACES).lstrip(" ").partition(" ")[0])
 
 
 def _refused(number: int, why: str, object_id: str | None = None) -> ConfigurationRefused:
@@ -271,11 +314,3 @@ def _refused(number: int, why: str, object_id: str | None = None) -> Configurati
         "Only defaults, frontend and backend sections, their lines indented, are accepted.",
         object_id=object_id,
     )
-
-
-def _is_server(line: Line) -> bool:
-    return line.words[0] == "server" and len(line.words) > 2
-
-
-def _server(line: Line) -> Server:
-    return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)

@@ -7,61 +7,67 @@ reload is over only when the new worker itself answers, or when it is known why 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.bundle import File, Limits
+from amphora_agent.bundle import File, Limits, Vrrp
 from amphora_agent.errors import AgentError, HaproxyError, MachineError
-from amphora_agent.haproxy import document, server_state, tables
-from amphora_agent.haproxy.configuration import OWN, Configuration
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy import abilities, document, forsaken, readback, server_state, tables, workers
+from amphora_agent.haproxy.abilities import Abilities
+from amphora_agent.haproxy.abridged import abridge
+from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.document import DRAIN_SECONDS, Document
+from amphora_agent.haproxy.held_files import HeldFiles
+from amphora_agent.haproxy.readback import State
 from amphora_agent.haproxy.refusal import ALERT, refusal
-from amphora_agent.haproxy.runtime import Socket
+from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
-from amphora_agent.services import Services
+from amphora_agent.points import Point, reach
+from amphora_agent.services import Care, Probe, Services
 
+_log = logging.getLogger(__name__)
 SERVICE = "haproxy"
 START_SECONDS = 20.0
 RELOAD_SECONDS = 30.0
 CHECK_SECONDS = 60.0
 LARGEST_MAXCONN = 50_000
 MOST_THREADS = 64
-HARD_STOP_AFTER = "30m"
-# In the inner namespace, on its loopback.
-RESPONDER_PORT, PEERS_PORT = 9101, 9102
 TABLES_SECONDS = 6.0
+STOP_SECONDS, LEAVING_SECONDS = 1.0, 2.0
+# A HAProxy that freezes is known to be frozen 0.6 to 0.75 s later.
+PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _TABLES_POLL_SECONDS = 0.05
-_MASTER = re.compile(r"^(?P<pid>\d+)\s+master\s+(?P<reloads>\d+)", re.MULTILINE)
-_WORKER = re.compile(r"^(?P<pid>\d+)\s+worker\s+(?P<reloads>\d+)", re.MULTILINE)
 # Alerts that say only that an alert before them was fatal.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
-# Set while a server is disabled. Another bit, 0x04, remembers that the file said so, even after it was enabled.
-_FORCED_MAINTENANCE = 0x01
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What HAProxy says it runs. Servers: their weight and whether they are in maintenance."""
+    """What HAProxy says it runs: listeners with their limits of connections, and servers."""
 
-    frontends: frozenset[str]
-    servers: dict[tuple[str, str], tuple[int, bool]]
+    frontends: dict[str, int]
+    servers: dict[tuple[str, str], State]
 
     def document(self) -> dict[str, object]:
         return {"listeners": sorted(self.frontends), "members": len(self.servers)}
 
 
-NOTHING = Loaded(frozenset(), {})
+NOTHING = Loaded({}, {})
 
 
 def largest_maxconn(configuration: Configuration) -> int:
@@ -99,18 +105,41 @@ class Check:
             raise self._refusal(output)
 
 
+class Accounts(Protocol):
+    """Who reads what workers have counted, to the end (`amphora_agent.stats.ledger`)."""
+
+    def sample(self) -> None:
+        """Read every worker that lives."""
+
+    def hold(self, drain: float) -> None:
+        """The present worker is about to be replaced, and may go on for so many seconds."""
+
+    def finish(self, pid: int, grace: float) -> int:
+        """End a replaced worker; the connections it still has after so many seconds are closed, and counted."""
+
+    def finish_all(self, grace: float) -> int:
+        """Have all that leave close their connections; somebody else will end them."""
+
+
 class Haproxy:
     """The one HAProxy of this amphora.
 
     Args:
-        before_leaving: called when the present worker is about to be replaced; reads its counters.
+        accounts: who reads its counters.
+
+    Attributes:
+        ended: for each replaced worker that was ended to make room, how many connections it had. Whoever counts
+            them removes them.
     """
 
-    def __init__(self, paths: Paths, services: Services, inner: Namespace, before_leaving: Callable[[], None]) -> None:
+    def __init__(self, paths: Paths, services: Services, inner: Namespace, accounts: Accounts) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
-        self._before_leaving = before_leaving
+        self._accounts = accounts
+        self.ended: list[int] = []
+        self._bequeathed = True  # nobody knows what an agent before this one has seen
+        self._abilities: Abilities | None = None
         self.worker = Socket(paths.stats_socket)
         self.master = Socket(paths.master_socket, half_close=True)
         self._templates = Environment(  # noqa: S701 (HAProxy's language, not HTML)
@@ -122,7 +151,13 @@ class Haproxy:
     # -- the files ------------------------------------------------------------------------------------------
 
     def document(
-        self, text: str, configuration: Configuration, files: Sequence[File], directory: Path, limits: Limits
+        self,
+        text: str,
+        configuration: Configuration,
+        files: Sequence[File],
+        directory: Path,
+        limits: Limits,
+        vrrp: Vrrp | None,
     ) -> Document:
         """What HAProxy is to read for a load balancer's text.
 
@@ -135,7 +170,9 @@ class Haproxy:
             files=directory,
             maxconn=min(limits.connections or LARGEST_MAXCONN, largest_maxconn(configuration)),
             threads=min(limits.threads or threads, threads),
+            drain=limits.drain or DRAIN_SECONDS,
             certificates=[file.name for file in files if ("crt", file.name) in configuration.server_files],
+            sharing=document.peers(vrrp),
         )
 
     def write_machine_configuration(self) -> None:
@@ -143,11 +180,6 @@ class Haproxy:
         text = self._templates.get_template("machine.cfg.j2").render(
             stats_socket=self._paths.stats_socket,
             server_state=self._paths.server_state,
-            own=OWN,
-            peers=tables.PEERS,
-            peers_port=PEERS_PORT,
-            responder_port=RESPONDER_PORT,
-            hard_stop_after=HARD_STOP_AFTER,
             empty=self._paths.empty,
         )
         if _content(self._paths.machine_configuration) != text:
@@ -160,20 +192,44 @@ class Haproxy:
         write_atomically(self._paths.server_state, text, durable=False)
 
     @contextmanager
-    def checking(self, wanted: Document, configuration: Configuration, files: Sequence[File]) -> Iterator[Check]:
+    def checking(
+        self,
+        wanted: Document,
+        configuration: Configuration,
+        files: Sequence[File],
+        accepted: Configuration | None = None,
+    ) -> Iterator[Check]:
         """Have HAProxy read a document, beside what it runs now, and leave it in the candidate file, durably.
 
         Within the block HAProxy reads; how it ends is what `Check.end` is for.
+
+        Args:
+            accepted: what HAProxy runs, if that differs in nothing that takes a new worker: servers that both have it
+                has read, and does not read again (`abridged`).
         """
         self.write_machine_configuration()
-        write(self._paths.candidate, wanted.content, durable=True)
-        arguments = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.candidate)]
+        place = self._lay_down(wanted)
+        short = wanted.text if accepted is None else abridge(wanted.text, configuration, accepted)
+        if short != wanted.text:
+            place = self._paths.abridged
+            write(place, wanted.head + short, durable=False)
+        arguments = ["-f", str(self._paths.machine_configuration), "-f", str(place)]
         process = self._inner.run(_start, ["haproxy", "-c", *arguments])
         try:
-            yield Check(process, lambda output: refusal(output, wanted, configuration, files, self._paths.candidate))
+            yield Check(process, lambda output: refusal(output, wanted, configuration, files, place))
         finally:
             process.kill()
             process.communicate()
+
+    def _lay_down(self, wanted: Document) -> Path:
+        """Have a document on disk, durably. One that is there already takes no room: on a full disk this matters."""
+        if _content(self._paths.configuration) == wanted.content:
+            return self._paths.configuration
+        if _content(self._paths.previous) == wanted.content:  # a change was interrupted, and this one came before it
+            self._paths.previous.replace(self._paths.candidate)
+        else:
+            write(self._paths.candidate, wanted.content, durable=True)
+        return self._paths.candidate
 
     # -- the processes --------------------------------------------------------------------------------------
 
@@ -183,61 +239,136 @@ class Haproxy:
 
     def start(self) -> None:
         """Run HAProxy with the files as they are, until it answers."""
+        self._bequeathed = False
         self.write_machine_configuration()
         self._write_server_state(server_state.EMPTY)
         master = f"{self._paths.master_socket},mode,600"
         files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
-        before = self._services.status(SERVICE)
-        starts = before.starts if before is not None else 0
-        self._services.start(SERVICE, ["haproxy", "-W", "-S", master, *files], inner=True)
+        starts = self._starts()
+        self._services.start(SERVICE, ["haproxy", "-W", "-S", master, *files], inner=True, care=self._care())
         deadline = time.monotonic() + START_SECONDS
         while self._worker_pid() is None:
             status = self._services.status(SERVICE)
             failed = status is None or status.pid is None or status.starts > starts + 1
             if failed or time.monotonic() > deadline:
                 why = self._last_alert() or f"no answer within {START_SECONDS:.0f} s"
-                self._services.stop(SERVICE)
+                self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 announces its readiness to systemd only
 
-    def stop(self) -> None:
-        """End HAProxy."""
+    def _care(self) -> Care:
+        """How its parent notices that it is dead or frozen, for whoever decides which node serves."""
+        probe = Probe(self._paths.stats_socket, "show version\n", PROBE_SECONDS, FROZEN_SECONDS)
+        return Care(health=self._paths.haproxy_health, probe=probe)
+
+    def stop(self, drain: float = DRAIN_SECONDS) -> None:
+        """End HAProxy. What it is doing it may finish, within a second; what goes on then is closed, and counted.
+
+        Args:
+            drain: for how long its workers might have gone on otherwise.
+        """
         if self.is_running():
-            self._before_leaving()
+            self._services.dismiss(SERVICE)
+            with suppress(AgentError, ProcessLookupError):
+                self._leave(drain)
         self._services.stop(SERVICE)
 
-    def reload(self, configuration: Configuration) -> None:
+    def _leave(self, drain: float) -> None:
+        worker = self._worker_pid()
+        if worker is not None:
+            self._accounts.hold(drain)
+            # To the worker alone: it closes its listeners and stays, as we hold it. The master would be started again.
+            os.kill(worker, signal.SIGUSR1)
+        self._accounts.finish_all(STOP_SECONDS)
+
+    def reload(self, configuration: Configuration, *, drain: float, most: int | None) -> None:
         """Replace the worker by one that has read the file; the old one ends with its last connection.
+
+        Args:
+            drain: for how many seconds the old one may go on.
+            most: how many replaced workers there may be then; None is the default.
 
         Raises:
             HaproxyError: the new worker did not come up; the old one serves on.
         """
         self.write_machine_configuration()
+        self._await_worker()
+        self._make_room(most)
         self._await_tables()
         state = server_state.rewrite(self.worker.ask("show servers state"), configuration)
         self._write_server_state(state)
-        self._before_leaving()
-        old, reloads = self._worker_pid(), self._generation()[0]
+        self._accounts.hold(drain)
+        reach(Point.HANDED_OVER)
+        old, reloads, starts = self._worker_pid(), self._workers().reloads, self._starts()
         self.master.ask("reload")
+        reach(Point.RELOADING)
         try:
-            self._await_reload(old, reloads)
+            self._await_reload(old, reloads, starts)
         finally:
             # A start after a crash must not take these states, by then old, for those of the members.
             self._write_server_state(server_state.EMPTY)
+            self._accounts.sample()
+
+    def spare(self, wanted: Configuration) -> None:
+        """Have replaced workers send nothing to members that the present one has no more."""
+        # One that ends meanwhile says nothing, or the master says that there is none.
+        with suppress(HaproxyError):
+            for pid in self._workers().replaced:
+                for order in forsaken.orders(wanted, readback.states(self.master.ask(f"@!{pid} {readback.SERVERS}"))):
+                    self.master.ask(f"@!{pid} {order}")
+
+    def _await_worker(self) -> None:
+        """Wait for a HAProxy that has died a moment ago, and was started again by who runs it."""
+        deadline = time.monotonic() + START_SECONDS
+        while self._worker_pid() is None:
+            if not self.is_running() or time.monotonic() > deadline:
+                raise HaproxyError("reload HAProxy", self._last_alert() or "it does not run")
+            time.sleep(_POLL_SECONDS)
+
+    def _make_room(self, most: int | None) -> None:
+        """End the oldest of the replaced workers, if there would be too many of them."""
+        for pid in workers.too_many(self._workers(), most):
+            closed = self._accounts.finish(pid, 0.0)
+            if closed:
+                _log.warning("Worker %d was ended with %d connections: too many replaced ones", pid, closed)
+                self.ended.append(closed)
+            deadline = time.monotonic() + LEAVING_SECONDS
+            while pid in self._workers().replaced:
+                if time.monotonic() > deadline:  # it was not held, or a connection resists
+                    _log.warning("Worker %d was killed: too many replaced ones", pid)
+                    self.ended.append(closed)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                    break
+                time.sleep(_POLL_SECONDS)
+
+    def count(self) -> None:
+        """Have its counters read."""
+        self._accounts.sample()
 
     def _await_tables(self) -> None:
         """Wait until the worker would hand over its stick tables, if there is anything in them."""
         deadline = time.monotonic() + TABLES_SECONDS
-        while tables.would_be_lost(self.worker.ask(tables.QUESTION)) and time.monotonic() < deadline:
+        answer = self.worker.ask(tables.QUESTION)
+        while tables.would_be_lost(answer, heir=self._bequeathed) and time.monotonic() < deadline:
             time.sleep(_TABLES_POLL_SECONDS)  # HAProxy announces it to nobody
+            answer = self.worker.ask(tables.QUESTION)
+        self._bequeathed = tables.has_entries(answer)
 
-    def _await_reload(self, old: int | None, reloads: int) -> None:
+    def _starts(self) -> int:
+        status = self._services.status(SERVICE)
+        return status.starts if status is not None else 0
+
+    def _await_reload(self, old: int | None, reloads: int, starts: int) -> None:
         deadline = time.monotonic() + RELOAD_SECONDS
         while time.monotonic() < deadline:
             try:
-                count, worker = self._generation()
+                found = self._workers()
+                count, worker = found.reloads, found.present
             except HaproxyError:
-                count, worker = reloads, None  # the master is executing itself anew
+                count, worker = reloads, None  # the master is executing itself anew, or has died
+                if self._starts() > starts + 1:
+                    raise HaproxyError("reload HAProxy", self._last_alert() or "it died, and again") from None
             if count != reloads and worker is None:
                 why = self._last_alert() or "the new worker did not start"
                 raise HaproxyError("reload HAProxy", why, "The old worker serves on.")
@@ -246,14 +377,12 @@ class Haproxy:
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' before it is done; 2.8 after
         raise HaproxyError("reload HAProxy", f"no new worker within {RELOAD_SECONDS:.0f} s")
 
-    def _generation(self) -> tuple[int, int | None]:
-        """How often the master has reloaded, and the worker of the last time if there is one."""
+    def _workers(self) -> Workers:
         answer = self.master.ask("show proc")
-        master = _MASTER.search(answer)
-        if master is None:
+        found = workers.parse(answer)
+        if found is None:
             raise HaproxyError("ask HAProxy's master for its workers", answer.strip() or "it said nothing")
-        workers = [int(m.group("pid")) for m in _WORKER.finditer(answer) if m.group("reloads") == "0"]
-        return int(master.group("reloads")), workers[0] if workers else None
+        return found
 
     def _worker_pid(self) -> int | None:
         try:
@@ -271,38 +400,32 @@ class Haproxy:
 
     def loaded(self) -> Loaded:
         """What HAProxy itself says it runs."""
-        rows = [line.split(",", 2) for line in self.worker.ask("show stat -1 1 -1").splitlines()]
-        frontends = frozenset(row[0] for row in rows if len(row) > 2 and row[1] == "FRONTEND")
-        servers = {}
-        for line in self.worker.ask("show servers state").splitlines():
-            fields = line.split(" ")
-            if len(fields) > 8 and not line.startswith("#") and not fields[1].startswith(OWN):
-                servers[fields[1], fields[3]] = (int(fields[7]), bool(int(fields[6]) & _FORCED_MAINTENANCE))
-        return Loaded(frontends, servers)
+        listeners = readback.limits(self.worker.ask(readback.LISTENERS))
+        return Loaded(listeners, readback.states(self.worker.ask(readback.SERVERS)))
 
-    def verify(self, wanted: Configuration) -> Loaded:
+    def verify(self, wanted: Configuration, files: Path | None = None) -> Loaded:
         """Compare what HAProxy runs with what it should.
+
+        Args:
+            files: the directory of the files that it is to have read; None if nothing else was ever in its memory.
 
         Raises:
             HaproxyError: naming the first difference.
         """
         loaded = self.loaded()
-        frontends = {name for name, section in wanted.frontends.items() if section.setting("disabled") is None}
-        if loaded.frontends != frontends:
-            different = min(loaded.frontends ^ frontends)
-            raise HaproxyError("confirm the configuration", f"listener {different} is not as wanted")
-        live = {name for name, section in wanted.backends.items() if section.setting("disabled") is None}
-        servers = {key: (server.weight, server.disabled) for key, server in wanted.servers.items() if key[0] in live}
-        for key in servers.keys() | loaded.servers.keys():
-            if key not in servers or key not in loaded.servers:
-                raise HaproxyError("confirm the configuration", f"member {key[1]} of {key[0]} is not as wanted")
-            agent = "agent-check" in wanted.servers[key].keywords
-            if loaded.servers[key] != servers[key] and not agent:
-                raise HaproxyError(
-                    "confirm the configuration",
-                    f"member {key[1]} of {key[0]} has (weight, maintenance) {loaded.servers[key]}, not {servers[key]}",
-                )
+        if different := readback.difference(wanted, loaded.frontends, loaded.servers):
+            raise HaproxyError("confirm the configuration", different)
+        if files is not None:
+            held = HeldFiles(self.worker, files)
+            held.expect(wanted)
+            held.confirm()
         return loaded
+
+    def abilities(self) -> Abilities:
+        """What this HAProxy can do; asked once in the agent's life."""
+        if self._abilities is None:
+            self._abilities = abilities.ask(self.worker)
+        return self._abilities
 
 
 def _content(file: Path) -> str | None:

@@ -7,23 +7,35 @@ text like any other, so whatever is not recognised is an error.
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.comparison import (
+from amphora_agent.haproxy.abilities import FEWEST, Abilities
+from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.held_files import HeldFiles
+from amphora_agent.haproxy.readback import states
+from amphora_agent.haproxy.steps import (
     AddServer,
+    AddTicketKeys,
+    ForgetFile,
+    ListCertificate,
+    LoadFile,
     NameServers,
     RemoveServer,
+    ReplaceServer,
+    SetAddress,
+    SetCheck,
+    SetFrontendMaxconn,
     SetMaintenance,
+    SetServerMaxconn,
     SetWeight,
     Step,
+    UnlistCertificate,
 )
 
-ANSWER_SECONDS = 10.0
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
 _AT_ONCE = 50
@@ -32,111 +44,79 @@ _ADDED = "New server registered."
 _DELETED = "Server deleted."
 
 
-class Socket:
-    """One of HAProxy's sockets: a connection for each question.
+def carry_out(
+    steps: Iterable[Step],
+    worker: Socket,
+    directory: Path = Path(),
+    abilities: Abilities = FEWEST,
+    count: Callable[[], None] = lambda: None,
+) -> None:
+    """Change the running worker.
 
     Args:
-        half_close: the master's socket of 2.6 answers to the end only after its peer has said its last word;
-        the
-            worker's one takes that for a farewell.
-    """
-
-    def __init__(self, path: Path, *, half_close: bool = False) -> None:
-        self._path = path
-        self._half_close = half_close
-
-    def ask(self, question: str) -> str:
-        """Ask and return the answer.
-
-        Raises:
-            HaproxyError: nobody answers.
-        """
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(ANSWER_SECONDS)
-                connection.connect(str(self._path))
-                connection.sendall(question.encode() + b"\n")
-                if self._half_close:
-                    connection.shutdown(socket.SHUT_WR)
-                parts = []
-                while data := connection.recv(65536):
-                    parts.append(data)
-        except OSError as error:
-            raise HaproxyError(f"ask HAProxy '{question}'", f"no answer: {error}") from error
-        return b"".join(parts).decode(errors="replace")
-
-    def order(self, command: str, success: str = "") -> None:
-        """Give a command, or several with semicolons between them, whose answer is known.
-
-        Raises:
-            HaproxyError: the answer is another one.
-        """
-        answer = self.ask(command).strip()
-        if answer != success:
-            raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
-
-
-class HeldWorker:
-    """A connection that keeps a leaving worker alive until its last counters are read.
-
-    A worker that was replaced ends with its last connection, and takes with it what it counted since anybody
-    asked. This connection is the last one, by not being closed.
-    """
-
-    def __init__(self, path: Path, identity: str) -> None:
-        self.identity = identity
-        self.was_idle = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(ANSWER_SECONDS)
-            self._socket.connect(str(path))
-            self.ask("prompt")
-        except (OSError, HaproxyError):
-            self._socket.close()
-            raise
-
-    def ask(self, question: str) -> str:
-        try:
-            self._socket.sendall(question.encode() + b"\n")
-            answer = bytearray()
-            while not answer.endswith(b"\n> "):
-                data = self._socket.recv(65536)
-                if not data:
-                    raise HaproxyError(f"ask a leaving worker '{question}'", "it is gone")
-                answer += data
-        except OSError as error:
-            raise HaproxyError(f"ask a leaving worker '{question}'", str(error)) from error
-        return answer[:-3].decode(errors="replace")
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def carry_out(steps: Iterable[Step], worker: Socket) -> None:
-    """Change the running worker.
+        directory: of the files that the new configuration names.
+        abilities: what this HAProxy can do.
+        count: reads its counters; called before servers are deleted, which takes theirs along.
 
     Raises:
         HaproxyError: it did not do one of the steps; those before it are done.
+        OSError: a file is not there.
     """
+    files = HeldFiles(worker, directory)
     for removal, group in groupby(steps, lambda step: step.backend if isinstance(step, RemoveServer) else None):
         if removal is not None:
-            _remove(worker, removal, [step for step in group if isinstance(step, RemoveServer)])
+            _remove(worker, removal, [step for step in group if isinstance(step, RemoveServer)], abilities, count)
         else:
-            _change(worker, group)
+            _change(worker, group, files, abilities, count)
+    files.confirm()
 
 
-def _change(worker: Socket, steps: Iterable[Step]) -> None:
+def _change(
+    worker: Socket, steps: Iterable[Step], files: HeldFiles, abilities: Abilities, count: Callable[[], None]
+) -> None:
     for step in steps:
         match step:
+            case LoadFile() | ForgetFile() | ListCertificate() | UnlistCertificate() | AddTicketKeys():
+                files.change(step)
             case AddServer():
                 _add(worker, step)
             case NameServers():
                 _name(worker, step)
-            case SetWeight():
-                worker.order(f"set server {step.backend}/{step.name} weight {step.weight}")
-            case SetMaintenance():
-                state = "maint" if step.maintenance else "ready"
-                worker.order(f"set server {step.backend}/{step.name} state {state}")
+            case ReplaceServer():
+                _replace(worker, step, abilities, count)
+            case _:
+                _set(worker, step)
+
+
+def _set(worker: Socket, step: Step) -> None:
+    match step:
+        case SetWeight():
+            worker.order(f"set server {step.backend}/{step.name} weight {step.weight}")
+        case SetMaintenance():
+            state = "maint" if step.maintenance else "ready"
+            worker.order(f"set server {step.backend}/{step.name} state {state}")
+        case SetAddress():
+            # What it answers is a sentence that differs between versions: `readback` looks at what came of it.
+            worker.ask(f"set server {step.backend}/{step.name} addr {step.address} port {step.port}")
+        case SetCheck():
+            address = f"check-addr {step.address}" if step.address is not None else ""
+            port = ("port " if address else "check-port ") + str(step.port) if step.port is not None else ""
+            worker.order(f"set server {step.backend}/{step.name} {address} {port}")
+        case SetServerMaxconn():
+            worker.order(f"set maxconn server {step.backend}/{step.name} {step.maxconn}")
+        case SetFrontendMaxconn():
+            worker.order(f"set maxconn frontend {step.frontend} {step.maxconn or _most(worker)}")
+        case _:
+            raise HaproxyError(f"change HAProxy by {type(step).__name__}", "nobody knows how")
+
+
+def _most(worker: Socket) -> int:
+    """How many connections the process takes, and with it a listener without a limit of its own."""
+    for line in worker.ask("show info").splitlines():
+        name, _, value = line.partition(": ")
+        if name == "Maxconn" and value.isdecimal():
+            return int(value)
+    raise HaproxyError("ask HAProxy how many connections it takes", "it did not say")
 
 
 def _add(worker: Socket, step: AddServer) -> None:
@@ -149,6 +129,28 @@ def _add(worker: Socket, step: AddServer) -> None:
     worker.order("; ".join(commands), _ADDED)  # whatever fails says something else besides
 
 
+def _replace(worker: Socket, step: ReplaceServer, abilities: Abilities, count: Callable[[], None]) -> None:
+    """Take a server away and add it again with other keywords, if nobody notices.
+
+    It comes back as one that is up, so it has to be up now; and somebody else has to serve in the meantime.
+    """
+    name = step.server.name
+    if not step.idle:
+        found = states(worker.ask(f"show servers state {step.backend}"))
+        serving = {server for (_, server), state in found.items() if state.serves}
+        if name not in serving:
+            raise HaproxyError(f"replace member {name}", "it is not up, which would be forgotten")
+        if not serving & step.others:
+            raise HaproxyError(f"replace member {name}", "nobody else serves")
+    try:
+        _remove(worker, step.backend, [RemoveServer(step.backend, name, step.idle)], abilities, count)
+    except HaproxyError:
+        if not step.idle:
+            worker.order(f"set server {step.backend}/{name} state ready")
+        raise
+    _add(worker, AddServer(step.backend, step.server))
+
+
 def _name(worker: Socket, step: NameServers) -> None:
     """Have HAProxy compute the cookies of servers it knows.
 
@@ -158,7 +160,9 @@ def _name(worker: Socket, step: NameServers) -> None:
     _order_all(worker, [f"enable server {step.backend}/{name}" for name in step.names])
 
 
-def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer]) -> None:
+def _remove(
+    worker: Socket, backend: str, steps: Sequence[RemoveServer], abilities: Abilities, count: Callable[[], None]
+) -> None:
     """Take servers out of a backend, waiting a moment for the requests they still answer.
 
     Draining comes first because maintenance closes the connections that are idle at that moment: one that becomes
@@ -170,9 +174,13 @@ def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer]) -> None
     if draining:
         _order_all(worker, [f"set server {backend}/{name} state drain" for name in draining])
         while not _busy(worker, backend).isdisjoint(draining) and time.monotonic() < deadline:
-            # HAProxy 2.6 tells nobody when a server becomes removable; 3.0 has 'wait ... srv-removable'.
+            # The question is about all of them at once, which 'wait' (3.0) has no words for.
             time.sleep(_POLL_SECONDS)
     _order_all(worker, [f"set server {backend}/{step.name} state maint" for step in steps])
+    deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
+    if abilities.waiting:
+        _await_removable(worker, backend, steps, deadline)
+    count()  # they get no more requests
     deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
     for step in steps:
         # Its idle connections are closed by the threads that own them: a moment after that answer.
@@ -181,6 +189,12 @@ def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer]) -> None
             if time.monotonic() >= deadline:
                 raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
             time.sleep(_POLL_SECONDS)
+
+
+def _await_removable(worker: Socket, backend: str, steps: Sequence[RemoveServer], deadline: float) -> None:
+    """Let HAProxy say when the last ones can go; those before them can by then, or are asked for once more."""
+    left = max(1, int(1000 * (deadline - time.monotonic())))
+    worker.ask(f"wait {left}ms srv-removable {backend}/{steps[-1].name}")
 
 
 def _order_all(worker: Socket, commands: Sequence[str]) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the inner namespace's interfaces what a bundle says.
 
-Invariant: idempotent. After `apply` the namespace has the wanted interfaces, each with the wanted addresses
-and routes and no other ones; an interface that is not wanted is down, bare, and back in the management
-namespace.
+Invariant: idempotent. `add` takes nothing away that something might still use; after `settle` the namespace has the
+wanted interfaces, each with the wanted addresses, and the wanted routes and rules, and no other ones. An interface that
+is not wanted is down, bare, and back in the management namespace. What is as wanted is not touched.
+
+A VIP comes last: what leads its answers back is there before the first client finds it.
 """
 
 from __future__ import annotations
@@ -12,241 +14,303 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
-
-from amphora_agent.bundle import Address, Interface, Route
+from amphora_agent.bundle import Address, Bundle, Interface
 from amphora_agent.errors import InterfaceError
+from amphora_agent.network import links as linking
+from amphora_agent.network import routing
 from amphora_agent.network.announce import announce
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.network.netlink import IPRoute, NetlinkError
 
 _NODAD = 0x02
 _SCOPE_LINK = 253
-_PROTO_STATIC = 4
-_MAIN_TABLE = 254
-_UNICAST = 1
-_FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
-# The VIP may be configured after HAProxy binds it; addresses and routes come from the bundle and nowhere
-# else.
-_SYSCTLS = {
-    "ipv4/ip_nonlocal_bind": "1",
-    "ipv6/ip_nonlocal_bind": "1",
-    "ipv6/conf/default/accept_ra": "0",
-    "ipv6/conf/default/autoconf": "0",
-    "ipv6/conf/default/accept_dad": "0",
-}
+_FOREVER = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Link:
-    """An interface as the kernel has it."""
+class Wanted:
+    """What a bundle wants of the network.
 
-    index: int
-    name: str
-    mac: str
-    mtu: int
-    up: bool
+    ``has_vips`` is False in a pair: keepalived adds the VIPs there and takes them away, so they are neither added nor
+    removed here; what leads their packets is.
+    """
 
-
-def prepare(inner: Namespace) -> None:
-    """Set what every interface that comes into the namespace finds there."""
-    inner.run(_write_sysctls)
+    interfaces: tuple[Interface, ...]
+    has_vips: bool
 
 
-def _write_sysctls() -> None:
-    for key, value in _SYSCTLS.items():
-        file = Path("/proc/sys/net") / key
-        try:
-            file.write_text(value, encoding="ascii")
-        except OSError as error:
-            raise InterfaceError(f"set {key}", str(error)) from error
+def wanted_of(bundle: Bundle) -> Wanted:
+    """What a bundle wants of the network."""
+    return Wanted(bundle.interfaces, bundle.vrrp is None)
 
 
-def apply(inner: Namespace, wanted: Sequence[Interface]) -> None:
-    """Make it so.
+NOTHING = Wanted((), has_vips=True)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How many things were made as wanted, how many are there and not wanted, and whether nothing is lacking."""
+
+    changed: int
+    left: int
+    complete: bool
+
+
+def add(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
+    """Bring in what is wanted and not there.
+
+    Args:
+        may_lack: go without interfaces that are nowhere and have no VIP.
 
     Raises:
-        InterfaceError: an interface is missing, or the kernel refused something; what was done before is
-        left, and
+        InterfaceError: an interface is missing, or the kernel refused something. What was done before is left, and
             another call goes on from there.
     """
-    outer = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    return _with_interfaces(inner, wanted, None, may_lack=may_lack)
+
+
+def settle(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
+    """Bring in what is wanted, and take away everything else.
+
+    Raises:
+        InterfaceError: as for `add`.
+    """
+    outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        present = inner.run(_links)
-        _fetch(inner, wanted, {link.mac for link in present})
-        inner.run(_arrange, wanted, outer)
-    except NetlinkError as error:
-        raise InterfaceError("set up the interfaces", f"the kernel refused: {error}") from error
-    except OSError as error:
-        raise InterfaceError("set up the interfaces", str(error)) from error
+        return _with_interfaces(inner, wanted, outer, may_lack=may_lack)
     finally:
         os.close(outer)
 
 
+def _with_interfaces(inner: Namespace, wanted: Wanted, outer: int | None, *, may_lack: bool) -> Done:
+    """Do it, after having fetched what is not here yet."""
+    with _told():
+        done = inner.run(_do, wanted, outer, lacking=False)
+        if done is None:
+            linking.fetch(inner, wanted.interfaces, may_lack=may_lack)
+            done = inner.run(_do, wanted, outer, lacking=True)
+    assert done is not None  # noqa: S101 (it goes on with what there is)
+    return done
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except NetlinkError as error:
+        raise InterfaceError("set up the interfaces", f"the kernel refused: {error}") from error
+    except OSError as error:
+        raise InterfaceError("set up the interfaces", str(error)) from error
+
+
+def _do(wanted: Wanted, outer: int | None, *, lacking: bool) -> Done | None:
+    """In the namespace.
+
+    Args:
+        outer: where to give interfaces back; None to take nothing away.
+        lacking: go on without interfaces that are not here; otherwise do nothing and return None.
+    """
+    with IPRoute() as route:
+        work = _Work(route, wanted)
+        if not (work.is_complete or lacking):
+            return None
+        done = work.add()
+        if outer is None or not done.left:
+            return done
+        return replace(done, changed=done.changed + work.take_away(outer), left=0)
+
+
+class _Work:
+    """One look at the namespace, and what follows from it."""
+
+    def __init__(self, route: Any, wanted: Wanted) -> None:
+        self._route = route
+        self._links = {link.mac: link for link in linking.dump(route)}
+        self._wanted = wanted
+        self._interfaces = tuple(one for one in wanted.interfaces if one.mac in self._links)
+        macs = {interface.mac for interface in self._interfaces}
+        self._strangers = [link for mac, link in self._links.items() if mac not in macs]
+        self._addresses: list[tuple[int, Address]] = []
+        self._routes: tuple[routing.TableRoute, ...] = ()
+        self._rules: frozenset[routing.Rule] = frozenset()
+        self.is_complete = len(self._interfaces) == len(wanted.interfaces)
+
+    def add(self) -> Done:
+        changed = linking.set_up(self._route, self._links, self._interfaces)
+        present = set(_present(self._route))
+        for interface in self._interfaces:
+            changed += self._add_addresses(interface, interface.addresses, present)
+        changed += self._lead()
+        for interface in self._interfaces if self._wanted.has_vips else ():
+            changed += self._add_addresses(interface, interface.vips, present)
+        known = {
+            (self._links[interface.mac].index, address)
+            for interface in self._interfaces
+            for address in (*interface.addresses, *interface.vips)
+        }
+        strange = {link.index for link in self._strangers}
+        self._addresses = [
+            (index, address)
+            for index, address in present - known
+            # Single addresses are keepalived's in a pair. It takes a former VIP away itself when it reads its new file;
+            # if anybody else does before, it believes to have lost its VIPs and gives all of them up.
+            if index not in strange and (self._wanted.has_vips or address.network.prefixlen != address.max_prefixlen)
+        ]
+        left = len(self._strangers) + len(self._addresses) + len(self._routes) + len(self._rules)
+        return Done(changed, left, complete=self.is_complete)
+
+    def _add_addresses(
+        self, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
+    ) -> int:
+        """Add those that are missing, and tell the neighbours of VIPs."""
+        index, changed = self._links[interface.mac].index, 0
+        for address in addresses:
+            if (index, address) in present:
+                continue
+            is_vip, more = address in interface.vips, {}
+            if address.version == 6:
+                more["flags"] = _NODAD
+                if is_vip:  # "deprecated" (RFC 4862, 5.5.4): nothing that this machine begins itself comes from a VIP
+                    more.update(preferred_lft=0, valid_lft=_FOREVER)
+            self._route.addr(
+                "replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more
+            )
+            if is_vip:
+                announce(interface.name, interface.mac, [address.ip])
+            changed += 1
+        return changed
+
+    def _lead(self) -> int:
+        """Routes and rules; what is not wanted of them is noted."""
+        strange = {link.index for link in self._strangers}
+        indexes = {interface.mac: self._links[interface.mac].index for interface in self._interfaces}
+        wanted = routing.changes(
+            frozenset(one for one in routing.present_routes(self._route) if one.interface not in strange),
+            routing.wanted_routes(self._interfaces, indexes),
+        )
+        for item in wanted.put:
+            routing.put(self._route, item)
+        present, rules = routing.present_rules(self._route), routing.wanted_rules(self._interfaces)
+        for rule in rules - present:
+            routing.put_rule(self._route, rule)
+        self._routes, self._rules = wanted.drop, present - rules
+        return len(wanted.put) + len(rules - present)
+
+    def take_away(self, outer: int) -> int:
+        """What `add` has found and nobody wants. Routes go with the interfaces they are of."""
+        for index, address in self._addresses:
+            try:
+                self._route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
+            except NetlinkError as error:
+                if error.code != errno.EADDRNOTAVAIL:  # the kernel took it away with the first one of its subnet
+                    raise
+        for rule in self._rules:
+            routing.drop_rule(self._route, rule)
+        for item in self._routes:
+            routing.drop(self._route, item)
+        linking.give_back(self._route, self._strangers, outer)
+        return len(self._addresses) + len(self._rules) + len(self._routes) + len(self._strangers)
+
+
+def _present(route: Any) -> Iterator[tuple[int, Address]]:
+    """Every address but those of links themselves and of the loopback, with the number of its interface."""
+    for message in route.get_addr():
+        if message["scope"] == _SCOPE_LINK or message["index"] == 1:
+            continue
+        attribute = "IFA_LOCAL" if message["family"] == socket.AF_INET else "IFA_ADDRESS"
+        yield message["index"], ipaddress.ip_interface(f"{message.get_attr(attribute)}/{message['prefixlen']}")
+
+
+# -- for a person to read -------------------------------------------------------------------------------------------
+
+
 def describe(inner: Namespace) -> list[dict[str, Any]]:
-    """Interfaces, addresses and routes, for a person to read."""
+    """Interfaces, their addresses, and their routes in the main table."""
     return inner.run(_describe)
 
 
-def _links() -> list[Link]:
-    with IPRoute() as route:
-        return list(_dump(route))
+def describe_routing(inner: Namespace) -> dict[str, Any]:
+    """Rules, and the routes of every table that came from somebody."""
+    return inner.run(_describe_routing)
 
 
-def _dump(route: Any) -> Iterator[Link]:
-    for message in route.get_links():
-        name = message.get_attr("IFLA_IFNAME")
-        if name != "lo":
-            mac = (message.get_attr("IFLA_ADDRESS") or "").lower()
-            yield Link(message["index"], name, mac, message.get_attr("IFLA_MTU"), bool(message["flags"] & 1))
-
-
-def _fetch(inner: Namespace, wanted: Sequence[Interface], present: set[str]) -> None:
-    """Move the wanted interfaces that are still outside into the namespace, under a name nobody else has."""
-    absent = [interface for interface in wanted if interface.mac not in present]
-    if not absent:
-        return
-    descriptor = inner.run(os.open, "/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with IPRoute() as route:
-            outside = {link.mac: link for link in _dump(route)}
-            for interface in absent:
-                link = outside.get(interface.mac)
-                if link is None:
-                    raise InterfaceError(
-                        f"set up {interface.name}",
-                        f"no interface has the MAC address {interface.mac}",
-                        "Attach the port to the amphora.",
-                    )
-                route.link("set", index=link.index, ifname=_spare_name(link.mac), net_ns_fd=descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _spare_name(mac: str) -> str:
-    return "x" + mac.replace(":", "")
-
-
-def _arrange(wanted: Sequence[Interface], outer: int) -> None:
-    """In the namespace: everything but finding the interfaces."""
-    with IPRoute() as route:
-        macs = {interface.mac for interface in wanted}
-        links = {link.mac: link for link in _dump(route)}
-        for link in links.values():
-            if link.mac not in macs:
-                route.link("set", index=link.index, state="down")
-                route.flush_addr(index=link.index)
-                route.link("set", index=link.index, ifname=_spare_name(link.mac), net_ns_fd=outer)
-        for interface in wanted:
-            _rename(route, links, interface)
-        for interface in wanted:
-            link = links[interface.mac]
-            route.link("set", index=link.index, mtu=interface.mtu, state="up")
-            _remove_addresses(route, link.index, interface)
-        for interface in wanted:
-            index = links[interface.mac].index
-            new = _add_addresses(route, index, interface)
-            _set_routes(route, index, interface.routes)
-            announce(interface.name, interface.mac, [vip.ip for vip in interface.vips if vip in new])
-
-
-def _rename(route: Any, links: dict[str, Link], interface: Interface) -> None:
-    link = links[interface.mac]
-    if link.name == interface.name:
-        return
-    for other in _dump(route):
-        if other.name == interface.name:
-            route.link("set", index=other.index, state="down")
-            route.link("set", index=other.index, ifname=_spare_name(other.mac))
-            links[other.mac] = Link(other.index, _spare_name(other.mac), other.mac, other.mtu, up=False)
-    route.link("set", index=link.index, state="down")
-    route.link("set", index=link.index, ifname=interface.name)
-
-
-def _present(route: Any, index: int) -> Iterator[Address]:
-    for message in route.get_addr(index=index):
-        if message["index"] == index and message["scope"] != _SCOPE_LINK:
-            attribute = "IFA_LOCAL" if message["family"] == socket.AF_INET else "IFA_ADDRESS"
-            yield ipaddress.ip_interface(f"{message.get_attr(attribute)}/{message['prefixlen']}")
-
-
-def _remove_addresses(route: Any, index: int, interface: Interface) -> None:
-    wanted = {*interface.addresses, *interface.vips}
-    for address in list(_present(route, index)):
-        if address in wanted:
-            continue
-        try:
-            route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
-        except NetlinkError as error:
-            if error.code != errno.EADDRNOTAVAIL:  # the kernel took it away with the first one of its subnet
-                raise
-
-
-def _add_addresses(route: Any, index: int, interface: Interface) -> set[Address]:
-    """Add what is missing; fixed addresses first, so that they are the source of what the machine sends."""
-    present = set(_present(route, index))
-    new = []
-    for address in (*interface.addresses, *interface.vips):
-        if address not in present:
-            flags = {"flags": _NODAD} if address.version == 6 else {}
-            route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **flags)
-            new.append(address)
-    return set(new)
-
-
-def _set_routes(route: Any, index: int, wanted: Sequence[Route]) -> None:
-    present = set(_static_routes(route, index))
-    for item in present - set(wanted):
-        route.route("del", **_route_arguments(item, index))
-    for item in wanted:
-        if item not in present:
-            route.route("replace", **_route_arguments(item, index))
-
-
-def _route_arguments(item: Route, index: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "dst": str(item.destination),
-        "oif": index,
-        "proto": _PROTO_STATIC,
-        "table": _MAIN_TABLE,
-        "family": _FAMILIES[item.destination.version],
-    }
-    if item.gateway is not None:
-        arguments["gateway"] = str(item.gateway)
-    elif item.destination.version == 4:
-        arguments["scope"] = _SCOPE_LINK
-    return arguments
-
-
-def _static_routes(route: Any, index: int) -> Iterator[Route]:
-    """The routes that came from us; those of addresses are the kernel's."""
-    for family, everything in ((socket.AF_INET, "0.0.0.0/0"), (socket.AF_INET6, "::/0")):
-        for message in route.get_routes(family=family, table=_MAIN_TABLE, proto=_PROTO_STATIC):
-            if message.get_attr("RTA_OIF") != index or message["proto"] != _PROTO_STATIC:
-                continue
-            target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
-            text = everything if target is None else f"{target}/{message['dst_len']}"
-            yield Route(ipaddress.ip_network(text), ipaddress.ip_address(gateway) if gateway else None)
+def describe_neighbours(inner: Namespace) -> list[dict[str, Any]]:
+    """Whom the namespace has spoken with on its links."""
+    return inner.run(_describe_neighbours)
 
 
 def _describe() -> list[dict[str, Any]]:
     with IPRoute() as route:
+        addresses, routes = list(_present(route)), routing.present_routes(route)
         return [
             {
                 "name": link.name,
                 "mac": link.mac,
                 "mtu": link.mtu,
                 "up": link.up,
-                "addresses": [str(address) for address in _present(route, link.index)],
+                "addresses": [str(address) for index, address in addresses if index == link.index],
                 "routes": [
-                    {"destination": str(r.destination), "gateway": str(r.gateway) if r.gateway else None}
-                    for r in _static_routes(route, link.index)
+                    {"destination": str(one.destination), "gateway": str(one.gateway) if one.gateway else None}
+                    for one in _sorted(routes)
+                    if one.table == routing.MAIN and one.interface == link.index
                 ],
             }
-            for link in _dump(route)
+            for link in linking.dump(route)
+        ]
+
+
+def _sorted(routes: frozenset[routing.TableRoute]) -> list[routing.TableRoute]:
+    return sorted(routes, key=lambda one: (one.table, one.destination.version, one.destination, one.metric))
+
+
+def _describe_routing() -> dict[str, Any]:
+    with IPRoute() as route:
+        names = _names(route)
+        rules = sorted(routing.present_rules(route), key=lambda one: (one.version, one.priority, str(one.source)))
+        return {
+            "rules": [
+                {
+                    "priority": rule.priority,
+                    "from": "all" if rule.source is None else str(rule.source),
+                    "table": rule.table,
+                    **dict(rule.further),
+                }
+                for rule in rules
+            ],
+            "routes": [
+                {
+                    "table": one.table,
+                    "destination": str(one.destination),
+                    "gateway": str(one.gateway) if one.gateway else None,
+                    "interface": names.get(one.interface, str(one.interface)),
+                }
+                for one in _sorted(routing.present_routes(route))
+            ],
+        }
+
+
+def _names(route: Any) -> dict[int, str]:
+    return {link.index: link.name for link in linking.dump(route)}
+
+
+def _describe_neighbours() -> list[dict[str, Any]]:
+    # include/uapi/linux/neighbour.h; what needs no resolving (0x40) is left out
+    states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
+    with IPRoute() as route:
+        names = _names(route)
+        return [
+            {
+                "address": message.get_attr("NDA_DST"),
+                "mac": message.get_attr("NDA_LLADDR"),
+                "interface": names[message["ifindex"]],
+                "state": states[message["state"]],
+            }
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for message in route.get_neighbours(family)
+            if message["ifindex"] in names and message["state"] in states
         ]

@@ -13,13 +13,11 @@ from __future__ import annotations
 import csv
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 
-import psutil
-
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.configuration import OWN
-from amphora_agent.haproxy.runtime import Socket
+from amphora_agent.haproxy.control import Socket
 from amphora_agent.responder.families import (
     CODES,
     CPU,
@@ -32,11 +30,16 @@ from amphora_agent.responder.families import (
     Family,
     Subject,
 )
-from amphora_agent.stats.collect import QUESTION
+from amphora_agent.stats.earlier import Earlier, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Said here once more, and compared by a test: the modules that say it first would double the responder's memory.
+OWN = "amphora:"
+QUESTION = "show info;show stat -1 7 -1"
 _UNKNOWN = "NaN"
 _ATTEMPTS = 3
+SUMS_SECONDS = 3.0
+_POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
 # By the first word of HAProxy's status; all others ("OPEN", "FULL", "no check" …) are UP.
@@ -44,13 +47,36 @@ _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN",
 _Row = list[str]
 
 
-def scrape(worker: Socket) -> Iterator[str]:
+def scrape(worker: Socket, sums: str = "") -> Iterator[str]:
     """Ask HAProxy, and return what a scraper is told, family by family.
 
+    Args:
+        sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.earlier`);
+            empty: there were none.
+
     Raises:
-        HaproxyError: it does not answer.
+        HaproxyError: it does not answer, or it is not known what came before. To leave that out would look like
+            counters that begin again: a scrape that fails does less harm.
     """
-    return exposition(_ask(worker), load=_load(), memory=psutil.virtual_memory().percent)
+    if not sums:
+        return exposition(_ask(worker), load=_load(), memory=_memory())
+    deadline = time.monotonic() + SUMS_SECONDS
+    while True:
+        answer = _ask(worker)
+        found = _read_sums(sums)
+        if found is not None and f"\nPid: {found.present}\n" in answer:
+            return exposition(answer, load=_load(), memory=_memory(), before=found)
+        if time.monotonic() > deadline:
+            raise HaproxyError("read HAProxy's statistics", "it was not said what its earlier workers have counted")
+        time.sleep(_POLL_SECONDS)  # the agent looks once a second, and right after a reload
+
+
+def _read_sums(path: str) -> Earlier | None:
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
+            return read(file.read())
+    except FileNotFoundError:
+        return None
 
 
 def _ask(worker: Socket) -> str:
@@ -75,8 +101,20 @@ def _load() -> float:
     return 100 * os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def exposition(answer: str, *, load: float, memory: float) -> Iterator[str]:
-    """Translate the answer to `QUESTION`; each part is the whole of a family."""
+def _memory() -> float:
+    """The percentage of the machine's memory that nobody could have any more (proc(5), meminfo)."""
+    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
+        sizes = {words[0]: int(words[1]) for words in map(str.split, file) if len(words) > 1}
+    total = sizes["MemTotal:"]
+    return 100 * (total - sizes["MemAvailable:"]) / total
+
+
+def exposition(answer: str, *, load: float, memory: float, before: Earlier | None = None) -> Iterator[str]:
+    """Translate the answer to `QUESTION`; each part is the whole of a family.
+
+    Args:
+        before: what is added to counters.
+    """
     yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
     info, _, table = answer.partition("# pxname,")
     known = dict(re.findall(r"^([A-Za-z_-]+): (\d+)$", info, re.MULTILINE))
@@ -84,9 +122,9 @@ def exposition(answer: str, *, load: float, memory: float) -> Iterator[str]:
     columns, rows = _read(table)
     mode = columns["mode"]
     for subject, families in STATISTICS.items():
-        everything = of_http = _Part(subject, columns, rows[subject])
+        everything = of_http = _Part(subject, columns, rows[subject], before)
         if any(row[mode] != "http" for row in rows[subject]):
-            of_http = _Part(subject, columns, [row for row in rows[subject] if row[mode] == "http"])
+            of_http = _Part(subject, columns, [row for row in rows[subject] if row[mode] == "http"], before)
         for family in families:
             yield family.head + "".join((of_http if family.of_http else everything).samples(family))
 
@@ -112,11 +150,16 @@ class _Part:
     few operations on whole lists instead of several on each line.
     """
 
-    def __init__(self, subject: Subject, columns: dict[str, int], rows: list[_Row]) -> None:
+    def __init__(self, subject: Subject, columns: dict[str, int], rows: list[_Row], before: Earlier | None) -> None:
         self._subject = subject
         self._places = columns
         self._columns = list(zip(*rows, strict=True)) or [()] * len(columns)
         self._labels = [_labels(subject, row) for row in rows]
+        self._before: dict[str, Sequence[str]] = {}
+        sums = [before.sums.get(f"{row[0]},{row[1]}") for row in rows] if before is not None and before.sums else []
+        if before is not None and any(sums):
+            nothing = ["0"] * len(before.columns)
+            self._before = dict(zip(before.columns, zip(*(one or nothing for one in sums), strict=True), strict=True))
 
     def samples(self, family: Family) -> Iterator[str]:
         if family.column == STATUS:
@@ -137,7 +180,10 @@ class _Part:
         place = self._places.get(column)
         if place is None:
             return [_UNKNOWN] * len(self._columns[0])
-        values = self._columns[place]
+        values: Sequence[str] = self._columns[place]
+        if column in self._before:
+            before = self._before[column]
+            values = [str(int(value) + int(more)) if value else "" for value, more in zip(values, before, strict=True)]
         return [value or _UNKNOWN for value in values] if "" in values else values
 
     def _lines(self, family: Family, values: Sequence[str], more: str = "") -> str:

@@ -11,12 +11,7 @@ import errno
 import os
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-from amphora_agent.bundle import Host
-
-_Asker = TypeVar("_Asker")
 _NONCE_BYTES = 16
 _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
@@ -27,15 +22,19 @@ _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
 
 
-@dataclass(frozen=True)
 class _Protocol:
     """How the two families differ. Questions of the newer one are summed up by the kernel."""
 
-    number: int
-    question: int
-    answered: bytes  # type and code
-    summed: bool
-    filter: tuple[int, int, bytes]
+    __slots__ = ("answered", "filter", "number", "question", "summed")
+
+    def __init__(
+        self, number: int, question: int, answered: bytes, summed: bool, filter_: tuple[int, int, bytes]
+    ) -> None:
+        self.number = number
+        self.question = question
+        self.answered = answered  # type and code
+        self.summed = summed
+        self.filter = filter_
 
 
 def _all_but(answer: int, words: int) -> bytes:
@@ -53,14 +52,17 @@ _PROTOCOLS = {
 }
 
 
-class Pinger(Generic[_Asker]):
-    """Questions and who waits for their answers. Made in the network namespace it shall speak in."""
+class Pinger:
+    """Questions and who waits for their answers. Made in the network namespace it shall speak in.
+
+    Who waits is any object: a class with a parameter would cost the responder half a megabyte (typing).
+    """
 
     def __init__(self) -> None:
         self.sockets: dict[socket.AddressFamily, socket.socket] = {}
         self._identifier = int.from_bytes(os.urandom(2), "big")
         self._sequence = 0
-        self._waiting: dict[bytes, tuple[bytes, _Asker]] = {}
+        self._waiting: dict[bytes, tuple[bytes, object]] = {}
         try:
             for family in _PROTOCOLS:
                 self._open(family)
@@ -82,27 +84,28 @@ class Pinger(Generic[_Asker]):
         opened.setsockopt(*protocol.filter)
         opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
 
-    def ask(self, address: Host, asker: _Asker) -> bytes:
+    def ask(self, address: str, asker: object) -> bytes:
         """Send a question; what is returned is for `forget`.
 
         Raises:
             OSError: it cannot be sent: there is no route, for example.
         """
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         opened = self.sockets.get(family)
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        packed = socket.inet_pton(family, address)  # first: a socket would ask a name server what it does not know
         self._sequence = (self._sequence + 1) & 0xFFFF
         mark = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        opened.sendto(_question(_PROTOCOLS[family], mark), (str(address), 0))
-        self._waiting[mark] = (address.packed, asker)
+        opened.sendto(_question(_PROTOCOLS[family], mark), (address, 0))
+        self._waiting[mark] = (packed, asker)
         return mark
 
     def forget(self, mark: bytes) -> None:
         """Nobody waits for this answer any more."""
         self._waiting.pop(mark, None)
 
-    def answered(self, family: socket.AddressFamily) -> _Asker | None:
+    def answered(self, family: socket.AddressFamily) -> object:
         """Read one packet; who has waited for it, if anybody has."""
         try:
             packet, sender = self.sockets[family].recvfrom(_LARGEST)

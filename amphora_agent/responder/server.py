@@ -3,29 +3,25 @@
 
 Invariant: it listens on the loopback of the inner namespace and nowhere else. One thread does all but writing
 metrics: a ping that waits costs a socket, not a thread, and is forgotten when HAProxy closes it. If anything goes
-wrong, everything is closed and begun again.
+wrong, everything is closed and begun again. Whoever has asked when a successor takes over is answered by it.
 """
 
 from __future__ import annotations
 
-import logging
 import resource
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Literal
 
-from amphora_agent.bundle import Host
 from amphora_agent.errors import AgentError
-from amphora_agent.network.namespace import Namespace
 from amphora_agent.responder.metrics import CONTENT_TYPE
 from amphora_agent.responder.ping import Pinger
 
-_log = logging.getLogger(__name__)
 ADDRESS = "127.0.0.1"
 # The monitor's time-out is HAProxy's business: it closes the connection. This is for whoever does not.
 LONGEST_SECONDS = 30.0
@@ -38,6 +34,10 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
+# An open connection, and what it has said so far.
+Waiting = tuple[socket.socket, bytes]
+# Opens sockets in the namespace that HAProxy is in.
+Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -64,8 +64,11 @@ class Responder:
     """The threads. `start` returns at once; until namespace and port are there, nobody is answered.
 
     Args:
+        inside: calls a function with arguments in HAProxy's namespace and returns what it returns.
         scrape: asks HAProxy and returns the metrics in parts; raises AgentError.
         targets: by member, the address that is to answer its pings.
+        version: what `GET /version` says.
+        listener: of a predecessor, which had the same port; `waiting` are the connections that it left.
 
     Attributes:
         trouble: why nobody is answered at the moment; empty if all is well.
@@ -73,15 +76,23 @@ class Responder:
 
     def __init__(
         self,
-        inner: Namespace,
+        inside: Opener,
         port: int,
         scrape: Callable[[], Iterator[str]],
-        targets: Callable[[], Mapping[str, Host]],
+        targets: Callable[[], Mapping[str, str]],
+        *,
+        version: str = "",
+        listener: socket.socket | None = None,
+        waiting: list[Waiting] | None = None,
     ) -> None:
-        self._inner = inner
+        self._inside = inside
         self._scrape = scrape
         self._targets = targets
+        self._version = version
         self._port = port
+        self._inherited = listener
+        self._waiting = waiting or []
+        self._handing_over = False
         self._ending = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._scrapes: set[socket.socket] = set()
@@ -93,33 +104,57 @@ class Responder:
 
     def close(self) -> None:
         """End the threads; whoever waits for an answer is left without one."""
+        self._end()
+        for one in list(self._scrapes):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def hand_over(self) -> tuple[socket.socket | None, list[Waiting]]:
+        """End the threads and close nothing that a successor needs: the listener, if there is one, and who waits.
+
+        Scrapes are told to their ends before.
+        """
+        deadline = time.monotonic() + SEND_SECONDS
+        while self._scrapes and time.monotonic() < deadline:
+            time.sleep(0.01)  # happens once in the life of a version
+        self._handing_over = True
+        self._end()
+        return self._inherited, self._waiting
+
+    def _end(self) -> None:
         self._ending.set()
         self._wake.send(b".")
         if self._thread.is_alive():
             self._thread.join()
-        for one in list(self._scrapes):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
         self._wake.close()
         self._woken.close()
 
     def _run(self) -> None:
         while not self._ending.is_set():
             try:
-                with _Desk(self._inner, self._port, self._woken, self._answer_scrape, self._targets) as desk:
+                with self._desk() as desk:
                     self.trouble = ""
                     while not self._ending.is_set():
                         desk.serve()
+                    if self._handing_over:
+                        self._inherited, self._waiting = desk.leave()
             except Exception as error:  # noqa: BLE001 (a monitor without its answers takes every member for down)
                 self._tell(error)
                 self._ending.wait(_RETRY_SECONDS)
+
+    def _desk(self) -> _Desk:
+        pinger, listener = self._inside(_open, self._port, self._inherited)
+        self._inherited, waiting, self._waiting = None, self._waiting, []
+        desk = _Desk(pinger, listener, self._woken, self._answer_scrape, self._targets, self._version)
+        for connection, received in waiting:
+            desk.adopt(connection, received)
+        return desk
 
     def _tell(self, error: Exception) -> None:
         """Say it once, however often it comes."""
         text = f"{type(error).__name__}: {error}"
         if text != self.trouble:
-            unforeseen = not isinstance(error, (OSError, AgentError))
-            _log.warning("The responder begins again: %s", text, exc_info=unforeseen)
+            _complain(f"begins again: {text}", unforeseen=not isinstance(error, (OSError, AgentError)))
         self.trouble = text
 
     # -- metrics --------------------------------------------------------------------------------------------
@@ -142,10 +177,10 @@ class Responder:
                 _say(connection, 503, str(error))
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
-        except OSError as error:
-            _log.debug("A scraper went away: %s", error)
-        except Exception:  # noqa: BLE001 (there is nobody else to hear of it)
-            _log.exception("A scrape failed")
+        except OSError:
+            pass  # the scraper went away
+        except Exception as error:  # noqa: BLE001 (there is nobody else to hear of it)
+            _complain(f"a scrape failed: {type(error).__name__}: {error}", unforeseen=True)
         finally:
             self._scrapes.discard(connection)
             connection.close()
@@ -156,17 +191,19 @@ class _Desk:
 
     def __init__(
         self,
-        inner: Namespace,
-        port: int,
+        pinger: Pinger,
+        listener: socket.socket,
         woken: socket.socket,
         on_scrape: Callable[[socket.socket, str], None],
-        targets: Callable[[], Mapping[str, Host]],
+        targets: Callable[[], Mapping[str, str]],
+        version: str,
     ) -> None:
         self._on_scrape = on_scrape
         self._targets = targets
+        self._version = version
         self._most = _room()
         self._open: dict[int, Exchange] = {}  # in the order of their deadlines
-        self._pinger, self._listener = inner.run(_open, port)
+        self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -176,13 +213,25 @@ class _Desk:
     def __enter__(self) -> _Desk:
         return self
 
-    def __exit__(self, *_: object) -> Literal[False]:
-        self._listener.close()
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()  # nothing is left of it after `leave`
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
         self._pinger.close()
         self._selector.close()
-        return False
+
+    def leave(self) -> tuple[socket.socket, list[Waiting]]:
+        """What a successor needs; none of it is ours any more."""
+        waiting = [(self._drop(exchange), exchange.received) for exchange in list(self._open.values())]
+        listener = self._listener.dup()
+        return listener, waiting
+
+    def adopt(self, connection: socket.socket, received: bytes) -> None:
+        """Go on with what a predecessor has begun: the question is asked once more."""
+        exchange = self._begin(connection)
+        exchange.received = received
+        if b"\r\n\r\n" in received:
+            self._handle(exchange)
 
     def serve(self) -> None:
         """Wait for something to happen and see to it."""
@@ -208,13 +257,16 @@ class _Desk:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        connection.setblocking(False)
         while len(self._open) >= self._most:
             self._answer(next(iter(self._open.values())), 503, "too many wait")
+        self._read(self._begin(connection))
+
+    def _begin(self, connection: socket.socket) -> Exchange:
+        connection.setblocking(False)
         exchange = Exchange(connection)
         self._open[connection.fileno()] = exchange
         self._selector.register(connection, selectors.EVENT_READ, exchange)
-        self._read(exchange)
+        return exchange
 
     def _read(self, exchange: Exchange) -> None:
         try:
@@ -240,12 +292,14 @@ class _Desk:
             self._answer(exchange, 400, "no request of HTTP/1")
             return
         method, (path, *_), version = words[0], words[1].split("?"), words[2]
-        if path != "/metrics" and not path.startswith(_PING):
+        if path not in ("/metrics", "/version") and not path.startswith(_PING):
             self._answer(exchange, 404, "there is only /metrics")
         elif method != "GET":
             self._answer(exchange, 405, "GET is all there is", "Allow: GET\r\n")
         elif path == "/metrics":
             self._on_scrape(self._drop(exchange), version)
+        elif path == "/version":
+            self._answer(exchange, 200, self._version)
         else:
             self._ping(exchange, path.removeprefix(_PING))
 
@@ -261,7 +315,7 @@ class _Desk:
 
     def _hear(self, family: socket.AddressFamily) -> None:
         exchange = self._pinger.answered(family)
-        if exchange is not None:
+        if isinstance(exchange, Exchange):
             self._answer(exchange, 200, "it answers")
 
     def _answer(self, exchange: Exchange, status: int, text: str, head: str = "") -> None:
@@ -279,10 +333,10 @@ class _Desk:
         return exchange.socket
 
 
-def _open(port: int) -> tuple[Pinger[Exchange], socket.socket]:
-    pinger = Pinger[Exchange]()
+def _open(port: int, inherited: socket.socket | None) -> tuple[Pinger, socket.socket]:
+    pinger = Pinger()
     try:
-        return pinger, _listen(port)
+        return pinger, inherited or _listen(port)
     except OSError:
         pinger.close()
         raise
@@ -301,6 +355,16 @@ def _listen(port: int) -> socket.socket:
         opened.close()
         raise
     return opened
+
+
+def _complain(text: str, *, unforeseen: bool) -> None:
+    """Tell the service manager's log; for what was not foreseen, with the place where it happened."""
+    if unforeseen:
+        import traceback  # noqa: PLC0415 (seldom needed, and paid for in memory)
+
+        text = f"{text}\n{traceback.format_exc()}"
+    sys.stderr.write(f"responder: {text}\n")
+    sys.stderr.flush()
 
 
 def _room() -> int:

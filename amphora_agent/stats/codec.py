@@ -82,7 +82,7 @@ def _halves(document: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _part(document: dict[str, Any], things: list[tuple[str, str, str]]) -> dict[str, Any]:
-    part: dict[str, Any] = {"generation": document["generation"], "listeners": {}, "pools": {}}
+    part: dict[str, Any] = {**document, "listeners": {}, "pools": {}}
     for kind, name, member in things:
         whole = document[kind][name]
         if kind == "listeners":

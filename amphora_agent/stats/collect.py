@@ -7,29 +7,32 @@ Invariant: pure, and CSV only: HAProxy takes a minute to write ten thousand serv
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from amphora_agent.haproxy.configuration import OWN
+from amphora_agent.stats.columns import COUNTED
 
 QUESTION = "show info;show stat -1 7 -1"
 # A held connection puts its prompt between the answers to one line: there, one question at a time.
-HELD_QUESTIONS = ("show info", "show stat -1 1 -1")
+HELD_QUESTIONS = ("show info", "show stat -1 7 -1")
+# One row's counters, in the order of `COUNTED`.
+Counts = tuple[int, ...]
+NONE: Counts = (0,) * len(COUNTED)
+_CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What one listener has counted since its worker started."""
+    """What is told of one listener."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     request_errors: int = 0
     total_connections: int = 0
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def fell_below(self, other: Counters) -> bool:
-        return any(getattr(self, f.name) < getattr(other, f.name) for f in fields(self))
+    @classmethod
+    def of(cls, counts: Counts) -> Counters:
+        return cls(counts[_BYTES_IN], counts[_BYTES_OUT], counts[_REQUEST_ERRORS], counts[_CONNECTIONS])
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class Listener:
 
     status: str
     active_connections: int
-    counters: Counters
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of one worker. ``other_jobs`` counts the connections besides the one that asked."""
+    """One answer of one worker. ``other_jobs`` counts the connections besides the one that asked.
+
+    ``counts`` are those of all rows, each by `key`.
+    """
 
     pid: int
     stopping: bool
@@ -51,6 +56,12 @@ class Sample:
     listeners: dict[str, Listener]
     pools: dict[str, str]
     members: dict[str, dict[str, str]]
+    counts: dict[str, Counts]
+
+
+def key(proxy: str, name: str = "FRONTEND") -> str:
+    """By what a row's counters are kept; no name has a comma in it."""
+    return f"{proxy},{name}"
 
 
 def parse(answer: str) -> Sample | None:
@@ -61,27 +72,24 @@ def parse(answer: str) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
+    # What one version does not count is 0, which the first column is made into.
+    places = [columns.get(name, 0) for name in COUNTED]
     listeners: dict[str, Listener] = {}
     pools: dict[str, str] = {}
     members: dict[str, dict[str, str]] = {}
+    counts: dict[str, Counts] = {}
     for line in lines[1:]:
         row = line.split(",")
         if len(row) < len(columns) // 2 or row[0].startswith(OWN):
             continue
         proxy, name, status = row[0], row[1], row[columns["status"]]
         if name == "FRONTEND":
-            listeners[proxy] = _listener(row, columns, status)
+            listeners[proxy] = Listener(status, int(row[columns["scur"]] or 0))
         elif name == "BACKEND":
             pools[proxy] = status
         else:
             members.setdefault(proxy, {})[name] = status
+        row[0] = ""
+        counts[key(proxy, name)] = tuple([int(row[place] or 0) for place in places])
     jobs = int(info.get("Jobs", 0)) - int(info.get("Unstoppable Jobs", 0)) - 1
-    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members)
-
-
-def _listener(row: list[str], columns: dict[str, int], status: str) -> Listener:
-    def number(column: str) -> int:
-        return int(row[columns[column]] or 0)
-
-    counters = Counters(number("bin"), number("bout"), number("ereq"), number("stot"))
-    return Listener(status, number("scur"), counters)
+    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members, counts)

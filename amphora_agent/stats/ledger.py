@@ -1,105 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the controllers are to be told, kept up to date.
 
-Invariant: nothing that HAProxy counted and that was still readable is missing from the totals. A worker that
-is about to leave is held by a connection of ours until its last request is counted.
+Invariant: nothing that HAProxy counted and that was still readable is missing from the totals, nor counted twice. A
+worker that is about to leave is held by a connection of ours until its last request is counted; the supervisor
+keeps a copy of that connection, so that not even the agent's death lets go of it. A worker's readings become
+part of the sums for good only when its process is gone, not when it merely does not answer.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.runtime import HeldWorker, Socket
+from amphora_agent.errors import AgentError, HaproxyError
+from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.leaving import LeavingWorker
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats import collect
+from amphora_agent.stats import collect, earlier
 from amphora_agent.stats.totals import Totals
 
 _log = logging.getLogger(__name__)
+# To read or write the counters of a thousand members takes many milliseconds: not each second, nor with each heartbeat.
+FEW_ROWS, WRITE_SECONDS = 100, 10.0
+# HAProxy's own end to a worker (hard-stop-after) takes what was not counted; ours comes before it.
+MARGIN_SECONDS = 2.0
+CUT_SECONDS = 1.0
+
+
+class Keeper(Protocol):
+    """Who keeps connections while there is no agent. Every method raises `ServiceError`."""
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """Keep a copy under a name."""
+
+    def kept(self) -> dict[str, int]:
+        """New copies of all that is kept, by name."""
+
+    def drop(self, name: str) -> None:
+        """Close what is kept under a name; no error if there is nothing."""
 
 
 class Ledger:
-    """Samples of HAProxy's workers and the sums over them. Safe to use from several threads."""
+    """Samples of HAProxy's workers and the sums over them. Safe to use from several threads.
 
-    def __init__(self, paths: Paths) -> None:
+    Args:
+        keeper: None: what is held dies with the agent.
+    """
+
+    def __init__(self, paths: Paths, keeper: Keeper | None = None) -> None:
         self._paths = paths
+        self._keeper = keeper
         self._worker = Socket(paths.stats_socket)
         self._lock = threading.Lock()
-        self._held: list[HeldWorker] = []
+        self._held: list[LeavingWorker] = []
         self._latest: collect.Sample | None = None
-        self._leaving_connections: dict[str, int] = {}
+        self._leaving: dict[str, collect.Sample] = {}
         self._totals = self._restored()
-        self._written = ""
+        self._written: tuple[str, float, int] = "", 0.0, 0
+        self._published = ""
+        self._take_back()
 
     def _restored(self) -> Totals:
         try:
             return Totals.restored(json.loads(self._paths.totals.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Totals()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             _log.warning("The counters in %s are lost: %s", self._paths.totals, error)
             return Totals()
+
+    def _take_back(self) -> None:
+        """Go on holding what an agent before this one held."""
+        if self._keeper is None:
+            return
+        try:
+            kept = self._keeper.kept()
+        except AgentError as error:
+            _log.warning("%s", error)
+            return
+        for name, descriptor in kept.items():
+            identity, _, until = name.rpartition("@")
+            held = LeavingWorker(socket.socket(fileno=descriptor), identity, float(until))
+            try:
+                held.recover()
+            except HaproxyError:
+                self._let_go(held)
+            else:
+                self._held.append(held)
+
+    # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
         """Read every worker that lives."""
         with self._lock:
             self._sample()
 
-    def hold(self) -> None:
-        """Read the present worker, and keep it readable while it leaves."""
+    def hold(self, drain: float) -> None:
+        """Read the present worker, and keep it readable while it leaves.
+
+        Args:
+            drain: for how many seconds it may go on with the connections it has.
+        """
+        until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)
         with self._lock:
             self._sample()
             identity = _identity(self._latest.pid) if self._latest is not None else ""
-            if not identity or any(held.identity == identity for held in self._held):
+            if not identity:
+                return
+            if (known := self._holding(identity)) is not None:
+                known.until = until  # an earlier reload has failed
                 return
             try:
-                self._held.append(HeldWorker(self._paths.stats_socket, identity))
+                held = LeavingWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
                 _log.warning("Worker %s leaves uncounted: %s", identity, error)
+                return
+            self._held.append(held)
+            try:
+                if self._keeper is not None:
+                    self._keeper.keep(held.name, held.fileno())
+            except AgentError as error:
+                _log.warning("%s", error)
+
+    def finish(self, pid: int, grace: float) -> int:
+        """Have a leaving worker end, with all it has counted, and let go of it.
+
+        Args:
+            grace: seconds for what it does by itself; the connections it has then are closed.
+
+        Returns:
+            How many they were.
+        """
+        with self._lock:
+            held = next((one for one in self._held if one.pid == pid), None)
+            return self._finish(held, grace, release=True) if held is not None else 0
+
+    def finish_all(self, grace: float) -> int:
+        """The same for all at once, but they stay until somebody ends them."""
+        deadline = time.monotonic() + grace
+        with self._lock:
+            return sum(
+                self._finish(held, max(0.0, deadline - time.monotonic()), release=False) for held in list(self._held)
+            )
+
+    def _finish(self, held: LeavingWorker, grace: float, *, release: bool) -> int:
+        cut = 0
+        try:
+            cut = held.finish(grace, CUT_SECONDS)
+            self._read_held(held)
+        except HaproxyError:
+            release = True
+        if release:
+            self._let_go(held)
+        self._publish()
+        return cut
+
+    def _holding(self, identity: str) -> LeavingWorker | None:
+        return next((held for held in self._held if held.identity == identity), None)
+
+    def _let_go(self, held: LeavingWorker) -> None:
+        self._leaving.pop(held.identity, None)
+        if held in self._held:
+            self._held.remove(held)
+        with suppress(AgentError):
+            if self._keeper is not None:
+                self._keeper.drop(held.name)
+        held.close()
 
     def _sample(self) -> None:
-        living = self._sample_held()
         self._latest = None
         with suppress(HaproxyError):  # no HAProxy is a state like any other; `document` then names no object
             self._latest = collect.parse(self._worker.ask(collect.QUESTION))
         if self._latest is not None and (identity := _identity(self._latest.pid)):
-            living.add(identity)
-            self._read(identity, self._latest)
-        self._totals.keep(living)
-
-    def _read(self, identity: str, sample: collect.Sample) -> None:
-        self._totals.read(identity, {name: found.counters for name, found in sample.listeners.items()})
-
-    def _sample_held(self) -> set[str]:
-        """Read the leaving workers; let go of those that nobody else holds."""
-        living = set()
-        present = self._latest.pid if self._latest is not None else None
-        self._leaving_connections.clear()
+            self._totals.read(identity, self._latest.counts)
         for held in list(self._held):
+            self._sample_held(held)
+        self._totals.keep({identity for identity in self._totals.living if _lives(identity)})
+        self._publish()
+
+    def _sample_held(self, held: LeavingWorker) -> None:
+        """Read a leaving worker; let go of one that nobody else holds, and end one whose time is over."""
+        present = self._latest is not None and self._latest.pid == held.pid
+        try:
+            if not present and self._may_wait(held):
+                held.was_idle = False
+                return
+            sample = self._read_held(held)
+        except HaproxyError:
+            self._let_go(held)  # hard-stop-after, or a crash, was faster
+            return
+        if present:
+            self._leaving.pop(held.identity, None)
+            return
+        # Twice in a row: a connection that one thread has accepted for another is no job of anybody's yet.
+        idle = sample.stopping and sample.other_jobs <= 0
+        if idle and held.was_idle:
+            self._let_go(held)
+        elif sample.stopping and time.monotonic() >= held.until:
+            cut = self._finish(held, 0.0, release=True)
+            _log.info("Worker %s has had its time; %d connections were closed", held.identity, cut)
+        held.was_idle = idle
+
+    def _may_wait(self, held: LeavingWorker) -> bool:
+        """Whether there is no need to read all of it now: it has a thousand members, and it stays."""
+        known = self._leaving.get(held.identity)
+        large = known is not None and len(known.counts) > FEW_ROWS
+        now = time.monotonic()
+        return large and now < min(held.until, held.read_at + WRITE_SECONDS) and held.jobs() > 0
+
+    def _read_held(self, held: LeavingWorker) -> collect.Sample:
+        sample = collect.parse("".join(map(held.ask, collect.HELD_QUESTIONS)))
+        if sample is None:
+            raise HaproxyError("read a leaving worker's statistics", "it answers something else")
+        self._totals.read(held.identity, sample.counts)
+        self._leaving[held.identity] = sample
+        held.read_at = time.monotonic()
+        return sample
+
+    # -- what is told ----------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Tell the responder what has to be added to the present worker's counters."""
+        if self._latest is None:
+            return
+        present = _identity(self._latest.pid)
+        sums = {row: self._totals.visible(row, but=present) for row in self._latest.counts}
+        text = earlier.compose(self._latest.pid, sums)
+        if text != self._published:
             try:
-                sample = collect.parse("".join(map(held.ask, collect.HELD_QUESTIONS)))
-            except HaproxyError:
-                sample = None  # hard-stop-after, or a crash, was faster
-            if sample is not None:
-                self._read(held.identity, sample)
-                if sample.pid != present:
-                    for name, found in sample.listeners.items():
-                        active = self._leaving_connections.get(name, 0) + found.active_connections
-                        self._leaving_connections[name] = active
-            # Twice in a row: a connection that one thread has accepted for another is no job of anybody's yet.
-            idle = sample is not None and sample.stopping and sample.other_jobs <= 0
-            if sample is None or (idle and held.was_idle):
-                self._held.remove(held)
-                held.close()
-                continue
-            held.was_idle = idle
-            living.add(held.identity)
-        return living
+                write_atomically(self._paths.earlier, text, durable=False)
+                self._published = text
+            except OSError as error:
+                _log.warning("Metrics are not told: %s", error)
 
     def document(self, generation: int | None) -> dict[str, Any]:
         """What a heartbeat says."""
@@ -109,10 +248,11 @@ class Ledger:
                 return {"generation": generation, "listeners": {}, "pools": {}}
             listeners = {}
             for name, found in sample.listeners.items():
-                total = self._totals.visible(name)
+                total = collect.Counters.of(self._totals.visible(collect.key(name)))
+                leaving = (one.listeners[name] for one in self._leaving.values() if name in one.listeners)
                 listeners[name] = {
                     "status": found.status,
-                    "active_connections": found.active_connections + self._leaving_connections.get(name, 0),
+                    "active_connections": found.active_connections + sum(one.active_connections for one in leaving),
                     "bytes_in": total.bytes_in,
                     "bytes_out": total.bytes_out,
                     "request_errors": total.request_errors,
@@ -130,21 +270,31 @@ class Ledger:
             return self._latest.members if self._latest is not None else {}
 
     def write(self) -> None:
-        """Put the sums on disk, if they changed.
+        """Put the sums on disk, if they changed; many of them not each time.
 
         Raises:
             OSError: the disk is full, for example.
         """
         with self._lock:
-            text = json.dumps(self._totals.document())
-            if text != self._written:
+            before, at, settlements = self._written
+            rows = len(self._latest.counts) if self._latest is not None else 0
+            soon = rows <= FEW_ROWS or settlements != self._totals.settlements
+            if not soon and time.monotonic() - at < WRITE_SECONDS:
+                return
+            text = json.dumps(self._totals.document(), separators=(",", ":"))
+            if text != before:
                 write_atomically(self._paths.totals, text)
-                self._written = text
+            self._written = text, time.monotonic(), self._totals.settlements
 
 
 def _identity(pid: int) -> str:
     """A process, told apart from any other that had or will have its number; empty if it is gone."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
-        return f"{pid}:{fields[19]}"
+        return f"{pid}:{fields[19]}" if fields[0] not in "ZX" else ""
     return ""
+
+
+def _lives(identity: str) -> bool:
+    pid = identity.partition(":")[0]
+    return pid.isdecimal() and int(pid) != os.getpid() and _identity(int(pid)) == identity

@@ -8,6 +8,7 @@ error of one target neither stops the others nor stays unseen.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -30,18 +31,33 @@ def next_epoch(paths: Paths) -> int:
     with suppress(FileNotFoundError, ValueError):
         last = int(paths.epoch.read_text(encoding="ascii"))
     epoch = max(time.time_ns(), last + 1)
-    write_atomically(paths.epoch, str(epoch))
+    try:
+        write_atomically(paths.epoch, str(epoch))
+    except OSError:
+        # No room: the number is as long as the one that is there, and takes its place.
+        with paths.epoch.open("r+", encoding="ascii") as file:
+            file.write(str(epoch))
+            file.flush()
+            os.fsync(file.fileno())
     return epoch
 
 
 class Sender:
     """The thread that samples HAProxy and reports."""
 
-    def __init__(self, settings: Settings, paths: Paths, ledger: Ledger, generation: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        paths: Paths,
+        ledger: Ledger,
+        generation: Callable[[], int | None],
+        holds_vip: Callable[[], bool | None],
+    ) -> None:
         self._settings = settings
         self._paths = paths
         self._ledger = ledger
         self._generation = generation
+        self._holds_vip = holds_vip
         self._poke = threading.Event()
         self._end = False
         self._sequence = 0
@@ -89,7 +105,7 @@ class Sender:
 
     def _send(self, epoch: int) -> None:
         self._reported = self._ledger.statuses()
-        document = self._ledger.document(self._generation())
+        document = {**self._ledger.document(self._generation()), "holds_vip": self._holds_vip()}
         try:
             self._ledger.write()
         except OSError as error:

@@ -44,6 +44,7 @@ def validate(metadata: Mapping[str, object] | None, deployment: Deployment) -> M
     _check_limits(checked, deployment)
     _check_tls(checked, deployment)
     _check_logging(checked, deployment)
+    _check_topology(checked)
     return checked
 
 
@@ -107,6 +108,15 @@ def _check_logging(flavor: Mapping[str, Any], deployment: Deployment) -> None:
             "use the flavor key 'log_format'",
             "connections are not logged (connection_logging)",
             _remedy(flavor, "log_format", "connection_logging"),
+        )
+
+
+def _check_topology(flavor: Mapping[str, Any]) -> None:
+    if "vrrp_advert_interval" in flavor and flavor.get("loadbalancer_topology") == Topology.SINGLE:
+        raise UnsupportedOption(
+            "use the flavor key 'vrrp_advert_interval'",
+            "a load balancer with one amphora has nobody who would take over (loadbalancer_topology)",
+            _REMEDY,
         )
 
 

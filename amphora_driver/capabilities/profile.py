@@ -84,6 +84,7 @@ def choose(
         compute=compute.name,
         network=network.name,
         image_tag=wishes.get("amp_image_tag"),
+        vrrp_advert_interval=float(interval) if (interval := wishes.get("vrrp_advert_interval")) else None,
         **chosen,
     )
 

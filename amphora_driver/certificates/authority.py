@@ -29,12 +29,7 @@ CLOCK_SKEW = 300.0
 _DAY = 86400.0
 _LONGEST_NAME = 64  # X.520 ub-common-name
 
-_IssuerKey = (
-    ec.EllipticCurvePrivateKey
-    | rsa.RSAPrivateKey
-    | ed25519.Ed25519PrivateKey
-    | ed448.Ed448PrivateKey
-)
+_IssuerKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
 _ISSUER_KEYS = (
     ec.EllipticCurvePrivateKey,
     rsa.RSAPrivateKey,
@@ -87,9 +82,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
         .add_extension(identifier, critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
     )
     certificate = builder.sign(key, hashes.SHA256())
     return certificate.public_bytes(serialization.Encoding.PEM), _pem(key)
@@ -107,9 +100,7 @@ class Authority:
         CertificateError: one of them is not what it should be, or they do not belong together.
     """
 
-    def __init__(
-        self, certificate_pem: bytes, key: Secret, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, certificate_pem: bytes, key: Secret, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._certificate = _read_certificate(certificate_pem)
         self._key = _read_key(key)
@@ -260,9 +251,7 @@ def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> Secret:
     return Secret(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
 
 

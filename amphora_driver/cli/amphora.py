@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.columns import Age, Moment, Ports
+from amphora_driver.cli.columns import Age, Moment, Partners, Ports, Said
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store.tables import amphora, amphora_seen
 
@@ -24,6 +24,7 @@ _LIST = {
     "Load balancer": amphora.c.load_balancer_id,
     "Role": amphora.c.role,
     "State": amphora.c.state,
+    "Has VIPs": amphora_seen.c.holds_vip,
     "Address": amphora.c.management_address,
     "Confirmed": amphora.c.confirmed,
     "Last heartbeat": amphora_seen.c.seen_at,
@@ -36,19 +37,22 @@ _SHOW = {
     "Created": amphora.c.created_at,
     "Ready": amphora.c.ready_at,
     "Reason": amphora.c.reason,
+    "Partners": amphora.c.partners,
     "Ports": amphora.c.plugged,
 }
 _SHAPES: dict[str, Callable[[Any], object]] = {
+    "Has VIPs": Said,
     "Last heartbeat": Age,
     "Certificate expires": Moment,
     "Created": Moment,
     "Ready": Moment,
+    "Partners": lambda text: Partners(msgspec.json.decode(text) if text else []),
     "Ports": lambda text: Ports(msgspec.json.decode(text) if text else []),
 }
 
 
 class ListAmphorae(Lister):
-    """Amphorae: whom they serve, what they confirmed, when they were heard."""
+    """Amphorae: whom they serve, what they confirmed, who has the VIPs, when they were heard."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
@@ -89,6 +93,4 @@ def _select(columns: dict[str, Any]) -> sa.Select[Any]:
 
 
 def _shaped(columns: dict[str, Any], row: sa.Row[Any]) -> tuple[Any, ...]:
-    return tuple(
-        _SHAPES[name](value) if name in _SHAPES else value for name, value in zip(columns, row, strict=True)
-    )
+    return tuple(_SHAPES[name](value) if name in _SHAPES else value for name, value in zip(columns, row, strict=True))

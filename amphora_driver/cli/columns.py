@@ -41,6 +41,26 @@ class Age(FormattableColumn):
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
+class Said(FormattableColumn):
+    """What an amphora said in its last heartbeat, or None if it did not say."""
+
+    def human_readable(self) -> str:
+        return {True: "yes", False: "no"}.get(self._value, "")
+
+    def machine_readable(self) -> bool | None:
+        return None if self._value is None else bool(self._value)
+
+
+class Partners(FormattableColumn):
+    """The amphorae that one knows to be its partners."""
+
+    def human_readable(self) -> str:
+        return "\n".join(f"{one.get('id')} at {one.get('address')}" for one in self._value)
+
+    def machine_readable(self) -> list[Any]:
+        return list(self._value)
+
+
 class Requests(FormattableColumn):
     """Accepted calls as dictionaries, newest first."""
 

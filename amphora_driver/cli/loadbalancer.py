@@ -90,7 +90,7 @@ class RenderLoadBalancer(Command):
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print; 1 if a part of it cannot be rendered."""
         tree = self.app.read(lambda connection: wanted.load_tree(connection, parsed_args.load_balancer))
-        rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf))
+        rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
         for refusal in rendered.refused:
             self.app.stderr.write(f"{refusal}\n")

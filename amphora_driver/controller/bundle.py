@@ -8,13 +8,17 @@ again" from "something else" by looking.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 import msgspec
 
+from amphora_driver.capabilities import addresses
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged
+
+_SERVED = re.compile(r"^frontend (\S+)$", re.MULTILINE)
 
 
 class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,10 +149,27 @@ def bundle(
                 workers=None,
             ),
             interfaces=interfaces(tree, plugged),
-            allowed=(),
+            allowed=allowed(tree, served.text),
             vrrp=vrrp,
         ),
         enc_hook=_in_clear,
+    )
+
+
+def allowed(tree: LoadBalancer, text: str | None) -> tuple[BundleAllowed, ...]:
+    """From where the ports of a load balancer may be reached.
+
+    Only of listeners that are in the text: of two with one port it is one of them, and networks that cannot be read are
+    those of a listener that is not rendered.
+    """
+    served = frozenset(_SERVED.findall(text or ""))
+    return tuple(
+        BundleAllowed(
+            port=listener.protocol_port,
+            networks=tuple(dict.fromkeys(str(addresses.parse_network(cidr)) for cidr in listener.allowed_cidrs)),
+        )
+        for listener in sorted(tree.listeners, key=lambda one: one.protocol_port)
+        if listener.allowed_cidrs and listener.id in served
     )
 
 
@@ -162,7 +183,14 @@ def _in_clear(value: object) -> str:
 def interfaces(tree: LoadBalancer, plugged: Sequence[Plugged]) -> tuple[BundleInterface, ...]:
     """The interfaces an amphora needs: eth1 on the VIP's network, then the member networks."""
     ordered = sorted(plugged, key=lambda one: (one.port.network_id != tree.vip.network_id, one.port.network_id))
-    return tuple(_interface(tree, f"eth{number}", one) for number, one in enumerate(ordered, start=1))
+    return tuple(_interface(tree, _name(tree, one), one) for one in ordered)
+
+
+def _name(tree: LoadBalancer, plugged: Plugged) -> str:
+    """What an interface keeps as long as it is there, whatever others come and go: renaming costs connections."""
+    if plugged.port.network_id == tree.vip.network_id:
+        return "eth1"
+    return f"m{plugged.port.mac.replace(':', '')}"
 
 
 def _interface(tree: LoadBalancer, name: str, plugged: Plugged) -> BundleInterface:

@@ -41,6 +41,11 @@ def defaults(conf: ConfigOpts) -> Defaults:
     return Defaults(**{name: value for name, value in said.items() if value is not None})
 
 
+def advert_interval(tree: LoadBalancer, conf: ConfigOpts) -> float:
+    """Seconds between two advertisements of the amphora that has the VIPs."""
+    return float(tree.profile.vrrp_advert_interval or conf.vrrp.advert_interval)
+
+
 def limited(tree: LoadBalancer, conf: ConfigOpts) -> LoadBalancer:
     """The load balancer with the limits of its HAProxy processes filled in."""
     profile = msgspec.structs.replace(

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from amphora_driver.controller.bundle import BundleFile
+from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import StoreError
-from amphora_driver.model.secrets import SecretName
+from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.secret import Secret
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def filled(
-    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault
+    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault, *, tickets: int = 1
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
     """The files with their contents, in the same order.
 
@@ -30,6 +31,7 @@ def filled(
         files: as the renderer names them.
         sealed: what is kept of the load balancer's secrets.
         vault: what opens them.
+        tickets: which TLS ticket keys are in use.
 
     Returns:
         The files, and reasons by object id for listeners and pools that lack one.
@@ -42,6 +44,8 @@ def filled(
             continue
         opened = _open(file.secret, sealed, vault)
         if isinstance(opened, Secret):
+            if file.secret.purpose is Purpose.TICKETS:
+                opened = ticket_keys(opened, tickets)
             found.append(BundleFile(name=file.name, content=opened))
         else:
             lost.setdefault(file.secret.object_id, opened)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store import claims
+from amphora_driver.store import claims, generations
 
 if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _EVERY = 30.0
+# Load balancers that take new TLS ticket keys at once: each of them is pushed.
+_MOST_ROTATED = 200
 
 
 class Housekeeping:
-    """Releases the VIPs of load balancers that never came.
+    """Releases the VIPs of load balancers that never came, and has TLS ticket keys move on.
 
     Args:
         conf: our options.
@@ -38,6 +40,7 @@ class Housekeeping:
 
     def __init__(self, conf: ConfigOpts, database: Database, backends: Catalogue, owner: str) -> None:
         self._patience: float = conf.controller.forget_vip_after
+        self._period: float = conf.tls.ticket_key_period
         self._database = database
         self._backends = backends
         self._owner = owner
@@ -48,6 +51,7 @@ class Housekeeping:
             try:
                 if hold_duty(self._database, "housekeeping", self._owner, 2 * _EVERY):
                     self.sweep()
+                    self.rotate()
             except AmphoraDriverError as error:
                 LOG.warning("housekeeping: %s", error)
 
@@ -59,6 +63,15 @@ class Housekeeping:
         done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]
         if done:
             self._database.write(lambda connection: claims.drop(connection, done))
+
+    def rotate(self) -> int:
+        """Have load balancers take their next TLS ticket keys; returns how many.
+
+        They become due and are pushed like after any change, but nobody is told: nothing of what a user sees changes.
+        """
+        return self._database.write(
+            lambda connection: generations.rotate_tickets(connection, time.time(), self._period, _MOST_ROTATED)
+        )
 
     def _released(self, orphan: claims.Orphan) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""

@@ -10,12 +10,14 @@ and delete are this one function with different wanted states.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
+from amphora_driver.controller import partners
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import SecretName
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, Partner, State
 from amphora_driver.store.secrets import Sealed
 
 
@@ -34,6 +36,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         roles: what its topology wants, one for each amphora.
         compute: the compute backend (entry point) its amphorae are with; None for the default.
         network: the network backend its VIPs and ports are with; None for the default.
+        priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
+        attempts: how often this was tried in vain since the last request.
+        patience: seconds of silence after which an amphora is not waited for, if another one is heard.
+        tickets: which TLS ticket keys it uses; None if it never needed any.
     """
 
     load_balancer_id: str
@@ -48,6 +54,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[str, ...] = ("STANDALONE",)
     compute: str | None = None
     network: str | None = None
+    priorities: dict[str, int] = {}
+    attempts: int = 0
+    patience: float = 15.0
+    tickets: int | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -82,10 +92,22 @@ class AwaitAgent(Step, frozen=True, kw_only=True):
     amphora_id: str
 
 
-class Push(Step, frozen=True, kw_only=True):
-    """Give these amphorae the newest generation, at once; they answer when they serve it."""
+class Renew(Step, frozen=True, kw_only=True):
+    """Take the next generation: what amphorae have to know of each other has changed, and no user asked for it."""
 
-    amphora_ids: tuple[str, ...]
+
+class Push(Step, frozen=True, kw_only=True):
+    """Give amphorae the newest generation; they answer when they serve it.
+
+    Attributes:
+        waves: those of a wave at once, one wave after the other.
+        optional: those of them that are being replaced: they are told, but nothing depends on it.
+        whole: with this every amphora of the load balancer serves the generation.
+    """
+
+    waves: tuple[tuple[str, ...], ...]
+    optional: frozenset[str] = frozenset()
+    whole: bool = True
 
 
 class Confirm(Step, frozen=True, kw_only=True):
@@ -97,6 +119,13 @@ class Unplug(Step, frozen=True, kw_only=True):
 
     amphora_id: str
     network_id: str
+
+
+class HandOver(Step, frozen=True, kw_only=True):
+    """Have an amphora that is about to go give the VIPs to the one that stays."""
+
+    amphora_id: str
+    to: str
 
 
 class Release(Step, frozen=True, kw_only=True):
@@ -113,30 +142,124 @@ class Await(Step, frozen=True, kw_only=True):
     """Somebody else moves next and will wake us."""
 
 
-AnyStep = Record | Boot | Plug | AwaitAgent | Push | Confirm | Unplug | Release | ReleaseVip | Await
+AnyStep = Record | Boot | Plug | AwaitAgent | Renew | Push | Confirm | Unplug | HandOver | Release | ReleaseVip | Await
+# Those that boot do so side by side: what takes long begins before anything is waited for.
+_STAGES = (Boot, Plug, AwaitAgent)
 
 
 def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """The next steps, in order; the same question is asked again after they were taken."""
     if wanted.gone:
         return _removal(wanted, amphorae)
-    live = [one for one in amphorae if one.state is not State.RETIRING]
-    missing = list((Counter(wanted.roles) - Counter(one.role for one in live)).elements())
-    if missing:
-        return [Record(role=missing[0], reason=f"{missing[0]} is missing of {', '.join(wanted.roles)}")]
-    steps: list[AnyStep] = []
-    for one in live:
-        steps += _arrival(wanted, one)
-    if steps:
-        return steps
+    house = _House(wanted, amphorae)
+    if house.missing and house.may_grow():
+        role = house.next_role()
+        return [Record(role=role, reason=f"{role} is missing of {', '.join(wanted.roles)}")]
+    steps = [step for one in house.live for step in _arrival(wanted, one)]
+    arrived = [one for one in house.live if not _arrival(wanted, one)]
+    # One that does not come must not keep the others from being served for ever.
+    stuck = bool(steps) and wanted.attempts > 0 and wanted.readable
+    if steps and not (stuck and house.behind(arrived)):
+        return sorted(steps, key=lambda step: _STAGES.index(type(step)))
     if not wanted.readable:
         return [Await(reason="the tree is read back from Octavia after its commit")]
-    behind = tuple(one.id for one in live if one.confirmed < wanted.generation)
-    if behind:
-        return [Push(amphora_ids=behind, reason=f"generation {wanted.generation} is not confirmed yet")]
+    if house.apart(arrived):
+        return [Renew(reason="an amphora has come of which its partner does not know")]
+    if house.behind(arrived):
+        return [house.push(arrived)]
+    if house.missing:
+        return house.relief()
     if wanted.applied < wanted.generation:
         return [Confirm(reason=f"every amphora serves generation {wanted.generation}")]
-    return _cleaning(wanted, live, [one for one in amphorae if one.state is State.RETIRING])
+    return _cleaning(wanted, house) or house.tidying()
+
+
+class _House:
+    """The amphorae of one load balancer, and what follows from who is there.
+
+    Of several, one is replaced at a time: the next replacement is made when the one before serves, its predecessor is
+    gone, and it has the VIPs. So there is never more than one too many, and never none.
+    """
+
+    def __init__(self, wanted: Wanted, amphorae: tuple[Amphora, ...]) -> None:
+        self._wanted = wanted
+        self.everyone = amphorae
+        self.live = [one for one in amphorae if one.state is not State.RETIRING]
+        self.retiring = [one for one in amphorae if one.state is State.RETIRING]
+        self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
+        self._several = len(wanted.roles) > 1
+        self._quiet = partners.silent(amphorae, wanted.patience)
+        self._holder = partners.holder(amphorae, wanted.roles[0], self._quiet)
+
+    def may_grow(self) -> bool:
+        """Whether the next amphora may be made now."""
+        serving = [one for one in self.retiring if one.confirmed > 0]
+        if not serving or not self.live:
+            return True
+        settled = all(one.confirmed >= self._wanted.generation for one in self.live)
+        replaced = {one.role for one in serving} & {one.role for one in self.live}
+        return settled and not replaced and not self._leaving()
+
+    def next_role(self) -> str:
+        """The role to fill first: of two that are replaced, that of the one that has no VIPs."""
+        has = {one.role for one in self.retiring if one.id == self._holder}
+        return min(self.missing, key=lambda role: role in has)
+
+    def behind(self, arrived: Sequence[Amphora]) -> list[Amphora]:
+        """Those that do not serve what is wanted."""
+        return [one for one in arrived if one.confirmed < self._wanted.generation]
+
+    def apart(self, arrived: Sequence[Amphora]) -> bool:
+        """Whether one that serves does not know one that stays."""
+        return any(
+            one.confirmed >= self._wanted.generation and set(self._partners(one, self.live)) - set(one.partners)
+            for one in arrived
+        )
+
+    def push(self, arrived: Sequence[Amphora]) -> Push:
+        """Have those that are behind serve; those that are replaced learn who comes."""
+        behind = self.behind(arrived)
+        # The others hear it whatever they know.
+        told = self._leaving()
+        return Push(
+            waves=partners.waves([*behind, *told], self._holder, self._quiet)
+            if self._several
+            else (tuple(one.id for one in behind),),
+            optional=frozenset(one.id for one in told),
+            whole=not self.missing and len(arrived) == len(self.live),
+            reason=f"generation {self._wanted.generation} is not confirmed yet",
+        )
+
+    def relief(self) -> list[AnyStep]:
+        """Let those go that were replaced, and the VIPs move to the one that stays, before the next is replaced."""
+        roles = {one.role for one in self.live}
+        replaced = [one for one in self.retiring if one.role in roles]
+        if replaced:
+            return [Release(amphora_id=one.id, reason="it was replaced") for one in replaced]
+        if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
+            return [Renew(reason="the VIPs are handed over between two that know nobody else")]
+        to = self.live[0].id
+        return [
+            HandOver(amphora_id=one.id, to=to, reason="it has the VIPs and is about to go") for one in self._leaving()
+        ]
+
+    def _leaving(self) -> list[Amphora]:
+        """The one that has the VIPs, if it is about to go and did not hand them over; one at most."""
+        return [
+            one
+            for one in self.retiring
+            if self._several and one.id == self._holder and not one.handed_over and one.id not in self._quiet
+        ]
+
+    def tidying(self) -> list[AnyStep]:
+        """Once those that were replaced are gone, nobody is to ask after them any more."""
+        if self.retiring or not any(set(one.partners) - set(self._partners(one, self.live)) for one in self.live):
+            return []
+        return [Renew(reason="an amphora is gone that its partner still knows")]
+
+    def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
+        tree = self._wanted.tree
+        return partners.partners(one, others, tree.vip) if self._several and tree is not None else ()
 
 
 def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
@@ -173,12 +296,12 @@ def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
     ]
 
 
-def _cleaning(wanted: Wanted, live: list[Amphora], retiring: list[Amphora]) -> list[AnyStep]:
+def _cleaning(wanted: Wanted, house: _House) -> list[AnyStep]:
     """What is left over once the newest generation is served everywhere."""
-    steps: list[AnyStep] = [Release(amphora_id=one.id, reason="it was replaced") for one in retiring]
+    steps: list[AnyStep] = [Release(amphora_id=one.id, reason="it was replaced") for one in house.retiring]
     steps += [
         Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member is there any more")
-        for one in live
+        for one in house.live
         for plugged in one.plugged
         if plugged.port.network_id not in wanted.networks
     ]

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from amphora_driver.network.interface import Network
 
 LOG = logging.getLogger(__name__)
+# After so many an amphora is not waited for before its partner is served.
+_MISSED_HEARTBEATS = 3
 
 
 class Reconciler:
@@ -71,7 +73,7 @@ class Reconciler:
         """Take steps until none is left; returns the generation that was worked on last."""
         steps = Steps(self._backends, lease)
         while True:
-            seen, observed = self._database.read(lambda connection: self._observe(connection, lease.load_balancer_id))
+            seen, observed = self._database.read(lambda connection: self._observe(connection, lease))
             if seen is None:
                 raise LeaseLost(f"work on load balancer {lease.load_balancer_id}", "it is not recorded any more")
             todo = planning.plan(seen, observed)
@@ -82,8 +84,9 @@ class Reconciler:
             self._reported()
 
     def _observe(
-        self, connection: sa.Connection, load_balancer_id: str
+        self, connection: sa.Connection, lease: Lease
     ) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
+        load_balancer_id = lease.load_balancer_id
         row = connection.execute(sa.select(work).where(work.c.load_balancer_id == load_balancer_id)).first()
         if row is None:
             return None, ()
@@ -96,7 +99,8 @@ class Reconciler:
         uses_some = tree is not None and next(used_in(tree), None) is not None
         kept = secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
-            return self._observe(connection, load_balancer_id)
+            return self._observe(connection, lease)
+        topology = catalogue.topology(row.topology)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
@@ -107,7 +111,11 @@ class Reconciler:
             networks=needed,
             failed=failed,
             secrets=kept,
-            roles=catalogue.topology(row.topology).roles,
+            roles=topology.roles,
+            priorities=dict(topology.priorities),
+            attempts=lease.attempts,
+            patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
+            tickets=row.tickets,
             compute=row.compute,
             network=row.network,
         ), observed

@@ -11,25 +11,19 @@ import logging
 import secrets
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
-from amphora_driver.controller import contents
 from amphora_driver.controller import plan as planning
-from amphora_driver.controller.bundle import Served, bundle
-from amphora_driver.controller.configured import defaults, limited
-from amphora_driver.errors import AgentRefused, AgentUnreachable, ComputeError, ModelError
+from amphora_driver.controller.pushing import Pushing
+from amphora_driver.errors import AgentError, AgentUnreachable, ComputeError
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.queue.jobs import Lease, check, guard, note_outcome
-from amphora_driver.render.haproxy import render
+from amphora_driver.queue.jobs import Lease, check, guard
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, statuses
+from amphora_driver.store import amphorae, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
-from amphora_driver.store.tables import work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,10 +34,12 @@ if TYPE_CHECKING:
     from amphora_driver.agent_client import AgentClient
     from amphora_driver.backends import Catalogue
     from amphora_driver.certificates.authority import Authority
-    from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
     from amphora_driver.store.engine import Database
     from amphora_driver.store.vault import Vault
+
+    # How a step is taken: the step, what is wanted, and the amphorae as they were seen.
+    Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]
 
 LOG = logging.getLogger(__name__)
 _AGENT_CONF = """\
@@ -59,8 +55,10 @@ targets = {targets}
 """
 # Seconds after which somebody who waits for an agent looks whether its machine still runs.
 _LOOK_AT_MACHINE = 1.0
-# A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
-_MOST_CULPRITS = 16
+# Seconds for which connections of an amphora that has handed the VIPs over go on, if it is there for so long; and how
+# much longer its partner is ready for them.
+_DRAIN = 300.0
+_DRAIN_MARGIN = 5.0
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +83,8 @@ class Steps:
         self._authority: Authority = backends.authority
         self._vault: Vault = backends.vault
         self._lease = lease
-        # What could not be served in the generation being pushed: reasons by object id.
-        self._failed: dict[str, str] = {}
+        self._pushing = Pushing(backends, lease, self._write)
+        self._ways = self._ways_to()
 
     def take(self, step: planning.AnyStep, wanted: planning.Wanted, observed: Sequence[Amphora]) -> None:
         """Perform one step.
@@ -99,26 +97,23 @@ class Steps:
         self._database.read(lambda connection: check(connection, self._lease))
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
-        by_id = {one.id: one for one in observed}
-        if isinstance(step, planning.Record):
-            self._record(step)
-        elif isinstance(step, planning.Boot):
-            self._boot(by_id[step.amphora_id], wanted)
-        elif isinstance(step, planning.Plug):
-            self._plug(step)
-        elif isinstance(step, planning.AwaitAgent):
-            self._await_agent(step)
-        elif isinstance(step, planning.Push):
-            self._push([by_id[one] for one in step.amphora_ids], wanted)
-        elif isinstance(step, planning.Confirm):
-            self._confirm(wanted.generation)
-        elif isinstance(step, planning.Unplug):
-            self._unplug(by_id[step.amphora_id], step.network_id)
-        elif isinstance(step, planning.Release):
-            self._release(by_id[step.amphora_id])
-        elif isinstance(step, planning.ReleaseVip):
-            self._network.release_vip(wanted.load_balancer_id)
-            self._confirm(wanted.generation)
+        self._ways[type(step)](step, wanted, {one.id: one for one in observed})
+
+    def _ways_to(self) -> dict[type, Way]:
+        return {
+            planning.Record: lambda step, _wanted, _by_id: self._record(step),
+            planning.Boot: lambda step, wanted, by_id: self._boot(by_id[step.amphora_id], wanted),
+            planning.Plug: lambda step, _wanted, _by_id: self._plug(step),
+            planning.AwaitAgent: lambda step, _wanted, _by_id: self._await_agent(step),
+            planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
+            planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
+            planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted.generation),
+            planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
+            planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
+            planning.Release: lambda step, _wanted, by_id: self._release(by_id[step.amphora_id]),
+            planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
+            planning.Await: lambda _step, _wanted, _by_id: None,
+        }
 
     def _write(self, change: Callable[[sa.Connection], object]) -> None:
         def write(connection: sa.Connection) -> None:
@@ -168,6 +163,7 @@ class Steps:
                     "agent.conf": Secret(conf.encode()),
                     "server.pem": issued.bundle(),
                     "client_ca.pem": Secret(_read(self._conf.certificates.client_ca)),
+                    "server_ca.pem": Secret(_read(self._conf.certificates.ca_certificate)),
                     "heartbeat.key": Secret(key.reveal().hex().encode()),
                 },
             )
@@ -225,89 +221,6 @@ class Steps:
         reason = machine.reason if machine is not None else ""
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
-    # --- a generation is served -------------------------------------------------------------------------------------
-
-    def _push(self, targets: Sequence[Amphora], wanted: planning.Wanted) -> None:
-        tree = wanted.tree
-        if tree is None:
-            raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
-        self._failed = dict(wanted.failed)
-        for _ in range(_MOST_CULPRITS):
-            served = self._rendered(tree, wanted)
-            try:
-                self._push_served(targets, tree, wanted.generation, served)
-            except AgentRefused as error:
-                if error.status == HTTPStatus.CONFLICT and error.generation == wanted.generation:
-                    self._take_next_generation(wanted)
-                    return
-                # HAProxy itself points at one object: everything else can be served without it.
-                if error.object_id is None or error.object_id in self._failed:
-                    raise
-                LOG.warning("load balancer %s: leaving out %s: %s", tree.id, error.object_id, error.happened)
-                self._failed[error.object_id] = error.happened
-            else:
-                return
-        raise ModelError(
-            f"find a configuration of load balancer {tree.id} that HAProxy takes",
-            f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
-        )
-
-    def _take_next_generation(self, wanted: planning.Wanted) -> None:
-        """Have the next push carry a newer generation.
-
-        An amphora serves this one already, with another content: what is configured, or how it is rendered, changed
-        between an answer and the moment at which it would have been noted. The plan pushes again.
-        """
-        LOG.info("load balancer %s: generation %d is taken", wanted.load_balancer_id, wanted.generation)
-        self._write(
-            lambda connection: connection.execute(
-                work.update()
-                .where(work.c.load_balancer_id == wanted.load_balancer_id, work.c.generation == wanted.generation)
-                .values(generation=wanted.generation + 1)
-            )
-        )
-
-    def _rendered(self, tree: LoadBalancer, wanted: planning.Wanted) -> Served:
-        """What of the load balancer can be served, whatever else was found not to be."""
-        while True:
-            rendered = render(tree, failed=self._failed, defaults=defaults(self._conf))
-            self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
-            files, lost = contents.filled(rendered.files, wanted.secrets, self._vault)
-            if not lost:
-                return Served(text=rendered.text, files=files, pings=dict(rendered.pings))
-            if lost.keys() <= self._failed.keys():
-                raise ModelError(f"leave out what cannot be served of load balancer {tree.id}", str(lost))
-            for object_id, reason in lost.items():
-                LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
-            self._failed |= lost
-
-    def _push_served(self, targets: Sequence[Amphora], tree: LoadBalancer, generation: int, served: Served) -> None:
-        def push(amphora: Amphora) -> None:
-            body = bundle(limited(tree, self._conf), generation, amphora.id, amphora.plugged, served)
-            applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body)
-            if applied.generation != generation:
-                raise AgentRefused(
-                    f"have amphora {amphora.id} serve generation {generation}", f"it serves {applied.generation}"
-                )
-            LOG.info("amphora %s serves generation %d by %s (%s)", amphora.id, generation, applied.how, applied.reason)
-
-        if len(targets) == 1:
-            push(targets[0])
-        else:
-            with ThreadPoolExecutor(len(targets)) as pool:
-                list(pool.map(push, targets))
-
-        def confirm(connection: sa.Connection) -> None:
-            for amphora in targets:
-                amphorae.change(connection, amphora.id, confirmed=generation)
-            # Usually this was the last one missing: one transaction for both marks.
-            _confirm(connection, self._lease.load_balancer_id, generation, self._failed)
-
-        self._write(confirm)
-
-    def _confirm(self, generation: int) -> None:
-        self._write(lambda connection: _confirm(connection, self._lease.load_balancer_id, generation, self._failed))
-
     # --- an amphora goes --------------------------------------------------------------------------------------------
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:
@@ -318,18 +231,30 @@ class Steps:
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=left))
 
+    def _renew(self, wanted: planning.Wanted) -> None:
+        self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))
+
+    def _release_vip(self, wanted: planning.Wanted) -> None:
+        self._network.release_vip(wanted.load_balancer_id)
+        self._pushing.confirm(wanted.generation)
+
+    def _hand_over(self, amphora: Amphora, partner: Amphora) -> None:
+        """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
+
+        Open connections go on by way of the partner for as long as this one is there: until its replacement serves.
+        """
+        try:
+            self._agents.expect_vips(partner.id, str(partner.management_address), _DRAIN + _DRAIN_MARGIN)
+            self._agents.release_vips(amphora.id, str(amphora.management_address), _DRAIN)
+        except AgentError as error:
+            LOG.warning("amphora %s goes without having handed the VIPs over: %s", amphora.id, error)
+        self._write(lambda connection: amphorae.change(connection, amphora.id, handed_over=True))
+
     def _release(self, amphora: Amphora) -> None:
         self._compute.destroy(amphora.id)
         for port in self._network.ports(amphora.id):
             self._network.delete_port(port.id)
         self._write(lambda connection: amphorae.forget(connection, amphora.id))
-
-
-def _confirm(connection: sa.Connection, load_balancer_id: str, generation: int, failed: dict[str, str]) -> None:
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(applied=generation))
-    statuses.confirm(connection, load_balancer_id, generation, failed)
-    outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
-    note_outcome(connection, load_balancer_id, generation, outcome)
 
 
 def _sentence(step: planning.AnyStep) -> str:

@@ -48,12 +48,14 @@ class _Account(msgspec.Struct):
         served: the newest generation an amphora served when the tree was read.
         written: statuses written down.
         flushed: counters written down.
+        mute: those of its amphorae that fell silent while a partner of theirs is heard.
     """
 
     tree: LoadBalancer | None = None
     served: int = -1
     written: Statuses = {}
     flushed: dict[statistics.Key, statistics.Row] = {}
+    mute: frozenset[str] = frozenset()
 
     def keep(self, amphora_ids: Iterable[str]) -> None:
         """Drop the counters of other amphorae than these, and of listeners that are gone; losing more harms nothing."""
@@ -63,11 +65,17 @@ class _Account(msgspec.Struct):
 
 
 class _Word(msgspec.Struct, frozen=True):
-    """What the amphorae of one load balancer say at the moment: those of them whose word counts."""
+    """What the amphorae of one load balancer say at the moment.
+
+    Attributes:
+        reports: of all of them: whoever served requests has counted them.
+        trusted: those of them whose word about members and listeners counts.
+    """
 
     load_balancer_id: str
     account: _Account
     reports: dict[str, Report]
+    trusted: tuple[str, ...]
     confirmed: dict[str, int]
 
 
@@ -132,9 +140,12 @@ class Bookkeeper:
         words = []
         for load_balancer_id, one in sorted(recorded.items()):
             trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not State.RETIRING]
-            reports = self._ledger.reports(trusted, now)
+            reports = self._ledger.reports(one.amphorae, now)
+            speaker = self._ledger.speaker(trusted, now)
+            heard = (speaker,) if speaker is not None else tuple(each for each in trusted if each in reports)
             account = self._accounts.setdefault(load_balancer_id, _Account())
-            newest = max((report.generation or 0 for report in reports.values()), default=0)
+            self._note_mute(load_balancer_id, account, [each for each in trusted if each not in reports])
+            newest = max((reports[each].generation or 0 for each in trusted if each in reports), default=0)
             # No amphora can serve what was never wanted; one that says so must not make us read at every heartbeat.
             served = min(newest, one.generation)
             if served > account.served:
@@ -142,8 +153,15 @@ class Bookkeeper:
                 # What was said of objects before their rows existed was not written, and is written now.
                 account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
                 account.keep(one.amphorae)
-            words.append(_Word(load_balancer_id, account, reports, one.confirmed))
+            words.append(_Word(load_balancer_id, account, reports, heard, one.confirmed))
         return words
+
+    def _note_mute(self, load_balancer_id: str, account: _Account, silent: list[str]) -> None:
+        """Say it once in the log: no status tells, because no client notices as long as the other one serves."""
+        mute = frozenset(each for each in silent if self._ledger.last_seen(each) is not None)
+        for amphora_id in sorted(mute - account.mute):
+            LOG.warning("load balancer %s: amphora %s is silent, its partner is heard", load_balancer_id, amphora_id)
+        account.mute = mute
 
     def _note_losses(self, words: list[_Word], now: float) -> None:
         """Have the load balancers of amphorae that lost what they served pushed again."""
@@ -174,7 +192,12 @@ class Bookkeeper:
             seen = self._unwritten[amphora_id]
             epoch, sequence = seen.order
             self._seen[amphora_id] = Heard(
-                amphora_id=amphora_id, at=seen.wall, generation=seen.generation, epoch=epoch, sequence=sequence
+                amphora_id=amphora_id,
+                at=seen.wall,
+                generation=seen.generation,
+                epoch=epoch,
+                sequence=sequence,
+                holds_vip=seen.holds_vip,
             )
 
     def _write(self, entries: list[_Entry], *, last: bool) -> bool:
@@ -231,7 +254,7 @@ def _entry(word: _Word) -> _Entry:
     account = word.account
     if account.tree is None:
         return _Entry(word.load_balancer_id, account, {}, [], ())
-    found = operating_statuses(account.tree, list(word.reports.values()))
+    found = operating_statuses(account.tree, [word.reports[each] for each in word.trusted])
     written = account.written
     news = [
         statuses.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
@@ -244,7 +267,9 @@ def _entry(word: _Word) -> _Entry:
         {listener.id: word.load_balancer_id for listener in account.tree.listeners},
         account.flushed,
     )
-    return _Entry(word.load_balancer_id, account, found, news, batch.rows)
+    # Who is silent has no connections any more: what it counted stays.
+    ended = statistics.ended(account.flushed, word.reports)
+    return _Entry(word.load_balancer_id, account, found, news, (*batch.rows, *ended))
 
 
 def _plain(reason: str) -> str:

@@ -83,7 +83,7 @@ def open_datagram(datagram: Datagram, key: Secret) -> Heartbeat:
     if generation is not None and not 0 <= generation <= _LARGEST_GENERATION:
         raise HeartbeatRefused(_WANTED, f"amphora {amphora_id} sent an impossible generation", reason="document")
     # Whose report it is, is what the signature proves: whatever the document says about that is not read.
-    mine = Report(generation, report.listeners, report.pools, amphora_id)
+    mine = msgspec.structs.replace(report, amphora_id=amphora_id)
     return Heartbeat(amphora_id, epoch, sequence, mine)
 
 

@@ -32,12 +32,14 @@ class Seen(msgspec.Struct, frozen=True):
     """When an amphora was heard last, on `time.monotonic()`'s clock and in seconds since 1970.
 
     `generation` is what it said to serve; 0 for nothing yet. `order` is that heartbeat's (epoch, sequence).
+    `holds_vip` is whether it has the VIPs, None if it does not say.
     """
 
     monotonic: float
     wall: float
     generation: int
     order: Order
+    holds_vip: bool | None = None
 
 
 class Ledger:
@@ -83,7 +85,9 @@ class Ledger:
             page = self._pages.get(heartbeat.amphora_id)
             if page is None:
                 page = self._pages[heartbeat.amphora_id] = _Page()
-            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0, order)
+            held = heartbeat.report.holds_vip
+            page.claim(now, holds_vip=held)
+            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0, order, held)
             page.merge(heartbeat.report, now)
             self._heard.add(heartbeat.amphora_id)
         return True
@@ -103,6 +107,24 @@ class Ledger:
                 for amphora_id, page in pages
                 if page is not None and page.seen.monotonic >= earliest
             }
+
+    def speaker(self, amphora_ids: Iterable[str], now: float) -> str | None:
+        """Of amphorae that take over from each other, the one whose word counts; None where they do not.
+
+        It is the one with the VIPs. Of two that say so it is the one that said it last for the first time: the other
+        one is dead, or wrong. While nobody says so it is the one that had them last. So no word counts now and then.
+
+        Args:
+            amphora_ids: those of one load balancer, the oldest first.
+            now: on `time.monotonic()`'s clock.
+        """
+        earliest = now - self._expiry
+        with self._lock:
+            pages = [(amphora_id, self._pages.get(amphora_id)) for amphora_id in amphora_ids]
+            fresh = [(one, page) for one, page in pages if page is not None and page.seen.monotonic >= earliest]
+            if all(page.seen.holds_vip is None for _, page in fresh):
+                return None
+            return max(fresh, key=lambda one: (one[1].seen.holds_vip is True, one[1].claimed))[0]
 
     def last_seen(self, amphora_id: str) -> Seen | None:
         """When this amphora was heard last; None if never, since this process began."""
@@ -148,10 +170,12 @@ class Ledger:
 class _Page:
     """One amphora's page: each thing it named, with the moment it did."""
 
-    __slots__ = ("_at_most", "_listeners", "_pools", "generation", "seen")
+    __slots__ = ("_at_most", "_listeners", "_pools", "claimed", "generation", "seen")
 
     def __init__(self) -> None:
         self.seen = Seen(0.0, 0.0, 0, _BEFORE_ALL)
+        # When it said for the first time in a row that it has the VIPs, the last time it did.
+        self.claimed = -1.0
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolPage] = {}
@@ -173,6 +197,11 @@ class _Page:
             page.say(now, pool)
             self._at_most += len(pool.members) + 2
         self._at_most += len(report.listeners)
+
+    def claim(self, now: float, *, holds_vip: bool | None) -> None:
+        """Note whether it has the VIPs; to be called before `seen` changes."""
+        if holds_vip is True and self.seen.holds_vip is not True:
+            self.claimed = now
 
     def report(self, amphora_id: str, earliest: float) -> Report:
         """All that was said since `earliest`; what was said before that is dropped for good."""

@@ -8,7 +8,7 @@ listeners of its own load balancer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -86,6 +86,20 @@ def changed(
             if row != before:
                 rows.append(row)
     return Batch(tuple(rows), fallen, odd)
+
+
+def ended(flushed: Mapping[Key, Row], speaking: Collection[str]) -> tuple[Row, ...]:
+    """The rows of amphorae that are silent while they still seem to have connections, without these.
+
+    Args:
+        flushed: the rows written down last.
+        speaking: the amphorae that are heard.
+    """
+    return tuple(
+        msgspec.structs.replace(row, active_connections=0)
+        for (_, amphora_id), row in flushed.items()
+        if row.active_connections and amphora_id not in speaking
+    )
 
 
 def remember(flushed: dict[Key, Row], rows: Iterable[Row]) -> None:

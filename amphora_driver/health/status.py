@@ -11,7 +11,8 @@ How views are put together:
 * One amphora, several listeners in front of one pool: each has its own backend and checks the member itself.
   The member is as well as the best of them says: a check that fails for one backend only has not reached its
   threshold in the others yet.
-* Several amphorae: if one cannot reach a member that another can use, the member is DEGRADED.  Calling it
+* A pair: the word of the one with the VIPs is what clients meet, and the only one that counts (`Ledger.speaker`).
+* Several amphorae otherwise: if one cannot reach a member that another can use, the member is DEGRADED.  Calling it
   ERROR would hide that clients are served, calling it ONLINE that they are not after a failover.
 * A pool is ERROR only if every enabled member is *known* to be ERROR; DEGRADED if some are, or some are
   DEGRADED.
@@ -52,6 +53,7 @@ class Report(msgspec.Struct, frozen=True):
         generation: the configuration the amphora serves; None before its first.
         listeners: by listener id.
         pools: by `<pool id>:<listener id>`.
+        holds_vip: whether it has the VIPs; None where that is no question.
         amphora_id: who says so. Not part of the document: the receiver sets it, from the header it has
             verified.
     """
@@ -60,6 +62,7 @@ class Report(msgspec.Struct, frozen=True):
     listeners: dict[str, ListenerReport] = {}
     pools: dict[str, PoolReport] = {}
     amphora_id: str = ""
+    holds_vip: bool | None = None
 
 
 class StatusOfObject(msgspec.Struct, frozen=True):

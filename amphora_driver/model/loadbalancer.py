@@ -171,7 +171,8 @@ class Profile(Shape, frozen=True):
     """What flavor, availability zone and configuration chose for a load balancer when it was created.
 
     It stays with the load balancer: a later change of flavor or configuration changes no load balancer that exists.
-    Backends are named by their entry points; times are milliseconds; None is "as configured".
+    Backends are named by their entry points; times are milliseconds, but the interval of VRRP is seconds; None is "as
+    configured".
     """
 
     topology: Topology = Topology.SINGLE
@@ -194,6 +195,7 @@ class Profile(Shape, frozen=True):
     tls_ciphers: str | None = None
     connection_logging: bool | None = None
     log_format: str | None = None
+    vrrp_advert_interval: float | None = None
 
 
 class LoadBalancer(Shape, frozen=True):

@@ -29,6 +29,8 @@ class Purpose(Word):
     CERTIFICATE = "certificate"
     CA = "ca"
     CRL = "crl"
+    # What the TLS ticket keys of a load balancer are made from; it is ours, no user names it.
+    TICKETS = "tickets"
 
 
 class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
@@ -53,6 +55,11 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
     private_key: Secret | None = None
     passphrase: Secret | None = None
     intermediates: tuple[Secret, ...] = ()
+
+
+def tickets(load_balancer_id: str) -> SecretName:
+    """What the TLS ticket keys of a load balancer are made from: one for all of its listeners and amphorae."""
+    return SecretName(load_balancer_id, Purpose.TICKETS, "")
 
 
 _LISTENER_FIELDS = (

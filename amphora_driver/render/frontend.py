@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A listener as a `frontend` section.
 
-Invariant: what keeps clients out (allowed networks, policies, client certificates) is in the section, or there is no
-section. Whom a listener refuses by address is refused before a byte is read.
+Invariant: what keeps clients out (policies, client certificates) is in the section, or there is no section. From which
+networks a listener may be reached is not: the amphora sees to that in front of HAProxy (`controller.bundle`), where it
+changes without a reload.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import msgspec
 
-from amphora_driver.capabilities import addresses, options
+from amphora_driver.capabilities import options
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
@@ -28,8 +29,6 @@ METRICS = quoting.keywords("amphora:metrics")
 """The agent's backend that answers with metrics (its own part of the configuration defines it)."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# HAProxy takes 64 words a line.
-_NETWORKS_A_LINE = 50
 # What of a log-format only HTTP knows (manual section 8.2.6, marked H), and the status, which a connection has not.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
@@ -56,13 +55,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     addresses: tuple[str, ...]
     settings: Defaults
     pools: tuple[Behind, ...]
-
-
-class Allowed(msgspec.Struct, frozen=True, kw_only=True):
-    """Networks by family, some of them a line."""
-
-    four: tuple[Quoted, ...]
-    six: tuple[Quoted, ...]
+    shared_tickets: bool = False
 
 
 class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +71,6 @@ class _Frontend(msgspec.Struct, frozen=True, kw_only=True):
     timeout_client: Quoted
     timeout_http_request: Quoted
     inspect_delay: Quoted | None
-    allowed: Allowed | None
     log_format: Quoted | None
     forwarded_for: bool
     headers: tuple[Quoted, ...]
@@ -170,7 +162,8 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
     settings = surroundings.settings
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)
-    encryption = tls.bind(listener, settings)
+    shared = surroundings.load_balancer_id if surroundings.shared_tickets else None
+    encryption = tls.bind(listener, settings, shared)
     default = _backend_of(listener, surroundings, name, listener.default_pool_id) if listener.default_pool_id else None
     limit = settings.connection_limit if listener.connection_limit == -1 else listener.connection_limit
     metrics = listener.protocol is ListenerProtocol.PROMETHEUS
@@ -189,7 +182,6 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
         timeout_client=millis(listener.timeout_client_data or settings.timeout_client_data, "the client timeout"),
         timeout_http_request=millis(settings.timeout_http_request, "the request timeout"),
         inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
-        allowed=_allowed(listener),
         log_format=_log_format(listener, surroundings) if settings.connection_logging else None,
         forwarded_for=headers.appends_forwarded_for(listener),
         headers=headers.inserted(listener),
@@ -270,27 +262,6 @@ def _policies(
         reason = f"its L7 policy {min(culprits)} cannot be expressed"
         refused.append(refusals.because(listener.id, reason, "Change the policy, or switch it off."))
     return made
-
-
-def _allowed(listener: Listener) -> Allowed | None:
-    """Networks by family.
-
-    HAProxy compares addresses of one family with networks of the other (`::/0` has everybody in it, 10.0.0.0/8 has
-    2002:a00::/24), so the families are kept apart.
-    """
-    if not listener.allowed_cidrs:
-        return None
-    four: list[Quoted] = []
-    six: list[Quoted] = []
-    for cidr in dict.fromkeys(listener.allowed_cidrs):
-        wanted = six if addresses.parse_network(cidr).version == 6 else four
-        wanted.append(quoting.network(cidr, "an allowed network", listener.id))
-    return Allowed(four=_rows(four), six=_rows(six))
-
-
-def _rows(networks: Sequence[Quoted]) -> tuple[Quoted, ...]:
-    starts = range(0, len(networks), _NETWORKS_A_LINE)
-    return tuple(quoting.words(networks[start : start + _NETWORKS_A_LINE]) for start in starts)
 
 
 def _without_http(found: re.Match[str]) -> str:

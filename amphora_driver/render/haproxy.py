@@ -49,7 +49,13 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     pings: tuple[tuple[str, str], ...] = ()
 
 
-def render(load_balancer: LoadBalancer, *, failed: Collection[str] = (), defaults: Defaults = DEFAULTS) -> Rendered:
+def render(
+    load_balancer: LoadBalancer,
+    *,
+    failed: Collection[str] = (),
+    defaults: Defaults = DEFAULTS,
+    shared_tickets: bool = False,
+) -> Rendered:
     """Render a load balancer.
 
     Args:
@@ -57,6 +63,8 @@ def render(load_balancer: LoadBalancer, *, failed: Collection[str] = (), default
         failed: ids of objects that HAProxy refused. They are treated as those that cannot be expressed: left out, and a
             listener whose policy or rule is among them is not served. They are not listed again.
         defaults: what applies where neither an object nor the load balancer's profile says anything.
+        shared_tickets: whether there are TLS ticket keys of the load balancer's own: `model.secrets.tickets` is then
+            among the secrets that the files name.
 
     Returns:
         The text and what could not be part of it. Nothing is raised for a bad value: one object must not take
@@ -83,6 +91,7 @@ def render(load_balancer: LoadBalancer, *, failed: Collection[str] = (), default
             addresses=addresses,
             settings=chosen,
             pools=tuple(behind(pool_id, pools) for pool_id in dict.fromkeys(named_pools(listener))),
+            shared_tickets=shared_tickets,
         )
         made = frontend(listener, surroundings, _of_listener(listener, left_out) if left_out else NOTHING)
         refused.extend(made.refused)

@@ -217,18 +217,6 @@ def sample(fetch: str, argument: str, converters: str, where: str, object_id: st
     return text(f'{fetch}("{argument}"){converters}', where, object_id)
 
 
-def network(value: str, where: str, object_id: str | None = None) -> Quoted:
-    """A network in canonical form: `198.51.100.0/24`, `2001:db8::/32`.
-
-    Raises:
-        QuotingError: not an address with a prefix length.
-    """
-    try:
-        return _quoted(addresses.parse_network(value).compressed)
-    except (ValueError, TypeError):
-        _refuse(where, value, "it is not a network", object_id)
-
-
 def backend_name(pool_id: Quoted, listener_id: Quoted) -> Quoted:
     """The name of the backend that serves a pool behind one listener."""
     if type(pool_id) is not Quoted or type(listener_id) is not Quoted:

@@ -13,7 +13,7 @@ import msgspec
 
 from amphora_driver.capabilities import tls
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secrets import Purpose, SecretName, tickets
 from amphora_driver.model.vocabulary import ClientAuthentication
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
@@ -31,6 +31,8 @@ _WORD = {
         "crt-list",
         "ca-file",
         "crl-file",
+        "no-tls-tickets",
+        "tls-ticket-keys",
         "ssl-min-ver",
         "ssl-max-ver",
         "ciphers",
@@ -62,11 +64,19 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[File, ...]
 
 
-def bind(listener: Listener, settings: Defaults) -> Bind | None:
+def bind(listener: Listener, settings: Defaults, shared_tickets: str | None = None) -> Bind | None:
     """TLS of a listener; None if it does not speak TLS.
 
     The first certificate is the one of clients that name no server, or an unknown one: the default container, or
-    without it the first one for SNI.
+    without it the first one for SNI. It always has the same name, so that it can be replaced and never has to move.
+
+    Where clients show certificates no session is resumed: who resumes one is not asked again, and would come in after
+    its certificate was revoked (the machine's part of the configuration has no cache of sessions for the same reason).
+
+    Args:
+        listener: switched on or not.
+        settings: what applies where it says nothing.
+        shared_tickets: id of the load balancer whose ticket keys there are; None if each process makes its own.
 
     Raises:
         UnsupportedOption: versions or ciphers that cannot be had.
@@ -80,12 +90,16 @@ def bind(listener: Listener, settings: Defaults) -> Bind | None:
     verify = _VERIFY.get(listener.client_authentication) if listener.client_authentication else None
     if verify is not None:
         authority = _secret(listener.id, "client_ca.pem", Purpose.CA, listener.client_ca_tls_container_ref or "")
-        words += [_WORD["ca-file"], _name(authority), verify]
+        words += [_WORD["ca-file"], _name(authority), verify, _WORD["no-tls-tickets"]]
         files.append(authority)
         if listener.client_crl_container_ref:
             revoked = _secret(listener.id, "client_crl.pem", Purpose.CRL, listener.client_crl_container_ref)
             words += [_WORD["crl-file"], _name(revoked)]
             files.append(revoked)
+    elif shared_tickets is not None:
+        keys = File(name=f"tls/{shared_tickets}/ticket.keys", secret=tickets(shared_tickets))
+        words += [_WORD["tls-ticket-keys"], _name(keys)]
+        files.append(keys)
     words += _negotiated(agreed)
     if listener.alpn_protocols:
         words += [_WORD["alpn"], quoting.keywords(",".join(listener.alpn_protocols))]
@@ -94,12 +108,12 @@ def bind(listener: Listener, settings: Defaults) -> Bind | None:
 
 
 def _certificates(listener: Listener) -> tuple[File, list[File]]:
-    default = listener.default_tls_container_ref
-    files = [_secret(listener.id, "default.pem", Purpose.CERTIFICATE, default)] if default else []
-    for ref in dict.fromkeys(listener.sni_container_refs or ()):
-        if ref != default:
-            digest = hashlib.sha256(ref.encode(errors="backslashreplace")).hexdigest()[:16]
-            files.append(_secret(listener.id, f"sni-{digest}.pem", Purpose.CERTIFICATE, ref))
+    named = (listener.default_tls_container_ref, *(listener.sni_container_refs or ()))
+    refs = list(dict.fromkeys(ref for ref in named if ref))
+    files = [_secret(listener.id, "default.pem", Purpose.CERTIFICATE, ref) for ref in refs[:1]]
+    for ref in refs[1:]:
+        digest = hashlib.sha256(ref.encode(errors="backslashreplace")).hexdigest()[:16]
+        files.append(_secret(listener.id, f"sni-{digest}.pem", Purpose.CERTIFICATE, ref))
     listed = "".join(f"{file.name}\n" for file in files)
     return File(name=f"tls/{listener.id}/certificates.list", content=listed), files
 

@@ -45,8 +45,22 @@ class Plugged(msgspec.Struct, frozen=True, kw_only=True):
     subnets: tuple[Subnet, ...]
 
 
+class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Another amphora of the same load balancer: its id, and its address on the VIP's network."""
+
+    id: str
+    address: str
+
+
 class Amphora(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora as recorded; its heartbeat key stays in the store."""
+    """One amphora as recorded; its heartbeat key stays in the store.
+
+    Attributes:
+        partners: those it knew to be its partners when it confirmed.
+        heard_at: when it was heard last (seconds since 1970); None if never.
+        holds_vip: what it said then; None if it did not say.
+        handed_over: it was asked to give the VIPs to its partner, because it is about to go.
+    """
 
     id: str
     load_balancer_id: str
@@ -56,6 +70,10 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     management_address: str | None
     confirmed: int
     plugged: tuple[Plugged, ...]
+    partners: tuple[Partner, ...] = ()
+    heard_at: float | None = None
+    holds_vip: bool | None = None
+    handed_over: bool = False
 
 
 class Serving(msgspec.Struct, kw_only=True):
@@ -67,13 +85,17 @@ class Serving(msgspec.Struct, kw_only=True):
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True):
-    """The last heartbeat of an amphora: when (seconds since 1970), what it served, and its place among all of them."""
+    """The last heartbeat of an amphora: when (seconds since 1970), what it served, and its place among all of them.
+
+    `holds_vip` is None where it did not say.
+    """
 
     amphora_id: str
     at: float
     generation: int
     epoch: int
     sequence: int
+    holds_vip: bool | None = None
 
 
 # Statements of every second are built once.
@@ -97,6 +119,7 @@ _VALUES = {
     "generation": sa.bindparam("new_generation"),
     "epoch": _NEW_EPOCH,
     "sequence": _NEW_SEQUENCE,
+    "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
 }
 _FIRST_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
 _SEEN = (
@@ -130,7 +153,8 @@ def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, ro
 def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[Amphora, ...]:
     """Every amphora of a load balancer, the oldest first."""
     rows = connection.execute(
-        sa.select(amphora)
+        sa.select(amphora, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
+        .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
         .where(amphora.c.load_balancer_id == load_balancer_id)
         .order_by(amphora.c.created_at, amphora.c.id)
     )
@@ -144,6 +168,10 @@ def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[
             management_address=row.management_address,
             confirmed=row.confirmed,
             plugged=msgspec.json.decode(row.plugged, type=tuple[Plugged, ...]) if row.plugged else (),
+            partners=msgspec.json.decode(row.partners, type=tuple[Partner, ...]) if row.partners else (),
+            heard_at=row.seen_at,
+            holds_vip=row.holds_vip,
+            handed_over=row.handed_over,
         )
         for row in rows
     )
@@ -151,8 +179,9 @@ def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[
 
 def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
     """Change columns of an amphora's row; a retiring amphora stays retiring whatever else is learned of it."""
-    if "plugged" in values:
-        values["plugged"] = msgspec.json.encode(values["plugged"]).decode()
+    for name in ("plugged", "partners"):
+        if name in values:
+            values[name] = msgspec.json.encode(values[name]).decode()
     state = values.pop("state", None)
     if values:
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values))
@@ -261,4 +290,5 @@ def _bound(one: Heard) -> dict[str, Any]:
         "new_generation": one.generation,
         "new_epoch": one.epoch,
         "new_sequence": one.sequence,
+        "new_holds_vip": one.holds_vip,
     }

@@ -84,6 +84,9 @@ work = Table(
     Column("read_back", Boolean, nullable=False, default=False),
     Column("reread", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
+    # Which TLS ticket keys it uses, counted from 1, and when the next ones are due; both empty until it needs some.
+    Column("tickets", BigInteger, nullable=True),
+    Column("tickets_due", Double, nullable=True),
     Column("owner", String(128), nullable=True),
     Column("epoch", BigInteger, nullable=False, default=0),
     Column("leased_until", Double, nullable=True),
@@ -109,8 +112,8 @@ request = Table(
 )
 
 # One row per secret an object uses: sealed by the vault, never shared between objects, gone with the last use.
-# `purpose` says what it is for (certificate, ca, crl); `ref` is the name Octavia's users know it by. `reason` says why
-# nothing is in it, where Octavia could not hand it over or what came cannot be served.
+# `purpose` says what it is for (certificate, ca, crl, tickets); `ref` is the name Octavia's users know it by. `reason`
+# says why nothing is in it, where Octavia could not hand it over or what came cannot be served.
 secret = Table(
     "secret",
     metadata,
@@ -179,6 +182,10 @@ amphora = Table(
     Column("heartbeat_key", LargeBinary, nullable=False),
     # The ports the machine has, with their subnets (JSON), as network and compute backends confirmed them.
     Column("plugged", Body, nullable=True),
+    # Those it knew to be its partners when it confirmed (JSON).
+    Column("partners", Body, nullable=True),
+    # It was asked to give the VIPs to its partner, because it is about to go.
+    Column("handed_over", Boolean, nullable=False, default=False),
     Column("certificate_expires_at", Double, nullable=True),
     Column("created_at", Double, nullable=False),
     Column("ready_at", Double, nullable=True),
@@ -188,6 +195,7 @@ amphora = Table(
 
 # Written in bulk by the health managers and read by everybody: kept apart from `amphora`, which changes seldom.
 # (epoch, sequence) is the place of the last heartbeat taken in: what comes before it is a replay, also after a restart.
+# `holds_vip` is what it said of itself; empty where that is no question.
 amphora_seen = Table(
     "amphora_seen",
     metadata,
@@ -196,6 +204,7 @@ amphora_seen = Table(
     Column("generation", BigInteger, nullable=False, default=0),
     Column("epoch", BigInteger, nullable=False, default=0),
     Column("sequence", BigInteger, nullable=False, default=0),
+    Column("holds_vip", Boolean, nullable=True),
 )
 
 # --- who does what --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Invariant: a topology is pure. It says what is wanted; the plan finds out what i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 
@@ -14,8 +15,11 @@ class Topology(Protocol):
 
     Attributes:
         name: as users and operators know it (`loadbalancer_topology`).
-        roles: what the amphorae of a load balancer are to each other, one word for each amphora that is wanted.
+        roles: what the amphorae of a load balancer are to each other, one word for each amphora that is wanted. The
+            first one counts as the one that has the VIPs where nobody says who does.
+        priorities: by role, who is preferred to have the VIPs (VRRP, RFC 9568); empty where nobody takes over.
     """
 
     name: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
+    priorities: ClassVar[Mapping[str, int]]

@@ -6,6 +6,8 @@ Invariant: nobody takes over when it fails; a replacement is booted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -14,3 +16,4 @@ class SingleTopology:
 
     name: ClassVar[str] = "SINGLE"
     roles: ClassVar[tuple[str, ...]] = ("STANDALONE",)
+    priorities: ClassVar[Mapping[str, int]] = MappingProxyType({})

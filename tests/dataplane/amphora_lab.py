@@ -29,6 +29,7 @@ from pathlib import Path
 from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.points import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 CONTROLLER, AMPHORA = "203.0.113.2", "203.0.113.11"
@@ -189,8 +190,12 @@ class Amphora:
         authority: Authority,
         interval: float = 0.5,
         log_level: str = "INFO",
+        place: str = "amp",
+        address: str = AMPHORA,
     ) -> None:
         self.network = network
+        self.place = place
+        self.address = address
         self.id = str(uuid.uuid4())
         self.load_balancer_id = str(uuid.uuid4())
         self.key = os.urandom(32)
@@ -198,11 +203,11 @@ class Amphora:
         self._directory = directory
         self._process: subprocess.Popen | None = None
         self._connection: http.client.HTTPSConnection | None = None
-        for name in ("etc", "var"):
+        for name in ("etc", "var", "points"):
             (directory / name).mkdir()
         etc = directory / "etc"
         (etc / "agent.conf").write_text(
-            f"[agent]\namphora_id = {self.id}\nbind_address = {AMPHORA}\nbind_port = 9443\nservices = supervisor\n"
+            f"[agent]\namphora_id = {self.id}\nbind_address = {address}\nbind_port = 9443\nservices = supervisor\n"
             f"log_level = {log_level}\n"
             f"[heartbeat]\ninterval = {interval}\ntargets = {CONTROLLER}:{HEARTBEATS}, {CONTROLLER}:{HEARTBEATS + 1}\n"
         )
@@ -222,6 +227,11 @@ class Amphora:
     def var(self) -> Path:
         return self._directory / "var"
 
+    @property
+    def points(self) -> Path:
+        """Where the points of a change are armed (`amphora_agent.points`)."""
+        return self._directory / "points"
+
     def write(self, name: str, content: str) -> Path:
         file = self._directory / name
         file.write_text(content)
@@ -230,7 +240,7 @@ class Amphora:
     # -- processes ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        namespace = f"/run/netns/{self.network.name('amp')}"
+        namespace = f"/run/netns/{self.network.name(self.place)}"
         command = [
             # The amphora ends with this process even if nothing of it can clean up any more.
             *("setpriv", "--pdeathsig", "KILL", "--"),
@@ -247,7 +257,7 @@ class Amphora:
             "amphora_agent.supervisor",
             str(self._directory / "spec.json"),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(self.points)}
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -336,7 +346,7 @@ class Amphora:
     def connection(self, context: ssl.SSLContext) -> http.client.HTTPSConnection:
         """Connect by address and expect the amphora's id in the certificate, as a controller does."""
         connection = http.client.HTTPSConnection(self.id, 9443, timeout=30, context=context)
-        connection._create_connection = lambda *_: socket.create_connection((AMPHORA, 9443), 30)
+        connection._create_connection = lambda *_: socket.create_connection((self.address, 9443), 30)
         return connection
 
     def _disconnect(self) -> None:
@@ -354,6 +364,9 @@ class Amphora:
 
     def push(self, generation: int, text: str | None, files: dict[str, str] | None = None, **changes):
         """One bundle; `files` by name. Any of its keys can be given another value by name."""
+        return self.call("PUT", "/v2/bundle", self.bundle(generation, text, files, **changes))
+
+    def bundle(self, generation: int, text: str | None, files: dict[str, str] | None = None, **changes):
         interface = {
             "mac": MAC,
             "name": "eth1",
@@ -375,7 +388,7 @@ class Amphora:
             "vrrp": None,
             "interfaces": [interface],
         }
-        return self.call("PUT", "/v2/bundle", {**bundle, **changes})
+        return {**bundle, **changes}
 
 
 def children(pid: int) -> list[int]:

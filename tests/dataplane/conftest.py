@@ -13,6 +13,7 @@ import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
 from served import Lab, Served
 from throwaway_authority import Authority
+from wire import Wire
 
 from amphora_agent.stats.codec import decode
 
@@ -114,3 +115,11 @@ def served(lab):
 def tenant():
     """An authority of a tenant's own."""
     return pki.Authority("tenant")
+
+
+@pytest.fixture
+def wire():
+    """The plumbing alone (`wire.py`)."""
+    made = Wire()
+    yield made
+    made.close()

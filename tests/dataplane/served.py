@@ -153,7 +153,14 @@ class Served:
     # -- pushing -----------------------------------------------------------------------------------------------
 
     def push(
-        self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, refused=(), failed=(), status: int = 200
+        self,
+        tree: LoadBalancer,
+        secrets: dict[str, str] | None = None,
+        *,
+        refused=(),
+        failed=(),
+        status: int = 200,
+        tickets: str | None = None,
     ) -> Pushed:
         """Render a load balancer and push it.
 
@@ -162,10 +169,12 @@ class Served:
             refused: ids of the objects that cannot be rendered; anything else that is refused fails the test.
             failed: ids of objects that HAProxy has refused before, as the controller tells `render` of them.
             status: what the agent is expected to answer.
+            tickets: TLS ticket keys, if they are shared.
         """
-        rendered = render(tree, failed=failed)
+        rendered = render(tree, failed=failed, shared_tickets=tickets is not None)
+        secrets = {**(secrets or {}), **({} if tickets is None else {"": tickets})}
         assert {error.object_id for error in rendered.refused} == set(refused), [str(e) for e in rendered.refused]
-        answered, document = self.amphora.call("PUT", "/v2/bundle", self._bundle(tree, rendered, secrets or {}))
+        answered, document = self.amphora.call("PUT", "/v2/bundle", self._bundle(tree, rendered, secrets))
         assert answered == status, f"{answered}: {json.dumps(document, indent=1)}\n{rendered.text}"
         return Pushed(answered, document, rendered)
 

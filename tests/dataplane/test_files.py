@@ -73,7 +73,7 @@ def test_a_listener_is_served_with_its_files_and_a_certificate_is_replaced(ampho
     inode = next(unchanged).stat().st_ino
     with Client(amphora.network) as client:
         status, answer = amphora.push(2, secure(), files(new))
-        assert (status, answer.get("how")) == (200, "reload"), answer
+        assert (status, answer.get("how")) == (200, "runtime"), answer
         assert answer["reason"] == f"file {PEM} of listener {LISTENER} has another content"
         assert presented(amphora) == new.der
         # A change of members alone needs no reload, whatever files there are.
@@ -133,17 +133,16 @@ def server_with_tls(name: str) -> str:
     return f"weight 1 check inter 60s ssl verify required ca-file {CA} crt {CLIENT_PEM} sni str({name}.example)"
 
 
-def test_members_with_files_join_at_run_time_once_haproxy_knows_the_files(amphora, tenant):
+def test_members_with_files_join_at_run_time(amphora, tenant):
+    """Their files are in HAProxy's memory before they are."""
     pair = tenant.issue("client")
     content = {**files(pair), CLIENT_PEM: pair.pem, CA: tenant.pem}
-    status, answer = amphora.push(1, secure(["m1"], m1="weight 1"), content)
+    status, answer = amphora.push(1, secure(["m1"], m1="weight 1"), files(pair))
     assert status == 200, answer
-    status, answer = amphora.push(2, secure(["m1", "m2"], m1="weight 1", m2=server_with_tls("m2")), content)
-    assert (status, answer.get("how")) == (200, "reload"), answer
-    assert f"'ca-file {CA}' is not in HAProxy's memory" in answer["reason"]
-    three = secure(list(MEMBERS), m1="weight 1", m2=server_with_tls("m2"), m3=server_with_tls("m3"))
-    status, answer = amphora.push(3, three, content)
-    assert (status, answer.get("how")) == (200, "runtime"), answer
+    for generation, members in enumerate((["m1", "m2"], list(MEMBERS), ["m1"], ["m1", "m3"]), start=2):
+        secured = secure(members, m1="weight 1", m2=server_with_tls("m2"), m3=server_with_tls("m3"))
+        status, answer = amphora.push(generation, secured, content if len(members) > 1 else files(pair))
+        assert (status, answer.get("how")) == (200, "runtime"), answer
 
 
 def test_an_agent_that_is_restarted_serves_on(amphora, tenant):
@@ -194,7 +193,7 @@ def test_after_a_reboot_the_agent_does_not_pretend(amphora, mailbox, network, te
     assert amphora.call("GET", "/v2/bundle") == (200, nothing)
     assert amphora.call("GET", "/v2/info")[1]["generation"] == 0
     heartbeat = eventually(lambda: (h := mailbox.next()).epoch > epoch and h, "a heartbeat of the new start")
-    assert heartbeat.document == {"generation": 0, "listeners": {}, "pools": {}}
+    assert heartbeat.document == {"generation": 0, "listeners": {}, "pools": {}, "holds_vip": None}
     assert amphora.status("haproxy") is None
     status, answer = amphora.push(6, secure(), files(certificate))
     assert (status, answer["generation"]) == (409, 7)
@@ -216,12 +215,13 @@ def test_the_limits_of_the_process_are_those_of_the_bundle_and_never_above_the_m
 
     amphora.push(1, text(listener(["m1"])))
     machine = limits()
-    wanted = {"connections": 1000, "threads": 1}
+    other = {"drain": None, "workers": None}
+    wanted = {"connections": 1000, "threads": 1, **other}
     status, answer = amphora.push(2, text(listener(["m1"])), limits=wanted)
     assert (status, answer["how"], answer["reason"]) == (200, "reload", "the limits of the process changed")
     assert limits() == (1000, 1)
     assert amphora.push(3, text(listener(["m1", "m2"])), limits=wanted)[1]["how"] == "runtime"
-    assert amphora.push(4, text(listener(["m1"])), limits={"connections": 10**9, "threads": 10**9})[0] == 200
+    assert amphora.push(4, text(listener(["m1"])), limits={"connections": 10**9, "threads": 10**9, **other})[0] == 200
     assert limits() == machine
 
 

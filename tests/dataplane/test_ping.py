@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import select
 import socket
 import struct
@@ -106,8 +105,8 @@ def member6(network):
 
 @pytest.fixture
 def responder(network):
-    targets = {name: ipaddress.ip_address(address) for address, name in IDS.items()}
-    made = Responder(network.thread("cl"), PORT, lambda: iter(()), lambda: targets)
+    targets = {name: address for address, name in IDS.items()}
+    made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.targets = targets
     made.start()
     eventually(lambda: network.thread("cl").run(connects), "it listens")
@@ -170,7 +169,7 @@ def test_other_requests_are_refused(network, responder, request_, status):
 
 
 def test_an_address_without_a_route_is_refused_at_once(network, responder):
-    responder.targets["far"] = ipaddress.ip_address("2001:db8:ffff::1")
+    responder.targets["far"] = "2001:db8:ffff::1"
     began = time.monotonic()
     assert network.thread("cl").run(lambda: end(begin("/ping/far"))) == 503
     assert time.monotonic() - began < 2
@@ -275,8 +274,8 @@ def test_a_late_answer_is_not_the_next_ones(network, responder, impostor):
 
 def test_more_than_it_has_room_for_leaves_the_newest(network, monkeypatch):
     monkeypatch.setattr(server, "MOST_OPEN", 20)
-    targets = {name: ipaddress.ip_address(address) for address, name in IDS.items()}
-    made = Responder(network.thread("cl"), PORT, lambda: iter(()), lambda: targets)
+    targets = {name: address for address, name in IDS.items()}
+    made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()
     try:
         eventually(lambda: network.thread("cl").run(connects), "it listens")
@@ -296,8 +295,8 @@ def test_more_than_it_has_room_for_leaves_the_newest(network, monkeypatch):
 def test_it_waits_for_its_port(network):
     client = network.thread("cl").run
     occupied = client(socket.create_server, ("127.0.0.1", PORT))
-    targets = {IDS[MEMBER]: ipaddress.ip_address(MEMBER)}
-    made = Responder(network.thread("cl"), PORT, lambda: iter(()), lambda: targets)
+    targets = {IDS[MEMBER]: MEMBER}
+    made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()
     try:
         eventually(lambda: "in use" in made.trouble, "it says that it cannot listen")
@@ -311,7 +310,7 @@ def test_it_waits_for_its_port(network):
 
 def test_a_failure_within_is_a_new_beginning(network, responder):
     client = network.thread("cl").run
-    responder.targets[IDS[OTHER]] = "no address"
+    responder.targets[IDS[OTHER]] = 5
     assert client(ping, OTHER) == 0
     eventually(lambda: client(connects), "it listens again")
     assert client(ping, MEMBER) == 200

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_text(name, update_golden):
-    rendered = render(cases.CASES[name])
+    rendered = render(cases.CASES[name], shared_tickets=True)
     assert rendered.refused == ()
     file = HERE / f"{name}.cfg"
     if update_golden:
@@ -29,8 +29,9 @@ def test_text(name, update_golden):
 
 
 @every_version
-def test_haproxy_takes_it(version, tmp_path):
-    rendered = {name: render(case) for name, case in cases.CASES.items()}
+@pytest.mark.parametrize("tickets", [True, False])
+def test_haproxy_takes_it(version, tmp_path, tickets):
+    rendered = {name: render(case, shared_tickets=tickets) for name, case in cases.CASES.items()}
     assert complaints(version.here(), rendered, tmp_path) == {}
 
 

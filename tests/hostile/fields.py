@@ -170,10 +170,6 @@ def _logged(n: int, value: str) -> LoadBalancer:
     return balancer(n, project_id=value, profile=Profile(connection_logging=True))
 
 
-def _network(value: str) -> str:
-    return str(ipaddress.ip_network(value, strict=False))
-
-
 def _versions(kind: str, n: int, value: str) -> LoadBalancer:
     plain = {**PLAIN_TLS, "tls_versions": (value,)}
     if kind == "pool":
@@ -199,8 +195,7 @@ PLAIN: tuple[Field, ...] = (
     _field("listener", "name", "good"),
     _field("listener", "default_pool_id", "q#"),
     _field("listener", "insert_headers", "X-Forwarded-For", "insert_headers", many=True),
-    _field("listener", "allowed_cidrs", "203.0.113.0/24", "allowed_cidrs", many=True, written=_network),
-    _field("listener", "allowed_cidrs", "2001:db8:9::/48", "allowed_cidrs", many=True, written=_network, file="IPv6"),
+    _field("listener", "allowed_cidrs", "203.0.113.0/24", "allowed_cidrs", many=True),
     _field("secure listener", "default_tls_container_ref", f"{REF}good"),
     _field("secure listener", "sni_container_refs", f"{REF}good", many=True),
     _field("secure listener", "client_ca_tls_container_ref", f"{REF}good", "client_authentication"),

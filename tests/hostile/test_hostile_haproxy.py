@@ -12,7 +12,7 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -117,12 +117,6 @@ WAYS = {
         "string",
         (anything, st.from_regex(r"[a-z0-9_][a-z0-9_.-]*", fullmatch=True)),
         str,
-    ),
-    "network": (
-        quoting.network,
-        "string",
-        (anything, st.ip_addresses().map("{}/32".format)),
-        lambda value: str(ip_network(value, strict=False)),
     ),
     # HAProxy's second parser, the one for arguments.
     "sample": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 
 import trees
 from hypothesis import strategies as st
@@ -191,9 +191,6 @@ def _frontend(listener: Listener, served: dict[str, Pool], addresses: int) -> tu
     found = Counter({"mode": 1, "timeout client": 1, "timeout http-request": 1, "bind": addresses})
     if listener.protocol in HTTP:
         found.update(("option idle-close-on-response", "option http-ignore-probes", "timeout http-keep-alive"))
-    families = {ip_network(cidr, strict=False).version for cidr in listener.allowed_cidrs or ()}
-    if families:
-        found.update({"acl": len(families) + 1, "tcp-request connection": 1})
     for name in listener.insert_headers or ():
         found["option forwardfor" if name == "X-Forwarded-For" else "http-request set-header"] += 1
     active = [p for p in listener.l7policies if p.admin_state_up and any(r.admin_state_up for r in p.rules)]

@@ -123,7 +123,8 @@ def test_a_vip_where_the_zone_allows_none(cloud, zone):
 @pytest.mark.parametrize(
     ("data", "word"),
     [
-        ({"loadbalancer_topology": "ACTIVE_STANDBY"}, "loadbalancer_topology"),
+        ({"loadbalancer_topology": "ACTIVE_ACTIVE"}, "loadbalancer_topology"),
+        ({"loadbalancer_topology": "SINGLE", "vrrp_advert_interval": 1}, "vrrp_advert_interval"),
         ({"timeout_tunnel": "long"}, "timeout_tunnel"),
         ({"timeout_tunnel": -1}, "1 or more"),
         ({"amp_image_tag": "new"}, "compute backend netns"),

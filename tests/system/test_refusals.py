@@ -128,7 +128,7 @@ LOAD_BALANCERS = [
     ),
 ]
 FLAVORS = [
-    ({"loadbalancer_topology": "ACTIVE_STANDBY"}, "'ACTIVE_STANDBY': this provider does not serve it yet"),
+    ({"loadbalancer_topology": "ACTIVE_ACTIVE"}, "it must be one of SINGLE, ACTIVE_STANDBY"),
     ({"sriov_vip": True}, "'sriov_vip': this provider does not serve it yet"),
     ({"allow_member_sriov": True}, "'allow_member_sriov': this provider does not serve it yet"),
     ({"colour": "blue"}, "'colour': there is no such key"),

@@ -190,7 +190,7 @@ def test_a_name_that_is_none(name):
 def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     bundle = parse(json.dumps(GOOD).encode())
     file = tmp_path / "confirmed.json"
-    confirmed.write(file, confirmed.now_confirmed(bundle, digest(b"body")))
+    confirmed.Draft(file, confirmed.as_of_now(bundle, digest(b"body"))).confirm()
     assert "s3cret" not in file.read_text()
     found = confirmed.read(file)
     assert found.bundle == bundle

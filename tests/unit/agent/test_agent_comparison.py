@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.bundle import File
-from amphora_agent.haproxy.comparison import (
-    AddServer,
-    NameServers,
-    Reload,
-    RemoveServer,
-    Runtime,
-    SetMaintenance,
-    SetWeight,
-    Unchanged,
-    compare,
-    file_changes,
-)
+from amphora_agent.haproxy.abilities import Abilities
+from amphora_agent.haproxy.certificates import Changes
+from amphora_agent.haproxy.comparison import MOST_REPLACED, Reload, Runtime, Unchanged, compare
 from amphora_agent.haproxy.configuration import parse
 from amphora_agent.haproxy.server_state import EMPTY, rewrite
+from amphora_agent.haproxy.steps import (
+    AddServer,
+    ForgetFile,
+    LoadFile,
+    NameServers,
+    RemoveServer,
+    ReplaceServer,
+    SetAddress,
+    SetCheck,
+    SetFrontendMaxconn,
+    SetMaintenance,
+    SetServerMaxconn,
+    SetWeight,
+)
 
 ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
 TWO = "server b 192.0.2.2:80 weight 2"
@@ -62,6 +66,17 @@ def test_nothing_to_notice():
         ),
         (["balance random(2)", ONE], ["balance random(2)", ONE, TWO], [AddServer]),
         (["balance source", ONE, TWO], ["balance source", ONE], [RemoveServer]),
+        ([ONE], [ONE.replace(":80", ":81")], [SetAddress]),
+        ([ONE], [ONE.replace("192.0.2.1", "[2001:db8::1]")], [SetAddress]),
+        ([ONE + " addr 192.0.2.8 port 80"], [ONE + " addr 192.0.2.9 port 80"], [SetCheck]),
+        ([ONE + " port 80"], [ONE + " port 81"], [SetCheck]),
+        ([ONE], [ONE + " maxconn 7"], [SetServerMaxconn]),
+        ([ONE, TWO], [ONE.replace("5s", "6s"), TWO], [ReplaceServer]),
+        ([ONE, TWO], [ONE + " backup", TWO], [ReplaceServer]),
+        ([ONE, TWO], [ONE + " addr 192.0.2.8", TWO], [ReplaceServer]),
+        ([ONE + " port 80", TWO], [ONE, TWO], [ReplaceServer]),
+        ([ONE + " disabled"], [ONE.replace("5s", "6s")], [ReplaceServer]),
+        ([ONE, TWO], [ONE + " ssl ca-file /ca.pem", TWO], [ReplaceServer]),
     ],
 )
 def test_at_run_time(old, new, kinds):
@@ -81,11 +96,21 @@ def test_at_run_time(old, new, kinds):
         (configuration(ONE), configuration(ONE, frontend="bind 198.51.100.5:81"), "'bind 198.51.100.5:81' is new"),
         (configuration(ONE, "fullconn 1"), configuration(ONE), "'fullconn 1' is gone"),
         (configuration("a x", "b"), configuration("b", "a x"), "the order of its lines"),
-        (configuration(ONE), configuration(ONE.replace("5s", "6s")), "its keywords differ"),
-        (configuration(ONE), configuration(ONE.replace(":80", ":81")), "its address is 192.0.2.1:81"),
+        (configuration(ONE), configuration(ONE.replace("5s", "6s")), "nobody could serve while it were away"),
+        (configuration(ONE), configuration(ONE.replace("192.0.2.1", "a.example")), "its address is a.example:80"),
+        (configuration("stick on src", ONE, TWO), configuration("stick on src", ONE + " backup", TWO), "its clients"),
+        (
+            configuration(*COOKIE, "dynamic-cookie-key k", ONE, TWO),
+            configuration(*COOKIE, "dynamic-cookie-key k", ONE + " backup", TWO),
+            "its clients",
+        ),
+        (configuration(ONE, TWO), configuration(ONE + " cookie b", TWO), "its keywords differ; 'cookie' cannot"),
+        (
+            configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, MOST_REPLACED + 2))),
+            configuration(*(f"server s{n} 192.0.2.1:{n} check" for n in range(1, MOST_REPLACED + 2))),
+            f"the keywords of {MOST_REPLACED + 1} members differ",
+        ),
         (configuration(ONE), configuration(ONE, TWO + " cookie b"), "'cookie' cannot"),
-        (configuration(ONE), configuration(ONE, TWO + " ssl ca-file /ca.pem"), "'ca-file /ca.pem' is not in HAProxy's"),
-        (configuration(ONE + " ssl crt a"), configuration(ONE + " ssl crt a", TWO + " ssl ca-file a"), "'ca-file a'"),
         (configuration(ONE), configuration(ONE, TWO + ' sni "str(\\"x\\")"'), "quoting"),
         (configuration(ONE), configuration(ONE, TWO + " sni 'str(\"a b\")'"), "quoting"),
         (configuration(ONE), configuration(ONE, TWO + " sni 'str(a;b)'"), "quoting"),
@@ -149,31 +174,71 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
     assert [type(step) for step in verdict.steps[3:]] == [RemoveServer]
 
 
-def test_a_file_that_another_server_uses_is_known():
-    secured = " ssl ca-file a crt b crl-file c"
-    assert isinstance(compare(configuration(ONE + secured), configuration(ONE + secured, TWO + secured)), Runtime)
+def test_what_a_server_can_do_itself_is_not_done_for_it():
+    lines = (*COOKIE, "dynamic-cookie-key k")
+    many = [f"server s{n} 192.0.2.9:{n}" for n in range(1, 2000)]
+    verdict = compare(configuration(*lines), configuration(*lines, *many), abilities=Abilities(cookies=True))
+    assert isinstance(verdict, Runtime)
+    assert {type(step) for step in verdict.steps} == {AddServer}
+    assert not any(step.waits for step in verdict.steps)
+    own = configuration("cookie C", ONE), configuration("cookie C", ONE, TWO + " cookie b")
+    assert isinstance(compare(*own), Reload)
+    assert isinstance(compare(*own, abilities=Abilities(cookies=True)), Runtime)
+
+
+def test_who_serves_while_a_member_is_replaced():
+    off, none, spare, new = (f"server {name} 192.0.2.7:80" for name in ("off", "none", "spare", "new"))
+    old = configuration(ONE, TWO, off + " disabled", none + " weight 0", spare + " backup")
+    wanted = configuration(ONE + " fall 2", TWO, off + " disabled", none + " weight 0", spare + " backup", new)
+    (step,) = (step for step in compare(old, wanted).steps if isinstance(step, ReplaceServer))
+    assert (step.server.name, step.others, step.idle) == ("a", {"b"}, False)
+
+
+def test_a_member_is_changed_by_one_command_for_each_of_its_values():
+    old = configuration(ONE + " addr 192.0.2.8 port 1 maxconn 5", TWO)
+    new = configuration("server a [2001:db8::9]:81 check inter 5s port 2 addr 192.0.2.9 weight 4", TWO)
+    verdict = compare(old, new)
+    assert verdict.steps == (
+        SetAddress("p:l", "a", "2001:db8::9", 81),
+        SetCheck("p:l", "a", "192.0.2.9", 2),
+        SetServerMaxconn("p:l", "a", 0),
+        SetWeight("p:l", "a", 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "maxconn"),
+    [("maxconn 5", "maxconn 6", 6), ("maxconn 5", "# none", None), ("# none", "maxconn 6", 6)],
+)
+def test_the_limit_of_a_listener(old, new, maxconn):
+    texts = [configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in (old, new)]
+    verdict = compare(*texts, abilities=Abilities(limits=True))
+    assert verdict.steps == (SetFrontendMaxconn("l", maxconn),)
+    assert compare(*texts) == Reload(verdict.reason)
+    assert verdict.reason
+
+
+@pytest.mark.parametrize("odd", ["maxconn 5k", "maxconn 1\n    maxconn 2", "maxconn"])
+def test_a_limit_that_is_none_is_not_set(odd):
+    old, new = (configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in ("maxconn 1", odd))
+    assert isinstance(compare(old, new, abilities=Abilities(limits=True)), Reload)
+
+
+def test_files_come_before_servers_and_go_after_them():
+    files = Changes((LoadFile("ca-file", "a"),), (ForgetFile("ca-file", "b"),), ("because",))
+    verdict = compare(configuration(ONE), configuration(TWO), files=files)
+    assert [type(step) for step in verdict.steps] == [LoadFile, AddServer, RemoveServer, ForgetFile]
+    assert verdict.reason.startswith("because; ")
+    assert compare(configuration(ONE), configuration(ONE), files=Changes(reasons=("x",))) == Runtime((), "x")
+    stuck = Changes((), (), ("because",), ("cannot",))
+    assert compare(configuration(ONE), configuration(TWO), files=stuck) == Reload("cannot")
+    assert compare(configuration(ONE), configuration(ONE), ["elsewhere"], stuck) == Reload("elsewhere; because")
 
 
 def test_quotes_that_change_nothing_are_no_hindrance():
     verdict = compare(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
     assert isinstance(verdict, Runtime)
     assert verdict.steps[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
-
-
-def test_files_that_differ_are_named_with_their_owner():
-    def file(name, content):
-        return File(name, content * 64)
-
-    listener, pool = f"tls/{'l' * 4}/default.pem", "tls/p/ca.pem"
-    running = parse("frontend llll\n    bind :80\nbackend p:llll\n")
-    old, new = (file(listener, "a"), file(pool, "b")), (file(listener, "c"), file("tls/p/crl.pem", "d"))
-    assert file_changes(old, old, running) == []
-    assert file_changes(old, new, running) == [
-        f"file {listener} of listener llll has another content",
-        "file tls/p/ca.pem of pool p is gone",
-        "file tls/p/crl.pem of pool p is new",
-    ]
-    assert compare(running, running, ["because"]) == Reload("because")
 
 
 def test_reasons_stay_short():

@@ -170,4 +170,5 @@ ANSWER = """# table: p:l, type: ipv6, size:10240, used:{used}
 )
 def test_whether_stick_tables_would_be_handed_over(used, flags, lost):
     assert tables.would_be_lost(ANSWER.format(used=used, flags=flags)) is lost
+    assert tables.would_be_lost(ANSWER.format(used=0, flags=flags), heir=True) is (flags in ("0x11", "0x100c"))
     assert not tables.would_be_lost("# table: p:l, type: ipv6, size:10240, used:9\n\n")

@@ -15,17 +15,30 @@ from hypothesis import strategies as st
 from amphora_agent.config import load
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
+from amphora_agent.stats import earlier
 from amphora_agent.stats.codec import LARGEST, datagrams, decode, encode
-from amphora_agent.stats.collect import Counters, parse
+from amphora_agent.stats.collect import NONE, Counters, key, parse
+from amphora_agent.stats.columns import COUNTED
 from amphora_agent.stats.sender import next_epoch
-from amphora_agent.stats.totals import Totals
+from amphora_agent.stats.totals import MOST_ABSENT, Totals
 
 AMPHORA = uuid.UUID("0b9d7a52-0000-4000-8000-000000000001")
 KEY = bytes(range(32))
 
 
+ROW = key("l")
+
+
 def counted(number):
-    return {"l": Counters(number, number, 0, number)}
+    return {ROW: tuple(number + place for place in range(len(COUNTED)))}
+
+
+def first(totals, row=ROW):
+    return totals.visible(row)[0]
+
+
+def again(totals):
+    return Totals.restored(json.loads(json.dumps(totals.document())))
 
 
 def test_totals_add_up_over_workers():
@@ -33,17 +46,49 @@ def test_totals_add_up_over_workers():
     totals.read("1", counted(10))
     totals.read("2", counted(3))  # the old one still serves
     totals.read("1", counted(12))
-    assert totals.visible("l").total_connections == 15
+    assert first(totals) == 15
+    assert totals.visible(ROW, but="1")[0] == 3
     totals.keep({"2"})
-    assert totals.visible("l").total_connections == 15
-    totals = Totals.restored(json.loads(json.dumps(totals.document())))
+    assert first(totals) == 15
+    totals = again(totals)
     totals.read("2", counted(4))
-    assert totals.visible("l").total_connections == 16
+    assert first(totals) == 16
     totals.read("2", counted(1))  # somebody cleared the counters
-    assert totals.visible("l").total_connections == 17
-    assert totals.visible("another") == Counters()
+    assert first(totals) == 17
+    assert totals.visible("another") == NONE
     totals.keep(())
-    assert totals.visible("l").total_connections == 17
+    assert first(totals) == 17
+    assert totals.visible(ROW)[1] == 17 + 3 * 1  # every column of every reading that was the last one
+
+
+def test_a_row_that_goes_and_comes_back_in_the_same_worker_is_counted_on():
+    totals = Totals()
+    totals.read("1", counted(10))
+    before = totals.settlements
+    totals.read("1", {})
+    assert first(totals) == 10
+    assert totals.settlements == before + 1
+    totals.read("1", counted(25))
+    assert first(totals) == 35
+
+
+def test_rows_that_nobody_has_any_more_are_remembered_but_not_for_ever():
+    totals = Totals()
+    for number in range(MOST_ABSENT + 500):
+        totals.read("1", {f"p,{number}": counted(1)[ROW], ROW: counted(number)[ROW]})
+        totals.keep({"1"})
+    assert len(totals.document()["settled"]) <= MOST_ABSENT + 1
+    assert first(totals, f"p,{MOST_ABSENT + 400}") == 1
+    assert first(totals, "p,3") == 0
+
+
+def test_columns_that_another_version_had_are_told_apart_by_name():
+    totals = Totals()
+    totals.read("1", counted(10))
+    document = json.loads(json.dumps(totals.document()))
+    document["columns"] = [*document["columns"][1:], "unheard-of"]
+    totals = Totals.restored(document)
+    assert totals.visible(ROW)[:3] == (0, 10, 11)
 
 
 @given(
@@ -51,22 +96,35 @@ def test_totals_add_up_over_workers():
         st.one_of(
             st.tuples(st.just("read"), st.sampled_from("abc"), st.integers(0, 50)),
             st.tuples(st.just("keep"), st.sampled_from("abc"), st.just(0)),
+            st.tuples(st.just("lose"), st.sampled_from("abc"), st.just(0)),
             st.tuples(st.just("restore"), st.just(""), st.just(0)),
         )
     )
 )
 def test_totals_never_fall(events):
-    totals, last = Totals(), 0
+    totals, last = Totals(), NONE
     for event, worker, number in events:
         if event == "read":
             totals.read(worker, counted(number))
+        elif event == "lose":
+            totals.read(worker, {})
         elif event == "keep":
             totals.keep({worker})
         else:
-            totals = Totals.restored(json.loads(json.dumps(totals.document())))
-        visible = totals.visible("l").bytes_in
-        assert visible >= last
+            totals = again(totals)
+        visible = totals.visible(ROW)
+        assert all(new >= old for new, old in zip(visible, last, strict=True))
         last = visible
+
+
+def test_the_sums_of_earlier_workers_as_a_file():
+    rows = {"l,FRONTEND": counted(7)[ROW], "p:l,m": NONE, "p:l,n": counted(1)[ROW]}
+    found = earlier.read(earlier.compose(17, rows))
+    assert (found.present, tuple(found.columns)) == (17, COUNTED)
+    assert {row for row in found.sums if row} == {"l,FRONTEND", "p:l,n"}
+    assert found.sums["l,FRONTEND"] == [str(count) for count in rows["l,FRONTEND"]]
+    assert earlier.read("") is None
+    assert earlier.read("something\nelse\n") is None
 
 
 ANSWER = """Name: HAProxy
@@ -90,7 +148,13 @@ def test_a_sample():
     assert (sample.pid, sample.stopping, sample.other_jobs) == (17, True, 2)
     assert sample.listeners["lis"].status == "OPEN"
     assert sample.listeners["lis"].active_connections == 2
-    assert sample.listeners["lis"].counters == Counters(1000, 2000, 5, 40)
+    assert Counters.of(sample.counts[key("lis")]) == Counters(1000, 2000, 5, 40)
+    assert dict(zip(COUNTED, sample.counts["p:lis,m1"], strict=True)) == dict.fromkeys(COUNTED, 0) | {
+        "stot": 7,
+        "bin": 8,
+        "bout": 9,
+    }
+    assert sample.counts.keys() == {"lis,FRONTEND", "p:lis,m1", "p:lis,BACKEND"}
     assert sample.pools == {"p:lis": "UP"}
     assert sample.members == {"p:lis": {"m1": "UP 1/3"}}
     assert parse("") is None

@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from amphora_agent.errors import HaproxyError
 from amphora_agent.responder import metrics
 from amphora_agent.responder.families import CPU, MEMORY, PROCESS, STATISTICS
+from amphora_agent.stats import earlier
+from amphora_agent.stats.columns import COUNTED
 
 # The names that dashboards for Octavia's PROMETHEUS listeners are written with.
 DOCUMENTED = [
@@ -327,3 +329,37 @@ def test_no_worker_is_an_error_before_anything_is_said():
         metrics.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
     with pytest.raises(HaproxyError, match="leaving"):
         metrics.scrape(Worker(*["Pid: 7\n"] * 9))
+
+
+def test_what_earlier_workers_counted_is_added_to_counters_and_to_nothing_else(tmp_path):
+    whole = answer(
+        row("l", "FRONTEND", "OPEN", 0, scur="4", bin_="5"),
+        row("p:l", "m", "UP", 2, scur="5", bin_="6"),
+        row("p:l", "new", "UP", 2, bin_="7"),
+    )
+    sums = tmp_path / "earlier"
+    row_of = {name: place for place, name in enumerate(COUNTED)}
+    counts = [0] * len(COUNTED)
+    counts[row_of["bin"]], counts[row_of["hrsp_2xx"]] = 1000, 30
+    sums.write_text(earlier.compose(7, {"l,FRONTEND": counts, "p:l,m": counts, "p:l,gone": counts}))
+    text = "".join(metrics.scrape(Worker(whole), str(sums)))
+    for line in (
+        'octavia_listener_bytes_in_total{listener="l"} 1005',
+        'octavia_listener_current_sessions{listener="l"} 4',
+        'octavia_member_bytes_in_total{pool="p:l",member="m"} 1006',
+        'octavia_member_bytes_in_total{pool="p:l",member="new"} 7',
+        'octavia_member_http_responses_total{pool="p:l",member="m",code="2xx"} 32',
+    ):
+        assert f"\n{line}\n" in text
+    assert "gone" not in text
+
+
+def test_counters_that_would_begin_again_are_not_told(tmp_path, monkeypatch):
+    """The file is about another worker, or not there: better no answer than one that looks like a restart."""
+    whole = answer(row("l", "FRONTEND", "OPEN", 0))
+    monkeypatch.setattr(metrics, "SUMS_SECONDS", 0.05)
+    for content in (None, earlier.compose(8, {}), ""):
+        if content is not None:
+            (tmp_path / "earlier").write_text(content)
+        with pytest.raises(HaproxyError, match="earlier workers"):
+            metrics.scrape(Worker(*[whole] * 99), str(tmp_path / "earlier"))

@@ -28,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         self.server.agent.serve(self, self.rfile.read(length))
 
-    do_PUT = do_GET  # noqa: N815 - the name http.server looks for
+    do_PUT = do_POST = do_GET  # noqa: N815 - the names http.server looks for
 
     def handle(self):
         # A client that goes away is no news.

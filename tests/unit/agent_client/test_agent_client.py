@@ -61,6 +61,19 @@ def test_the_reading_calls(world):
     ]
 
 
+def test_handing_the_vips_over(world):
+    agent = world.agent()
+    client = world.client(agent.port)
+    client.expect_vips(AMPHORA, HOST, 65.0)
+    client.release_vips(AMPHORA, HOST, 60.0)
+    assert [(method, path, json.loads(sent)) for method, path, sent, _ in agent.requests] == [
+        ("POST", "/v2/vrrp/expect", {"seconds": 65.0}), ("POST", "/v2/vrrp/release", {"drain": 60.0}),
+    ]
+    agent.answer = (409, {"error": {"happened": "they are not here"}})
+    with pytest.raises(AgentRefused, match="they are not here"):
+        client.release_vips(AMPHORA, HOST, 60.0)
+
+
 def test_one_connection_serves_many_calls(world):
     agent = world.agent()
     client = world.client(agent.port)

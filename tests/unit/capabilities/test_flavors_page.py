@@ -17,13 +17,14 @@ FALLS_BACK = {
     "loadbalancer_topology": "[controller] loadbalancer_topology",
     "compute_driver": "[compute] driver",
     "network_driver": "[network] driver",
+    "vrrp_advert_interval": f"[vrrp] advert_interval ({config.VRRP[0].default})",
 }
 
 
 def values(schema):
     if "enum" in schema:
         return ", ".join(f"`{one}`" for one in schema["enum"])
-    if schema["type"] == "integer":
+    if schema["type"] in ("integer", "number"):
         return f"{schema['minimum']} to {schema['maximum']}"
     return {"boolean": "`true`, `false`", "array": "list of texts", "string": "text"}[schema["type"]]
 
@@ -73,3 +74,8 @@ def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
             assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"]), key
         if "enum" in schema:
             assert list(option.type.choices) == schema["enum"], key
+
+
+def test_the_interval_of_vrrp_has_the_same_limits_in_a_flavor_and_in_the_configuration():
+    schema, option = flavors.SCHEMA.properties["vrrp_advert_interval"], config.VRRP[0]
+    assert (option.type.min, option.type.max) == (schema["minimum"], schema["maximum"])

@@ -32,6 +32,7 @@ GOOD = {
     "tls_ciphers": "ECDHE+AESGCM:!aNULL:@SECLEVEL=2:TLS_AES_128_GCM_SHA256",
     "connection_logging": False,
     "log_format": '%ci:%cp [%tr] "%{+Q}r" %[ssl_c_verify] 100%%',
+    "vrrp_advert_interval": 0.2,
     "compute_zone": "nova",
     "volume_zone": "ssd",
     "management_network": "9c0b5d0e-5ad6-4ef5-9d0c-1d3b0a6ee9f4",
@@ -108,6 +109,9 @@ def test_the_listing_names_the_values_that_are_served():
         (flavors, {"log_format": "%ci\n"}, "log_format", "one line"),
         (flavors, {"log_format": "%ci\0"}, "log_format", "one line"),
         (flavors, {"log_format": "%nosuch"}, "log_format", "no variable %nosuch"),
+        (flavors, {"vrrp_advert_interval": 0.01}, "vrrp_advert_interval", "0.05 or more"),
+        (flavors, {"vrrp_advert_interval": 41}, "vrrp_advert_interval", "40 or less"),
+        (flavors, {"vrrp_advert_interval": True}, "vrrp_advert_interval", "type number"),
         (flavors, {"unknown": 1}, "unknown", "no such key"),
         (flavors, {7: 1}, "7", "no such key"),
         (flavors, ["x"], "flavor", "not an object"),
@@ -136,6 +140,7 @@ def test_refused(module, metadata, key, reason):
         ({"connection_limit": 2000, "process_connection_limit": 1000}, ["2000", "connection_limit", "only 1000"]),
         ({"tls_minimum_version": "TLSv1.3", "tls_ciphers": "AES256-SHA:ECDHE+AESGCM"}, ["tls_ciphers", "TLS 1.3"]),
         ({"connection_logging": False, "log_format": "%ci"}, ["log_format", "connection_logging"]),
+        ({"loadbalancer_topology": "SINGLE", "vrrp_advert_interval": 1}, ["vrrp_advert_interval", "one amphora"]),
     ],
 )
 def test_a_flavor_that_contradicts_itself(flavor, words):
@@ -174,7 +179,8 @@ def test_what_only_looks_contradictory(flavor):
 
 
 def test_the_callers_objects_stay_as_they_are():
-    flavor = {key: GOOD[key] for key in flavors.supported(RICH) if key not in ("connection_logging", "amp_image_tag")}
+    left_out = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
+    flavor = {key: GOOD[key] for key in flavors.supported(RICH) if key not in left_out}
     zone = {key: GOOD[key] for key in zones.supported(RICH)}
     assert "valid_vip_networks" in zone
     before = copy.deepcopy((flavor, zone))

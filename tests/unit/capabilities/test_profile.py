@@ -41,6 +41,16 @@ def test_what_the_flavor_says_is_kept_and_the_rest_stays_open():
     assert (flavor, zone) == before
 
 
+def test_a_pair_by_flavor_or_by_configuration():
+    both = deployment(topologies=("ACTIVE_STANDBY", "SINGLE"))
+    found = choose({"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 2}, {}, both)
+    assert (found.topology, found.vrrp_advert_interval) == (Topology.ACTIVE_STANDBY, 2.0)
+    assert type(found.vrrp_advert_interval) is float
+    configured = deployment(topologies=both.topologies, default_topology=Topology.ACTIVE_STANDBY)
+    assert choose({}, {}, configured).topology is Topology.ACTIVE_STANDBY
+    assert choose({"loadbalancer_topology": "SINGLE"}, {}, configured).topology is Topology.SINGLE
+
+
 def test_a_backend_of_the_flavors_choice():
     found = choose({"compute_driver": "images", "amp_image_tag": "new"}, {"volume_zone": "ssd"}, HERE)
     assert (found.compute, found.image_tag, found.volume_zone) == ("images", "new", "ssd")

@@ -174,13 +174,33 @@ def test_amphora_list(run):
     assert 5 <= mine.pop("Last heartbeat") < 60
     assert mine == {
         "ID": AMPHORA, "Load balancer": LB, "Role": "single", "State": "ready", "Address": "203.0.113.11",
-        "Confirmed": 7, "Certificate expires": "2027-01-15T08:00:00+00:00",
+        "Confirmed": 7, "Certificate expires": "2027-01-15T08:00:00+00:00", "Has VIPs": None,
     }
     assert rows[1]["Last heartbeat"] is None
     table = run("amphora", "list", "--loadbalancer", OTHER)[1]
     assert "never" in table
     assert AMPHORA not in table
     assert "s ago" in run("amphora", "list")[1]
+
+
+def test_the_amphorae_of_a_pair_say_who_has_the_vips(run, config_file):
+    other = AMPHORA.replace("0b9d", "0b9e")
+    partners = json.dumps([{"id": other, "address": "198.51.100.12"}])
+    database = Database(f"sqlite:///{config_file.parent}/db.sqlite")
+    database.write(lambda c: c.execute(amphora_seen.update().values(holds_vip=True)))
+    database.write(lambda c: c.execute(
+        amphora_seen.insert().values(amphora_id=other, seen_at=time.time(), generation=7, holds_vip=False)
+    ))
+    database.write(lambda c: c.execute(
+        amphora.update().where(amphora.c.id == AMPHORA).values(role="MASTER", partners=partners)
+    ))
+    database.dispose()
+    rows = {row["ID"]: row for row in json.loads(run("amphora", "list", "-f", "json")[1])}
+    assert (rows[AMPHORA]["Role"], rows[AMPHORA]["Has VIPs"], rows[other]["Has VIPs"]) == ("MASTER", True, False)
+    assert "Has VIPs" in run("amphora", "list")[1]
+    shown = json.loads(run("amphora", "show", AMPHORA, "-f", "json")[1])
+    assert (shown["Has VIPs"], shown["Partners"]) == (True, json.loads(partners))
+    assert f"{other} at 198.51.100.12" in run("amphora", "show", AMPHORA)[1]
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "table", "value"])

@@ -11,7 +11,8 @@ from amphora_driver import config
 from amphora_driver.controller import contents
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.bundle import BundleFile, Served, bundle
-from amphora_driver.controller.steps import Backends, Steps
+from amphora_driver.controller.pushing import Pushing
+from amphora_driver.controller.steps import Backends
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.model.vocabulary import L7Action, ListenerProtocol, PoolProtocol
@@ -96,12 +97,12 @@ def test_the_document(vault):
 
 
 @pytest.fixture
-def steps(tmp_path, vault):
+def pushing(tmp_path, vault):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("")
     nothing = dict.fromkeys(("database", "catalogue", "agents", "authority"))
     lease = Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0)
-    return Steps(Backends(conf=config.load([str(path)]), vault=vault, **nothing), lease)
+    return Pushing(Backends(conf=config.load([str(path)]), vault=vault, **nothing), lease, lambda change: None)
 
 
 def wanted(tree, sealed):
@@ -117,19 +118,22 @@ def wanted(tree, sealed):
     )
 
 
-def test_one_listener_without_its_certificate_takes_no_other_along(steps, vault, caplog):
+def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vault, caplog):
     caplog.set_level(logging.DEBUG)
     sealed = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode())))}
-    served = steps._rendered(TREE, wanted(TREE, sealed))
-    assert set(steps._failed) == {BROKEN}
+    served = pushing._rendered(wanted(TREE, sealed), TREE)
+    assert set(pushing._failed) == {BROKEN}
     assert f"frontend {SECURE}" in served.text
     assert f"frontend {PLAIN}" in served.text
     assert f"frontend {BROKEN}" not in served.text
-    assert {one.name for one in served.files} == {f"tls/{SECURE}/certificates.list", f"tls/{SECURE}/default.pem"}
-    assert "BEGIN" not in caplog.text + repr(served) + repr(steps._failed)
+    assert {one.name for one in served.files} - {f"tls/{LB}/ticket.keys"} == {
+        f"tls/{SECURE}/certificates.list",
+        f"tls/{SECURE}/default.pem",
+    }
+    assert "BEGIN" not in caplog.text + repr(served) + repr(pushing._failed)
 
 
-def test_a_policy_haproxy_refuses_closes_its_listener(steps):
+def test_a_policy_haproxy_refuses_closes_its_listener(pushing):
     """Leaving the policy out would let through what it forbids."""
     policy = L7Policy(id=MEMBERS[1], listener_id=PLAIN, action=L7Action.REJECT, position=1)
     tree = LoadBalancer(
@@ -139,7 +143,7 @@ def test_a_policy_haproxy_refuses_closes_its_listener(steps):
         listeners=(listener(PLAIN, 80, protocol=ListenerProtocol.HTTP, l7policies=(policy,)),),
         pools=(pool(POOL, MEMBERS[0]),),
     )
-    assert f"frontend {PLAIN}" in steps._rendered(tree, wanted(tree, {})).text
-    steps._failed = {policy.id: "HAProxy does not take it"}
-    assert steps._rendered(tree, wanted(tree, {})).text is None
-    assert set(steps._failed) == {policy.id, PLAIN}
+    assert f"frontend {PLAIN}" in pushing._rendered(wanted(tree, {}), tree).text
+    pushing._failed = {policy.id: "HAProxy does not take it"}
+    assert pushing._rendered(wanted(tree, {}), tree).text is None
+    assert set(pushing._failed) == {policy.id, PLAIN}

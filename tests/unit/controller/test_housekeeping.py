@@ -15,6 +15,7 @@ from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import claims, migrate
 from amphora_driver.store.engine import Database
+from amphora_driver.store.generations import begin_tickets
 from amphora_driver.store.tables import vip_claim, work
 
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
@@ -103,3 +104,15 @@ def test_a_claim_stays_with_the_backend_it_was_made_with(database):
     assert [note("local"), note("elsewhere")] == ["local", "local"]
     assert database.read(lambda connection: claims.of(connection, "lb")) == "local"
     assert database.read(lambda connection: claims.of(connection, "unknown")) is None
+
+
+def test_ticket_keys_move_on(conf, database):
+    values = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty": False}
+    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", **values)))
+    database.write(lambda c: begin_tickets(c, "lb", time.time() - 1))
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me")
+    assert housekeeping.rotate() == 1
+    assert housekeeping.rotate() == 0
+    row = database.read(lambda c: c.execute(sa.select(work)).one())
+    assert (row.tickets, row.generation, row.dirty) == (2, 4, True)
+    assert row.tickets_due == pytest.approx(time.time() + 43200, abs=600)

@@ -87,7 +87,7 @@ def test_the_profile_is_stored_with_the_load_balancer(provider, database):
 @pytest.mark.parametrize(
     ("flavor", "zone", "word"),
     [
-        ({"loadbalancer_topology": "ACTIVE_STANDBY"}, {}, "loadbalancer_topology"),
+        ({"loadbalancer_topology": "ACTIVE_ACTIVE"}, {}, "loadbalancer_topology"),
         ({"process_connection_limit": 1, "connection_limit": 2}, {}, "process_connection_limit"),
         ({}, {"volume_zone": "ssd"}, "volume_zone"),
         ({}, {"valid_vip_networks": ["another"]}, "valid_vip_networks"),

@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, SessionPersistence, Vip
-from amphora_driver.model.secrets import Purpose
+from amphora_driver.model.secrets import Purpose, tickets
 from amphora_driver.model.vocabulary import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.settings import Defaults
@@ -176,37 +176,10 @@ def test_time_for_a_request():
 
 
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP", "HTTPS", "PROMETHEUS"])
-def test_allowed_networks(protocol):
+def test_allowed_networks_are_not_haproxys(protocol):
+    """They change without a reload (controller.bundle)."""
     networks = ("192.0.2.9/24", "2001:DB8::1/32", "198.51.100.1", "192.0.2.9/24")
-    found = lines(tree(protocol, None, allowed_cidrs=networks))
-    assert [line for line in found if line.startswith(("acl", "tcp-request"))] == [
-        "acl allowed4 src 192.0.2.0/24 198.51.100.1/32",
-        "acl allowed6 src 2001:db8::/32",
-        "acl ipv6 src -m sub :",
-        "tcp-request connection reject unless allowed4 !ipv6 or allowed6 ipv6",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("networks", "rule"),
-    [
-        (("0.0.0.0/0",), "tcp-request connection reject unless allowed4 !ipv6"),
-        (("::/0",), "tcp-request connection reject unless allowed6 ipv6"),
-    ],
-)
-def test_a_network_of_one_family_says_nothing_of_the_other(networks, rule):
-    assert the(lines(tree(allowed_cidrs=networks)), "tcp-request") == rule
-
-
-def test_no_network_allows_everybody():
-    assert not [line for line in lines(tree(allowed_cidrs=())) if line.startswith("tcp-request")]
-
-
-def test_many_networks_take_many_lines():
-    found = lines(tree(allowed_cidrs=tuple(f"10.{n // 256}.{n % 256}.0/24" for n in range(1000))))
-    rows = [line.split() for line in found if line.startswith("acl allowed4")]
-    assert sum(len(row) - 3 for row in rows) == 1000
-    assert max(map(len, rows)) < 64
+    assert lines(tree(protocol, None, allowed_cidrs=networks)) == lines(tree(protocol, None))
 
 
 # -- headers ----------------------------------------------------------------------------------------------------------
@@ -291,6 +264,30 @@ def test_certificates_for_names_alone_are_tls_too():
     assert "bind 198.51.100.5:80 ssl crt-list " in rendered.text
 
 
+def test_the_first_certificate_always_has_the_same_name():
+    """HAProxy can replace it, and cannot move it."""
+    for default, names in (("a", ()), ("a", ("b",)), (None, ("a", "b")), ("a", ("a", "b"))):
+        rendered = render(terminated(default_tls_container_ref=default, sni_container_refs=names))
+        first = rendered.files[1]
+        assert (first.name, first.secret.ref) == ("tls/l1/default.pem", "a")
+        assert [file.secret.ref for file in rendered.files[2:]] == [name for name in names if name != "a"]
+
+
+def test_ticket_keys_are_the_load_balancers():
+    whole = terminated(default_tls_container_ref="default")
+    rendered = render(whole, shared_tickets=True)
+    (keys,) = (file for file in rendered.files if file.secret and file.secret.purpose is Purpose.TICKETS)
+    assert (keys.name, keys.secret) == (f"tls/{whole.id}/ticket.keys", tickets(whole.id))
+    assert f" tls-ticket-keys {keys.name} " in rendered.text
+    assert "ticket" not in render(whole).text
+    asking = terminated(
+        default_tls_container_ref="default",
+        client_authentication=ClientAuthentication.OPTIONAL,
+        client_ca_tls_container_ref="ca",
+    )
+    assert "tls-ticket-keys" not in render(asking, shared_tickets=True).text
+
+
 def test_every_vip_has_tls():
     found = [line for line in lines(terminated(vips=(VIP6,))) if line.startswith("bind")]
     assert [line.split()[:3] for line in found] == [
@@ -304,8 +301,8 @@ def test_every_vip_has_tls():
     [
         (None, ""),
         (ClientAuthentication.NONE, ""),
-        (ClientAuthentication.OPTIONAL, "ca-file tls/l1/client_ca.pem verify optional"),
-        (ClientAuthentication.MANDATORY, "ca-file tls/l1/client_ca.pem verify required"),
+        (ClientAuthentication.OPTIONAL, "ca-file tls/l1/client_ca.pem verify optional no-tls-tickets"),
+        (ClientAuthentication.MANDATORY, "ca-file tls/l1/client_ca.pem verify required no-tls-tickets"),
     ],
 )
 @pytest.mark.parametrize("revokes", [False, True])

@@ -22,6 +22,8 @@ def upgrade() -> None:
     sa.Column('confirmed', sa.BigInteger(), nullable=False),
     sa.Column('heartbeat_key', sa.LargeBinary(), nullable=False),
     sa.Column('plugged', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mariadb').with_variant(mysql.MEDIUMTEXT(), 'mysql'), nullable=True),
+    sa.Column('partners', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mysql', 'mariadb'), nullable=True),
+    sa.Column('handed_over', sa.Boolean(), nullable=False),
     sa.Column('certificate_expires_at', sa.Double(), nullable=True),
     sa.Column('created_at', sa.Double(), nullable=False),
     sa.Column('ready_at', sa.Double(), nullable=True),
@@ -37,6 +39,7 @@ def upgrade() -> None:
     sa.Column('generation', sa.BigInteger(), nullable=False),
     sa.Column('epoch', sa.BigInteger(), nullable=False),
     sa.Column('sequence', sa.BigInteger(), nullable=False),
+    sa.Column('holds_vip', sa.Boolean(), nullable=True),
     sa.PrimaryKeyConstraint('amphora_id', name=op.f('pk_amphora_seen'))
     )
     op.create_table('duty',
@@ -150,6 +153,8 @@ def upgrade() -> None:
     sa.Column('read_back', sa.Boolean(), nullable=False),
     sa.Column('reread', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mysql', 'mariadb'), nullable=True),
     sa.Column('dirty', sa.Boolean(), nullable=False),
+    sa.Column('tickets', sa.BigInteger(), nullable=True),
+    sa.Column('tickets_due', sa.Double(), nullable=True),
     sa.Column('owner', sa.String(length=128), nullable=True),
     sa.Column('epoch', sa.BigInteger(), nullable=False),
     sa.Column('leased_until', sa.Double(), nullable=True),

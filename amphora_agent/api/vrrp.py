@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET /v2/vrrp, POST /v2/vrrp/expect, POST /v2/vrrp/release.
+
+Invariant: an answer of success to a release is given only after the VIPs have gone.
+"""
+
+from __future__ import annotations
+
+import json
+
+from flask import Blueprint, request
+from flask.typing import ResponseReturnValue
+
+from amphora_agent.errors import MalformedBundle
+from amphora_agent.keepalived.handover import Handover
+
+LONGEST_SECONDS = 86_400
+
+
+def blueprint(handover: Handover) -> Blueprint:
+    """The routes."""
+    routes = Blueprint("vrrp", __name__)
+
+    @routes.get("/v2/vrrp")
+    def get_vrrp() -> ResponseReturnValue:
+        return handover.describe()
+
+    @routes.post("/v2/vrrp/expect")
+    def post_expect() -> ResponseReturnValue:
+        handover.expect(_seconds("seconds", None))
+        return handover.describe()
+
+    @routes.post("/v2/vrrp/release")
+    def post_release() -> ResponseReturnValue:
+        handover.release(_seconds("drain", 0.0))
+        return handover.describe()
+
+    return routes
+
+
+def _seconds(name: str, default: float | None) -> float:
+    """The one key a request has.
+
+    Raises:
+        MalformedBundle: it is missing, something else, or there is another one.
+    """
+    wanted = f"read {name}"
+    try:
+        document = json.loads(request.get_data() or b"{}")
+    except ValueError as error:
+        raise MalformedBundle(wanted, str(error), "See docs/agent-api.md for its shape.") from error
+    value = document.get(name, default) if isinstance(document, dict) and document.keys() <= {name} else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_SECONDS:
+        raise MalformedBundle(wanted, f"it has to be 0 to {LONGEST_SECONDS} seconds, and the only key")
+    return float(value)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a certificate revocation list says, as far as HAProxy shows it: whom it revokes.
+
+Invariant: pure. Nothing is trusted because of what is read here; it only tells one list from another.
+Source: RFC 5280, 5.1 (the list); X.690 (DER).
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Iterator
+
+_BLOCK = re.compile(r"-----BEGIN X509 CRL-----(.*?)-----END X509 CRL-----", re.DOTALL)
+_SHOWN = re.compile(r"^ +Serial Number: ([0-9A-F]+)$", re.MULTILINE)
+_SHOWN_LIST = re.compile(r"^Certificate Revocation List #\d+:$", re.MULTILINE)
+_SEQUENCE, _TIMES = 0x30, (0x17, 0x18)
+
+
+def revoked(text: str) -> tuple[int, list[int]] | None:
+    """How many lists a PEM text has, and the serial numbers in them; None if it cannot be read."""
+    blocks = dict.fromkeys(_BLOCK.findall(text))
+    try:
+        found = [serial for block in blocks for serial in _serials(_decoded(block))]
+    except (ValueError, IndexError):
+        return None
+    return len(blocks), sorted(found)
+
+
+def shown(answer: str) -> tuple[int, list[int]]:
+    """The same of HAProxy's answer to ``show ssl crl-file``."""
+    return len(_SHOWN_LIST.findall(answer)), sorted(int(serial, 16) for serial in _SHOWN.findall(answer))
+
+
+def _decoded(block: str) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{block}-----END CERTIFICATE-----\n")
+
+
+def _serials(der: bytes) -> Iterator[int]:
+    """The serial numbers in one list: in the sequence after the time, or the two times, of its validity."""
+    whole = _first(der)
+    seen_time = False
+    for tag, content in _elements(_first(whole)):
+        if tag == _SEQUENCE and seen_time:
+            for _, entry in _elements(content):
+                yield int.from_bytes(_first(entry), "big")
+            return
+        seen_time = seen_time or tag in _TIMES
+
+
+def _first(der: bytes) -> bytes:
+    """The content of the first element."""
+    for _, content in _elements(der):
+        return content
+    raise ValueError("there is nothing in it")
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and content of each element."""
+    at = 0
+    while at < len(der):
+        tag, length = der[at], der[at + 1]
+        at += 2
+        if length & 0x80:
+            octets = length & 0x7F
+            length = int.from_bytes(der[at : at + octets], "big")
+            at += octets
+        if at + length > len(der):
+            raise ValueError("an element is longer than what it is in")
+        yield tag, der[at : at + length]
+        at += length

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way that packets of a connection take to the amphora that has it, after its VIP has moved to another one.
+
+Invariant: what belongs to no connection of this amphora's own goes to the partner, unchanged, in a tunnel that only the
+two use; what begins a connection stays. Everything here is one interface and two nftables tables, and gone with them.
+Called in the inner namespace.
+
+    client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
+
+A tunnel, because networks drop packets whose sender is not one of the machine's own addresses. The former holder keeps
+the VIPs on the tunnel's interface: they are its own for answering, and it answers no neighbour's question for them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from amphora_agent.bundle import Host
+from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.network import nftables
+from amphora_agent.network.netlink import IPRoute
+
+NAME = "handover0"
+PORT = 4789
+# Both ends have it: who sends does not have to learn whom he sends to. Locally administered.
+_MAC = "0a:00:00:00:00:01"
+_TABLE = "amphora_handover"
+_MOST_CONNECTIONS = 1_000_000
+_NODAD = 0x02
+_FOREVER = 0xFFFFFFFF
+_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
+_LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
+_WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection of a client's to a VIP."""
+
+    client: Host
+    client_port: int
+    vip: Host
+    port: int
+
+
+def connections(pair: Pair) -> list[Connection]:
+    """Those that this amphora has."""
+    vips = {vip.ip for vip in pair.vips}
+    return [found for version in (4, 6) for found in _sockets(version, {vip for vip in vips if vip.version == version})]
+
+
+def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
+    """From proc(5), /proc/net/tcp."""
+    if not vips:
+        return
+    with Path(f"/proc/thread-self/net/tcp{'' if version == 4 else '6'}").open(encoding="ascii") as lines:
+        next(lines)
+        for line in lines:
+            _, local, remote, state, *_ = line.split(None, 4)
+            if int(state, 16) in _LIVING:
+                vip, port = _endpoint(local)
+                if vip in vips:
+                    yield Connection(*_endpoint(remote), vip, port)
+
+
+def _endpoint(text: str) -> tuple[Host, int]:
+    """An address as the kernel prints it: words of 32 bits in the machine's own order."""
+    address, _, port = text.partition(":")
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    return ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16)
+
+
+# -- the tunnel -----------------------------------------------------------------------------------------------------
+
+
+def dig(pair: Pair) -> None:
+    """Have the tunnel to the partner.
+
+    Raises:
+        NetlinkError: the kernel has no VXLAN, for example.
+    """
+    local, remote = pair.vrrp.local.address, pair.vrrp.peers[0].address
+    more = {"vxlan_local": str(local), "vxlan_group": str(remote)}
+    if local.version == 6:
+        more = {f"{key}6": value for key, value in more.items()}
+    with IPRoute() as route:
+        if route.link_lookup(ifname=NAME):
+            return
+        route.link(
+            "add",
+            ifname=NAME,
+            kind="vxlan",
+            vxlan_id=pair.vrrp.router_id,
+            vxlan_port=PORT,
+            vxlan_learning=0,
+            address=_MAC,
+            mtu=pair.mtu,
+            **more,
+        )
+        route.link("set", index=_index(route), state="up")
+
+
+def keep(pair: Pair) -> None:
+    """Keep the VIPs as addresses of the tunnel."""
+    with IPRoute() as route:
+        for vip in pair.vips:
+            more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
+            route.addr("replace", index=_index(route), address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
+
+
+def fill_in() -> None:
+    """Without the tunnel, and the VIPs on it."""
+    with IPRoute() as route:
+        for index in route.link_lookup(ifname=NAME):
+            route.link("del", index=index)
+
+
+def _index(route: IPRoute) -> int:
+    return int(route.link_lookup(ifname=NAME)[0])
+
+
+# -- the rules ------------------------------------------------------------------------------------------------------
+
+
+def guard(pair: Pair) -> None:
+    """Take nothing out of the tunnel that does not come from the partner."""
+    nftables.execute(_without("inet") + guard_rules(pair))
+
+
+def lead(pair: Pair) -> None:
+    """Send to the partner what belongs to no connection that this amphora has now, or that begins from now on."""
+    nftables.execute(_without("netdev") + rules(pair, connections(pair)))
+
+
+def stop_leading() -> None:
+    """Keep every packet."""
+    nftables.execute(_without("netdev"))
+
+
+def stop_guarding() -> None:
+    """Without the guard: the tunnel is gone."""
+    nftables.execute(_without("inet"))
+
+
+def _without(family: str) -> str:
+    return f"table {family} {_TABLE}\ndelete table {family} {_TABLE}\n"
+
+
+def guard_rules(pair: Pair) -> str:
+    """Pure: the table that guards the tunnel's end."""
+    word = _WORDS[pair.vrrp.local.address.version][0]
+    return (
+        f"table inet {_TABLE} {{\n chain arriving {{\n  type filter hook input priority -1; policy accept;\n"
+        f"  udp dport {PORT} {word} saddr {pair.vrrp.peers[0].address} accept\n  udp dport {PORT} drop\n }}\n}}\n"
+    )
+
+
+def rules(pair: Pair, known: Collection[Connection]) -> str:
+    """Pure: the table that leads packets. No connection is tracked: that a SYN came is all that is remembered."""
+    sets, chain = [], []
+    for version, (word, kind) in _WORDS.items():
+        vips = ", ".join(str(vip.ip) for vip in pair.vips if vip.version == version)
+        if not vips:
+            continue
+        elements = ", ".join(
+            f"{one.client} . {one.client_port} . {one.vip} . {one.port}" for one in known if one.vip.version == version
+        )
+        sets.append(
+            f" set own{version} {{\n  type {kind} . inet_service . {kind} . inet_service\n"
+            f"  size {_MOST_CONNECTIONS}\n  flags dynamic\n"
+            + (f"  elements = {{ {elements} }}\n" if elements else "")
+            + " }\n"
+        )
+        flow = f"{word} saddr . tcp sport . {word} daddr . tcp dport"
+        to_vip = f"{word} daddr {{ {vips} }}"
+        chain += [
+            f"  {to_vip} tcp flags & (syn | ack) == syn update @own{version} {{ {flow} }} accept\n",
+            f'  {to_vip} meta l4proto tcp {flow} != @own{version} ether daddr set {_MAC} fwd to "{NAME}"\n',
+        ]
+    head = f' chain arriving {{\n  type filter hook ingress device "{pair.vrrp.interface}" priority 0; policy accept;\n'
+    return f"table netdev {_TABLE} {{\n{''.join(sets)}{head}{''.join(chain)} }}\n}}\n"

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may open a connection to which port, as nftables rules.
+
+Invariant: pure. What is rendered is exactly how nft lists it (numbers instead of names, the fewest ranges, in order),
+so that text can be compared with what the kernel holds. Where they differ for any reason the rules are replaced, as a
+whole and in one transaction.
+
+Only what begins a connection is looked at (SYN without ACK, RFC 9293 section 3.5): no connection is tracked, and those
+of clients that lose their permission go on. Who may not come in is answered with a reset, as by a port where nobody
+listens: it knows at once, instead of trying for two minutes and taking the load balancer for dead.
+Families are apart: networks of IPv4 let nobody in by IPv6. The responder on the loopback is HAProxy's and stays open.
+
+Advertisements of VRRP, and entries of stick tables, come from the partners alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from amphora_agent.bundle import Bundle, Host, Network
+
+FAMILY, TABLE = "inet", "amphora"
+PEERS_PORT = 1025
+Ranges = tuple[tuple[int, int], ...]
+_BITS = {4: 32, 6: 128}
+_WORDS = {4: "ip", 6: "ip6"}
+_TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
+# linux/netfilter.h
+_NFPROTO = {4: 2, 6: 10}
+_REFUSE = "counter reject with tcp reset"
+_HEAD = """table inet amphora {
+"""
+_ARRIVING = """	chain arriving {
+		type filter hook input priority 0; policy accept;
+"""
+# The kernel puts an IPv6 packet together only behind this hook; TCP makes its segments fit.
+_BEGINNING = """		meta l4proto 6 exthdr frag 1 counter drop
+		tcp flags 0x2 / 0x1,0x2,0x4,0x10 goto beginning
+	}
+
+	chain beginning {
+		iif "lo" ip daddr 127.0.0.0/8 accept
+		iif "lo" ip6 daddr ::1 accept
+"""
+_TAIL = """	}
+}
+"""
+
+
+@dataclass(frozen=True)
+class Port:
+    """Who may reach a port: first and last address of each range, in order and apart."""
+
+    port: int
+    ipv4: Ranges
+    ipv6: Ranges
+
+    def ranges(self, version: int) -> Ranges:
+        return self.ipv4 if version == 4 else self.ipv6
+
+
+@dataclass(frozen=True)
+class Pair:
+    """This amphora's address among its partners, and theirs; all of one family."""
+
+    local: Host
+    peers: tuple[Host, ...]
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """Everything that is shut out. A port that is not named is open."""
+
+    ports: tuple[Port, ...] = ()
+    pair: Pair | None = None
+
+
+OPEN = Restrictions()
+
+
+def restrictions_of(bundle: Bundle) -> Restrictions:
+    """What a bundle says about it."""
+    return Restrictions(
+        tuple(
+            Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6))
+            for one in sorted(bundle.allowed, key=lambda one: one.port)
+        ),
+        None
+        if bundle.vrrp is None
+        else Pair(bundle.vrrp.local.address, tuple(sorted((peer.address for peer in bundle.vrrp.peers), key=int))),
+    )
+
+
+def _ranges(networks: Iterable[Network], version: int) -> Ranges:
+    """Networks of a family, with what touches joined."""
+    found: list[tuple[int, int]] = []
+    bounds = ((int(one.network_address), int(one.broadcast_address)) for one in networks if one.version == version)
+    for first, last in sorted(bounds):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def tighter(one: Restrictions, other: Restrictions) -> Restrictions:
+    """What both let in, for the moment in which a configuration takes the place of another one.
+
+    A port belongs to one listener before and perhaps to another one after it: neither is open to the other's clients.
+    """
+    mine, theirs = ({port.port: port for port in each.ports} for each in (one, other))
+    ports = [
+        Port(
+            number,
+            _common(mine.get(number), theirs.get(number), 4),
+            _common(mine.get(number), theirs.get(number), 6),
+        )
+        for number in sorted(mine.keys() | theirs.keys())
+    ]
+    return Restrictions(tuple(ports), other.pair or one.pair)
+
+
+def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
+    if one is None or other is None:
+        return next(port.ranges(version) for port in (one, other) if port is not None)
+    found = []
+    left, right = list(one.ranges(version)), list(other.ranges(version))
+    i = j = 0
+    while i < len(left) and j < len(right):
+        first, last = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if first <= last:
+            found.append((first, last))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def difference(before: Restrictions, after: Restrictions) -> str:
+    """For a person: which ports' clients changed; empty if none did."""
+    mine, theirs = ({port.port: port for port in each.ports} for each in (before, after))
+    ports = [str(number) for number in sorted(mine.keys() | theirs.keys()) if mine.get(number) != theirs.get(number)]
+    if not ports:
+        return ""
+    return f"who may reach port {ports[0]} changed" + (f", and {len(ports) - 1} more" if ports[1:] else "")
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def render(wanted: Restrictions) -> str:
+    """The table as nft lists it; empty if nobody is shut out."""
+    if wanted == OPEN:
+        return ""
+    sets = [text for port in wanted.ports for version in (4, 6) for text in _set(port, version)]
+    pair = list(_vrrp(wanted.pair)) if wanted.pair is not None else []
+    rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
+    rules += [rule for port in wanted.ports for rule in _rules(port)]
+    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), _TAIL])
+
+
+def _line(rule: str) -> str:
+    return f"\t\t{rule}\n"
+
+
+def _name(port: int, version: int) -> str:
+    return f"port-{port}-ipv{version}"
+
+
+def _everybody(ranges: Ranges, version: int) -> bool:
+    return ranges == ((0, 2 ** _BITS[version] - 1),)
+
+
+def _set(port: Port, version: int) -> Iterator[str]:
+    ranges = port.ranges(version)
+    if ranges and not _everybody(ranges, version):
+        elements = ", ".join(_range(first, last, version) for first, last in ranges)
+        yield (
+            f"\tset {_name(port.port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
+            f"\t\telements = {{ {elements} }}\n\t}}\n\n"
+        )
+
+
+def _rules(port: Port) -> Iterator[str]:
+    for version in (4, 6):
+        ranges = port.ranges(version)
+        if not ranges:
+            yield f"meta nfproto {_NFPROTO[version]} tcp dport {port.port} {_REFUSE}"
+        elif not _everybody(ranges, version):
+            yield f"tcp dport {port.port} {_WORDS[version]} saddr != @{_name(port.port, version)} {_REFUSE}"
+
+
+def _range(first: int, last: int, version: int) -> str:
+    """A range in nft's words: an address, a network if it is one, both ends otherwise."""
+    size = last - first + 1
+    if size == 1:
+        return _address(first, version)
+    if size & (size - 1) == 0 and first % size == 0:
+        return f"{_address(first, version)}/{_BITS[version] + 1 - size.bit_length()}"
+    return f"{_address(first, version)}-{_address(last, version)}"
+
+
+def _address(value: int, version: int) -> str:
+    """As the C library writes it, which for ::ffff:0:0/96 is not how Python does."""
+    if version == 4:
+        return str(ipaddress.IPv4Address(value))
+    return socket.inet_ntop(socket.AF_INET6, value.to_bytes(16, "big"))
+
+
+def _among(hosts: Iterable[Host]) -> str:
+    """One address as it is, several as a set, in order."""
+    words = [_address(int(host), host.version) for host in sorted({*hosts}, key=int)]
+    return words[0] if len(words) == 1 else f"{{ {', '.join(words)} }}"
+
+
+def _vrrp(pair: Pair) -> Iterator[str]:
+    """RFC 9568, section 9: who forges an advertisement takes the VIPs. Nobody else waits for an answer."""
+    if pair.peers:
+        yield f"meta l4proto 112 {_WORDS[pair.local.version]} saddr {_among(pair.peers)} accept"
+    yield "meta l4proto 112 counter drop"
+
+
+def _peers(pair: Pair) -> Iterator[str]:
+    """HAProxy hands its tables to the process that takes its place over the same address."""
+    to_us = f"{_WORDS[pair.local.version]} daddr {_address(int(pair.local), pair.local.version)} tcp dport {PEERS_PORT}"
+    yield f"{to_us} {_WORDS[pair.local.version]} saddr {_among((pair.local, *pair.peers))} accept"
+    yield f"{to_us} {_REFUSE}"

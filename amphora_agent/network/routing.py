@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way packets leave.
+
+Invariant: what comes from a VIP leaves by the VIP's network, whatever other networks the amphora has: a rule for each
+VIP ("from VIP lookup table 1") leads to a table of its own with the connected subnets and the routes of the VIP's
+interface. Everything else follows the main table. In no table is a route, and nowhere a rule, that is not wanted; those
+the kernel keeps itself are left alone.
+
+Deciding is pure (`wanted_*`, `changes`); `present_*`, `put*` and `drop*` are the edge.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from amphora_agent.bundle import Host, Interface, Network
+from amphora_agent.network.netlink import NetlinkError
+
+MAIN = 254
+FIRST_TABLE = 1
+"""Of the first interface with VIPs, which is the only one; a second one would have the next table."""
+_PRIORITY = 100
+# Of a route that does not say, as the kernel counts it (include/net/ip6_route.h).
+_METRICS = {4: 0, 6: 1024}
+_FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
+_EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
+# include/uapi/linux/rtnetlink.h
+_PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
+_UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
+# Every namespace begins with these: table local, main and default.
+_KERNELS_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
+_LEADS_TO_A_TABLE = 1
+_FURTHER_SELECTORS = ("FRA_DST", "FRA_IIFNAME", "FRA_OIFNAME", "FRA_FWMARK", "FRA_IP_PROTO", "FRA_SPORT_RANGE")
+
+
+@dataclass(frozen=True)
+class TableRoute:
+    """A route of one table. ``interface`` is the kernel's number of it; without a gateway it is on the link."""
+
+    table: int
+    destination: Network
+    gateway: Host | None
+    interface: int
+    metric: int
+
+    @property
+    def place(self) -> tuple[int, Network, int]:
+        """Of two routes with the same place the kernel uses one."""
+        return self.table, self.destination, self.metric
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What comes from a source is looked up in a table. ``further`` are selectors that none of ours has."""
+
+    version: int
+    priority: int
+    table: int
+    source: Network | None
+    further: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Routes to put into their places, in this order, and those to take away after that."""
+
+    put: tuple[TableRoute, ...]
+    drop: tuple[TableRoute, ...]
+
+
+def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
+    yield from enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
+
+
+def wanted_rules(interfaces: Sequence[Interface]) -> frozenset[Rule]:
+    """One for each VIP, whether or not the VIP is here at the moment."""
+    return frozenset(
+        Rule(vip.version, _PRIORITY, table, vip.network)
+        for table, interface in _tables(interfaces)
+        for vip in interface.vips
+    )
+
+
+def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -> frozenset[TableRoute]:
+    """Every route but those the kernel makes of addresses.
+
+    Of two routes to the same destination the first one stays; a subnet that the machine is in itself comes before both.
+
+    Args:
+        indexes: the kernel's numbers of the interfaces, by MAC address.
+    """
+    connected = {address.network for interface in interfaces for address in interface.addresses}
+    found: dict[tuple[int, Network], TableRoute] = {}
+
+    def want(table: int, interface: Interface, destination: Network, gateway: Host | None) -> None:
+        made = TableRoute(table, destination, gateway, indexes[interface.mac], _METRICS[destination.version])
+        found.setdefault((table, destination), made)
+
+    for interface in interfaces:
+        for route in interface.routes:
+            if route.destination not in connected:
+                want(MAIN, interface, route.destination, route.gateway)
+    for table, interface in _tables(interfaces):
+        for address in interface.addresses:
+            want(table, interface, address.network, None)
+        for route in interface.routes:
+            want(table, interface, route.destination, route.gateway)
+    return frozenset(found.values())
+
+
+def changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) -> Changes:
+    """What leads from one to the other, so that no destination is without a route meanwhile.
+
+    Routes on the link come first: gateways are reached over them.
+    """
+    put = sorted(
+        wanted - present, key=lambda one: (one.gateway is not None, one.table, -one.destination.prefixlen, str(one))
+    )
+    replaced = {one.place for one in put}
+    drop = sorted(
+        (one for one in present - wanted if one.place not in replaced), key=lambda one: (one.gateway is None, str(one))
+    )
+    return Changes(tuple(put), tuple(drop))
+
+
+# -- the kernel -----------------------------------------------------------------------------------------------------
+
+
+def present_routes(route: Any) -> frozenset[TableRoute]:
+    """The routes that came from somebody; those of addresses and of the link itself are the kernel's."""
+    return frozenset(_routes(route))
+
+
+def _routes(route: Any) -> Iterator[TableRoute]:
+    for family, everything in _EVERYTHING.items():
+        for message in route.get_routes(family=family):
+            if message["proto"] in (_PROTOCOL_KERNEL, _PROTOCOL_ROUTER_ADVERTISEMENT) or message["flags"] & _CLONED:
+                continue
+            if message["type"] != _UNICAST or message.get_attr("RTA_OIF") is None:
+                continue
+            target, gateway = message.get_attr("RTA_DST"), message.get_attr("RTA_GATEWAY")
+            text = everything if target is None else f"{target}/{message['dst_len']}"
+            yield TableRoute(
+                table=message.get_attr("RTA_TABLE") or message["table"],
+                destination=ipaddress.ip_network(text),
+                gateway=ipaddress.ip_address(gateway) if gateway else None,
+                interface=message.get_attr("RTA_OIF"),
+                metric=message.get_attr("RTA_PRIORITY") or 0,
+            )
+
+
+def present_rules(route: Any) -> frozenset[Rule]:
+    """The rules that came from somebody; every namespace has those of the kernel."""
+    return frozenset(_rules(route))
+
+
+def _rules(route: Any) -> Iterator[Rule]:
+    for version, family in _FAMILIES.items():
+        for message in route.get_rules(family=family):
+            priority = message.get_attr("FRA_PRIORITY") or 0
+            table = message.get_attr("FRA_TABLE") or message["table"]
+            source = message.get_attr("FRA_SRC")
+            if source is None and (priority, table) in _KERNELS_RULES:
+                continue
+            network = None if source is None else ipaddress.ip_network(f"{source}/{message['src_len']}")
+            further = [(name, message.get_attr(name)) for name in _FURTHER_SELECTORS if message.get_attr(name)]
+            further += [(key, message[key]) for key in ("dst_len", "tos") if message[key]]
+            if message["action"] != _LEADS_TO_A_TABLE:
+                further.append(("action", message["action"]))
+            yield Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further))
+
+
+def put(route: Any, item: TableRoute) -> None:
+    """Put a route into its place, instead of what is there."""
+    route.route("replace", proto=_PROTOCOL_STATIC, **_arguments(item))
+
+
+def drop(route: Any, item: TableRoute) -> None:
+    """Take a route away, if it is still there."""
+    with _gone(errno.ESRCH):
+        route.route("del", **_arguments(item))
+
+
+def _arguments(item: TableRoute) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "dst": str(item.destination),
+        "oif": item.interface,
+        "table": item.table,
+        "family": _FAMILIES[item.destination.version],
+    }
+    if item.metric:
+        arguments["priority"] = item.metric
+    if item.gateway is not None:
+        arguments["gateway"] = str(item.gateway)
+    elif item.destination.version == 4:
+        arguments["scope"] = _SCOPE_LINK
+    return arguments
+
+
+def put_rule(route: Any, rule: Rule) -> None:
+    """Add a rule that is not there."""
+    route.rule("add", **_rule_arguments(rule))
+
+
+def drop_rule(route: Any, rule: Rule) -> None:
+    """Take a rule away, if it is still there."""
+    with _gone(errno.ENOENT):
+        route.rule("del", **_rule_arguments(rule))
+
+
+def _rule_arguments(rule: Rule) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"family": _FAMILIES[rule.version], "table": rule.table, "priority": rule.priority}
+    if rule.source is not None:
+        arguments.update(src=str(rule.source.network_address), src_len=rule.source.prefixlen)
+    return arguments
+
+
+@contextmanager
+def _gone(code: int) -> Iterator[None]:
+    try:
+        yield
+    except NetlinkError as error:
+        if error.code != code:
+            raise

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keepalived configuration that Octavia's worker uploads, as the `vrrp` of a bundle.
+
+Invariant: pure. Nothing of the text is ever given to keepalived: it is read for its numbers and addresses, and what
+keepalived gets is written anew. VIPs, routes and rules are not read: plugging said them already.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+from typing import NoReturn
+
+from amphora_agent.bundle import Host, Partner, Vrrp
+from amphora_agent.errors import RequestRefused
+
+_TOKEN = re.compile(r"[^\s{}]+|[{}]|\n")
+_LARGEST_ROUTER_ID, _LARGEST_PRIORITY = 255, 254
+_FASTEST, _SLOWEST = 0.05, 40.0
+_USUAL_ADVERT = 1.0
+
+
+def read(text: str, interfaces: Collection[str]) -> Vrrp:
+    """How this amphora is one of a pair.
+
+    Args:
+        interfaces: the names of those that are plugged.
+
+    Raises:
+        RequestRefused: the text has no instance, more than one, or not what an instance needs.
+    """
+    instances = [body for head, body in _blocks(text) if head[:1] == ["vrrp_instance"]]
+    if len(instances) != 1:
+        _refuse(f"one vrrp_instance is needed, there are {len(instances)}")
+    lines, blocks = _lines(instances[0]), dict(_named_blocks(instances[0]))
+    interface = _word(lines, "interface")
+    if interface not in interfaces:
+        _refuse(f"there is no interface {interface!r}")
+    try:
+        local = ipaddress.ip_address(_word(lines, "unicast_src_ip"))
+        peers = [ipaddress.ip_address(word) for word in blocks.get("unicast_peer", []) if word != "\n"]
+        router, priority = int(_word(lines, "virtual_router_id")), int(_word(lines, "priority"))
+        advert = float(lines.get("advert_int", [str(_USUAL_ADVERT)])[0])
+    except (ValueError, IndexError) as error:
+        _refuse(str(error))
+    if any(peer.version != local.version for peer in peers):
+        _refuse("the partners' addresses are of different families")
+    if not 1 <= router <= _LARGEST_ROUTER_ID or not 1 <= priority <= _LARGEST_PRIORITY:
+        _refuse(f"virtual_router_id {router} or priority {priority} is out of range")
+    if not _FASTEST <= advert <= _SLOWEST:
+        _refuse(f"advert_int {advert} is not between {_FASTEST} and {_SLOWEST} seconds")
+    others = tuple(partner(peer) for peer in dict.fromkeys(peers) if peer != local)
+    return Vrrp(interface, router, priority, advert, partner(local), others)
+
+
+def partner(address: Host) -> Partner:
+    """One of a pair. Neither side is told the other's id, so both name each other by address."""
+    return Partner(str(address).replace(".", "-").replace(":", "-").strip("-"), address)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise RequestRefused("Invalid request", f"keepalived.conf: {why}")
+
+
+def _word(lines: dict[str, list[str]], keyword: str) -> str:
+    words = lines.get(keyword) or []
+    if len(words) != 1:
+        _refuse(f"{keyword} with one value is needed")
+    return words[0]
+
+
+def _blocks(text: str) -> list[tuple[list[str], list[str]]]:
+    """The outermost blocks: the words before the brace, and the words within (braces and ends of lines included)."""
+    found: list[tuple[list[str], list[str]]] = []
+    head: list[str] = []
+    body: list[str] = []
+    depth = 0
+    uncommented = "\n".join(re.split(r"[#!]", line, maxsplit=1)[0] for line in text.split("\n"))
+    for token in _TOKEN.findall(uncommented):
+        if token == "}":  # noqa: S105 (a brace, no secret)
+            depth -= 1
+            if depth < 0:
+                _refuse("a block ends that did not begin")
+            if depth == 0:
+                found.append((head, body))
+                head, body = [], []
+                continue
+        if depth:
+            body.append(token)
+        elif token == "\n":  # noqa: S105
+            head = []
+        elif token != "{":  # noqa: S105
+            head = [*head, token]
+        depth += token == "{"  # noqa: S105
+    if depth:
+        _refuse("a block does not end")
+    return found
+
+
+def _named_blocks(body: list[str]) -> list[tuple[str, list[str]]]:
+    text = " ".join(body)
+    return [(head[0], inner) for head, inner in _blocks(text) if head]
+
+
+def _lines(body: list[str]) -> dict[str, list[str]]:
+    """The lines that are in no inner block: their words by the first one."""
+    lines: list[list[str]] = [[]]
+    depth = 0
+    for token in body:
+        depth += (token == "{") - (token == "}")  # noqa: S105
+        if token == "\n":  # noqa: S105
+            lines.append([])
+        elif not depth and token != "}":  # noqa: S105
+            lines[-1].append(token)
+    return {line[0]: line[1:] for line in lines if line}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports that Octavia's worker plugs, as interfaces of a bundle.
+
+Invariant: pure. A port is known by its MAC address and keeps the name it got first. The one with the VIPs is
+`VIP_NAME`, whatever else is plugged.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from amphora_agent.bundle import Address, Interface, Network, Route
+from amphora_agent.errors import RequestRefused
+
+VIP_NAME = "eth1"
+_FIRST_MEMBER_NETWORK = 2
+_USUAL_MTU = 1500
+_SMALLEST_MTU, _LARGEST_MTU = 68, 65535
+_MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
+_EVERYTHING = {4: ipaddress.ip_network("0.0.0.0/0"), 6: ipaddress.ip_network("::/0")}
+
+
+def vip_port(vip: str, document: Any) -> Interface:
+    """The interface that the body of POST plug/vip asks for.
+
+    Args:
+        vip: the primary VIP, from the URL.
+
+    Raises:
+        RequestRefused: the body is not one.
+    """
+    try:
+        found = _object(document)
+        own = [_fixed(found["vrrp_ip"], found["subnet_cidr"])]
+        primary = {**found, "ip_address": vip}
+        vips = [primary, *(_object(each) for each in found.get("additional_vips") or ())]
+        return Interface(
+            mac=_mac(found["mac_address"]),
+            name=VIP_NAME,
+            mtu=_mtu(found.get("mtu")),
+            addresses=tuple(own),
+            vips=tuple(_single(each["ip_address"]) for each in vips),
+            routes=_unique(route for each in vips for route in _vip_routes(each, own)),
+        )
+    except KeyError as error:
+        raise RequestRefused("Invalid subnet information", f"{error} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RequestRefused("Invalid VIP", str(error)) from error
+
+
+def member_port(document: Any, plugged: Collection[Interface]) -> Interface:
+    """The interface that the body of POST plug/network asks for.
+
+    Args:
+        plugged: those that there are; the same port again is another state of the same interface.
+
+    Raises:
+        RequestRefused: the body is not one.
+    """
+    try:
+        found = _object(document)
+        mac = _mac(found["mac_address"])
+        known = next((each for each in plugged if each.mac == mac), None)
+        fixed = [_object(each) for each in found.get("fixed_ips") or ()]
+        if found.get("vip_net_info") or (known is not None and known.name == VIP_NAME):
+            return _shared(found, fixed, known)
+        return Interface(
+            mac=mac,
+            name=known.name if known is not None else _free_name({each.name for each in plugged}),
+            mtu=_mtu(found.get("mtu")),
+            addresses=tuple(_fixed(each["ip_address"], each["subnet_cidr"]) for each in fixed),
+            vips=(),
+            routes=_unique(route for each in fixed for route in _host_routes(each)),
+        )
+    except KeyError as error:
+        raise RequestRefused("Invalid port information", f"{error} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RequestRefused("Invalid network port", str(error)) from error
+
+
+def with_port(plugged: Collection[Interface], port: Interface) -> tuple[Interface, ...]:
+    """The interfaces after one more was plugged, or one of them anew. There is one with the VIPs."""
+    return tuple(sorted((*(each for each in plugged if each.name != port.name), port), key=lambda each: each.name))
+
+
+def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interface | None) -> Interface:
+    """The port of the VIPs, on which members' subnets are reached too."""
+    if found.get("vip_net_info"):
+        net_info = _object(found["vip_net_info"])
+        port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
+        # This body does not name the additional VIPs.
+        if known is not None and not net_info.get("additional_vips"):
+            port = _joined(port, (), known.vips, known.routes)
+    elif known is not None:
+        port = known
+    addresses = [_fixed(each["ip_address"], each["subnet_cidr"]) for each in fixed]
+    routes = [route for each in fixed for route in (*_default(each), *_host_routes(each))]
+    return _joined(port, addresses, (), routes)
+
+
+def _joined(
+    port: Interface, addresses: Iterable[Address], vips: Iterable[Address], routes: Iterable[Route]
+) -> Interface:
+    return Interface(
+        mac=port.mac,
+        name=port.name,
+        mtu=port.mtu,
+        addresses=tuple(dict.fromkeys((*port.addresses, *addresses))),
+        vips=tuple(dict.fromkeys((*port.vips, *vips))),
+        routes=_unique((*port.routes, *routes)),
+    )
+
+
+def _vip_routes(vip: Mapping[str, Any], own: Collection[Address]) -> list[Route]:
+    """A VIP's own subnet is on the link even where the amphora has no address in it."""
+    subnet = ipaddress.ip_network(vip["subnet_cidr"], strict=False)
+    near = [] if any(address.network == subnet for address in own) else [Route(subnet, None)]
+    return [*near, *_default(vip), *_host_routes(vip)]
+
+
+def _default(subnet: Mapping[str, Any]) -> list[Route]:
+    if not subnet.get("gateway"):
+        return []
+    gateway = ipaddress.ip_address(subnet["gateway"])
+    return [Route(_EVERYTHING[gateway.version], gateway)]
+
+
+def _host_routes(subnet: Mapping[str, Any]) -> list[Route]:
+    routes = []
+    for each in subnet.get("host_routes") or ():
+        destination: Network = ipaddress.ip_network(each["destination"], strict=False)
+        routes.append(Route(destination, ipaddress.ip_address(each["nexthop"])))
+    return routes
+
+
+def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:
+    """One route for each destination: the first, which is that of the primary VIP."""
+    found: dict[Network, Route] = {}
+    for route in routes:
+        found.setdefault(route.destination, route)
+    return tuple(found.values())
+
+
+def _free_name(taken: Collection[str]) -> str:
+    return next(name for n in itertools.count(_FIRST_MEMBER_NETWORK) if (name := f"eth{n}") not in taken)
+
+
+def _object(document: Any) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise TypeError("an object is needed")
+    return document
+
+
+def _fixed(address: Any, subnet: Any) -> Address:
+    """An address with the length of its subnet's prefix."""
+    if not isinstance(address, str):
+        raise TypeError("an address of the port's own is needed: this amphora asks no DHCP server for one")
+    length = ipaddress.ip_network(subnet, strict=False).prefixlen
+    return ipaddress.ip_interface(f"{ipaddress.ip_address(address)}/{length}")
+
+
+def _single(address: Any) -> Address:
+    host = ipaddress.ip_address(str(address))
+    return ipaddress.ip_interface(f"{host}/{host.max_prefixlen}")
+
+
+def _mac(value: Any) -> str:
+    if not isinstance(value, str) or not _MAC.fullmatch(value.lower()):
+        raise ValueError(f"{value!r} is not a MAC address")
+    return value.lower()
+
+
+def _mtu(value: Any) -> int:
+    mtu = _USUAL_MTU if value is None else value
+    if not isinstance(mtu, int) or isinstance(mtu, bool) or not _SMALLEST_MTU <= mtu <= _LARGEST_MTU:
+        raise ValueError(f"{mtu!r} is not an MTU")
+    return mtu

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent configuration that Octavia writes for its amphorae, as settings of this agent.
+
+Invariant: pure, but for `stored` and `keep`. Of Octavia's options only those about heartbeats and about being one of a
+pair are taken; where this agent listens and which certificates it trusts is never changed by them.
+"""
+
+from __future__ import annotations
+
+import configparser
+import ipaddress
+import logging
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+
+from amphora_agent.config import Settings, Target
+from amphora_agent.errors import RequestRefused
+from amphora_agent.paths import Paths, write_atomically
+
+_log = logging.getLogger(__name__)
+_REFUSED = "Unable to update amphora-agent configuration."
+_FILE = "octavia.conf"
+
+
+def changed(settings: Settings, text: str) -> Settings:
+    """The settings after an upload: heartbeats are Octavia's from then on.
+
+    Raises:
+        RequestRefused: the text cannot be read, or is another amphora's.
+    """
+    parser = configparser.ConfigParser(interpolation=None, strict=False, default_section="\0none")
+    try:
+        parser.read_string(text)
+        own = uuid.UUID(parser.get("amphora_agent", "amphora_id", fallback=str(settings.amphora_id)))
+        targets = parser.get("health_manager", "controller_ip_port_list", fallback=None)
+        interval = parser.getfloat("health_manager", "heartbeat_interval", fallback=settings.interval)
+        key = parser.get("health_manager", "heartbeat_key", fallback=None)
+        topology = parser.get("controller_worker", "loadbalancer_topology", fallback="")
+        found = settings.targets if targets is None else _targets(targets)
+    except configparser.Error as error:
+        # Its words repeat lines of the file, and one of them may be the key.
+        raise RequestRefused(_REFUSED, f"{type(error).__name__}", 500) from None
+    except ValueError as error:
+        raise RequestRefused(_REFUSED, str(error), 500) from error
+    if own != settings.amphora_id:
+        raise RequestRefused(_REFUSED, f"it is for amphora {own}, this is {settings.amphora_id}", 500)
+    if interval <= 0:
+        raise RequestRefused(_REFUSED, f"heartbeat_interval = {interval} is not positive", 500)
+    return replace(
+        settings,
+        heartbeat_format="octavia",
+        targets=found,
+        interval=interval,
+        heartbeat_key=settings.heartbeat_key if key is None else key.encode(),
+        pair=topology == "ACTIVE_STANDBY" if topology else settings.pair,
+    )
+
+
+def stored(settings: Settings, paths: Paths) -> Settings:
+    """The settings as the last upload left them."""
+    with suppress(FileNotFoundError):
+        text = (paths.etc / _FILE).read_text(encoding="utf-8")
+        try:
+            return changed(settings, text)
+        except RequestRefused as error:
+            _log.error("%s: %s", _FILE, error)
+    return settings
+
+
+def keep(text: str, paths: Paths) -> None:
+    """Write an upload down, for the agent's next start.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    write_atomically(paths.etc / _FILE, text)
+
+
+def _targets(text: str) -> tuple[Target, ...]:
+    targets = []
+    for item in filter(None, (part.strip() for part in text.strip("[]").split(","))):
+        host, _, port = item.strip("'\" ").rpartition(":")
+        targets.append(Target(str(ipaddress.ip_address(host.strip("[]"))), int(port)))
+    return tuple(targets)

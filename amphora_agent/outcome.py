@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a change of this amphora has come to.
+
+Invariant: what it says is loaded HAProxy itself has said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from amphora_agent.haproxy.process import Loaded
+from amphora_agent.tally import Deed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to serve a generation."""
+
+    generation: int
+    deed: Deed
+    loaded: Loaded
+
+    @property
+    def how(self) -> str:
+        return self.deed.how
+
+    @property
+    def reason(self) -> str:
+        return self.deed.reason
+
+    def document(self) -> dict[str, Any]:
+        """The answer to a push."""
+        return {
+            "generation": self.generation,
+            "how": self.how,
+            "reason": self.reason,
+            "loaded": self.loaded.document(),
+        }

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns of HAProxy's statistics that are summed up over its workers.
+
+Invariant: HAProxy only ever adds to them (management guide, 9.1, "CSV format"). What its checks count is not among
+them: that is about the members and not about what went through, and each worker that still lives counts the same.
+"""
+
+from __future__ import annotations
+
+COUNTED = (
+    "stot",
+    "bin",
+    "bout",
+    "ereq",
+    "dreq",
+    "dresp",
+    "econ",
+    "eresp",
+    "wretr",
+    "wredis",
+    "wrew",
+    "cli_abrt",
+    "srv_abrt",
+    "lbtot",
+    "connect",
+    "reuse",
+    "conn_tot",
+    "dcon",
+    "dses",
+    "req_tot",
+    "intercepted",
+    "hrsp_1xx",
+    "hrsp_2xx",
+    "hrsp_3xx",
+    "hrsp_4xx",
+    "hrsp_5xx",
+    "hrsp_other",
+    "cache_lookups",
+    "cache_hits",
+    "comp_in",
+    "comp_out",
+    "comp_byp",
+    "comp_rsp",
+)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Giving amphorae a generation.
+
+Invariant: what an amphora confirmed is written down before the next wave begins, and what one refuses is given to
+nobody after it. One that cannot be reached refuses nothing: the others are served, and the load balancer is not
+confirmed before it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from amphora_driver.controller import contents, partners
+from amphora_driver.controller.bundle import Served, bundle
+from amphora_driver.controller.configured import advert_interval, defaults, limited
+from amphora_driver.controller.tickets import SEED_LENGTH
+from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.model.secrets import tickets
+from amphora_driver.queue.jobs import note_outcome
+from amphora_driver.render.haproxy import render
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae, generations, statuses
+from amphora_driver.store import secrets as kept
+from amphora_driver.store.amphorae import Amphora
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.tables import work
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    from amphora_driver.controller import plan as planning
+    from amphora_driver.controller.steps import Backends
+    from amphora_driver.model.secrets import SecretName
+    from amphora_driver.queue.jobs import Lease
+    from amphora_driver.render.tls import File
+
+    # What came of a wave by amphora id; None where the generation is served.
+    Answers = dict[str, AgentError | None]
+
+LOG = logging.getLogger(__name__)
+# A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
+_MOST_CULPRITS = 16
+# A pair that begins listens for this many advertisements before one of them takes the VIPs (RFC 9568, 6.1: three and a
+# fraction); seconds on top of that for a machine that is busy; and seconds between two questions whether one has.
+_ADVERTS_TO_WAIT = 4
+_VIP_PATIENCE = 3.0
+_VIP_PAUSE = 0.1
+
+
+class _Taken(Exception):
+    """An amphora serves this generation already, with another content."""
+
+
+class _Round(msgspec.Struct, frozen=True, kw_only=True):
+    """One wave of a push: who is asked, who has to agree, and who of those is about to go."""
+
+    tree: LoadBalancer
+    generation: int
+    targets: tuple[Amphora, ...]
+    everyone: tuple[Amphora, ...]
+    priorities: dict[str, int]
+    optional: frozenset[str]
+
+
+class Pushing:
+    """Pushes of one load balancer under one lease.
+
+    Args:
+        backends: agents, vault and so on.
+        lease: whose load balancer.
+        write: runs a change of the store under the lease.
+    """
+
+    def __init__(
+        self, backends: Backends, lease: Lease, write: Callable[[Callable[[sa.Connection], object]], None]
+    ) -> None:
+        self._conf: Any = backends.conf
+        self._agents: Any = backends.agents
+        self._vault: Any = backends.vault
+        self._lease = lease
+        self._write = write
+        # What could not be served in the generation being pushed: reasons by object id.
+        self._failed: dict[str, str] = {}
+        # What is served instead, until another object is found that cannot be.
+        self._served: Served | None = None
+        # What TLS ticket keys come from, if it was made since `wanted` was read.
+        self._made: Sealed | None = None
+
+    def push(self, step: planning.Push, wanted: planning.Wanted, everyone: Sequence[Amphora]) -> None:
+        """Give the step's amphorae the newest generation, wave after wave.
+
+        Raises:
+            AgentRefused: one of them does not want it; those of later waves were not asked.
+            AgentError: one of them could not be asked; all others were.
+            ModelError: nothing of it can be served.
+        """
+        if wanted.tree is None:
+            raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
+        self._failed = dict(wanted.failed)
+        self._served = self._made = None
+        by_id = {one.id: one for one in everyone}
+        missed: AgentError | None = None
+        try:
+            for number, wave in enumerate(step.waves, start=1):
+                round_ = _Round(
+                    tree=limited(wanted.tree, self._conf),
+                    generation=wanted.generation,
+                    targets=tuple(by_id[one] for one in wave),
+                    everyone=tuple(everyone),
+                    priorities=wanted.priorities,
+                    optional=step.optional,
+                )
+                whole = step.whole and number == len(step.waves) and missed is None
+                missed = self._wave(round_, wanted, whole=whole) or missed
+        except _Taken:
+            LOG.info("load balancer %s: generation %d is taken", wanted.load_balancer_id, wanted.generation)
+            self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))
+            return
+        if missed is not None:
+            raise missed
+
+    def confirm(self, generation: int) -> None:
+        """Note that every amphora serves a generation."""
+        self._write(lambda connection: self._confirmed(connection, generation))
+
+    def _wave(self, round_: _Round, wanted: planning.Wanted, *, whole: bool) -> AgentError | None:
+        """Give it to those of one wave; returns why one of them could not be asked."""
+        for _ in range(_MOST_CULPRITS):
+            if self._served is None:
+                self._served = self._rendered(wanted, round_.tree)
+            answers = self._ask(round_, self._served)
+            refusal = _refusal(answers, round_.generation, round_.optional)
+            if refusal is None:
+                if whole and round_.priorities and not any(one.confirmed for one in round_.everyone):
+                    self._await_vips(round_)
+                return self._settle(round_, answers, whole=whole)
+            # HAProxy itself points at one object: everything else can be served without it.
+            if refusal.object_id is None or refusal.object_id in self._failed:
+                raise refusal
+            LOG.warning("load balancer %s: leaving out %s: %s", round_.tree.id, refusal.object_id, refusal.happened)
+            self._failed[refusal.object_id] = refusal.happened
+            self._served = None
+        raise ModelError(
+            f"find a configuration of load balancer {round_.tree.id} that HAProxy takes",
+            f"it was refused {_MOST_CULPRITS} times: {next(iter(self._failed.values()))}",
+        )
+
+    def _ask(self, round_: _Round, served: Served) -> Answers:
+        """Give it to all of them at once."""
+
+        def push(amphora: Amphora) -> AgentError | None:
+            try:
+                self._give(round_, amphora, served)
+            except AgentError as error:
+                return error
+            return None
+
+        if len(round_.targets) == 1:
+            return {round_.targets[0].id: push(round_.targets[0])}
+        with ThreadPoolExecutor(len(round_.targets)) as pool:
+            return dict(zip((one.id for one in round_.targets), pool.map(push, round_.targets), strict=True))
+
+    def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
+        priority = round_.priorities.get(amphora.role)
+        interval = advert_interval(round_.tree, self._conf)
+        pair = partners.vrrp(amphora, round_.everyone, round_.tree.vip, priority, interval)
+        body = bundle(round_.tree, round_.generation, amphora.id, amphora.plugged, served, pair)
+        applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body)
+        # A newer one that came from another controller while ours waited has taken its place.
+        if applied.generation < round_.generation:
+            wanted = f"have amphora {amphora.id} serve generation {round_.generation}"
+            raise AgentRefused(wanted, f"it serves {applied.generation}")
+        words = (amphora.id, round_.generation, applied.how, applied.reason)
+        LOG.info("amphora %s serves generation %d by %s (%s)", *words)
+
+    def _await_vips(self, round_: _Round) -> None:
+        """Wait until one of a pair that begins has the VIPs: before that no user is served, whatever we say.
+
+        It does not take for ever, and nothing depends on it: they agree on it among themselves.
+        """
+        patience = _ADVERTS_TO_WAIT * advert_interval(round_.tree, self._conf) + _VIP_PATIENCE
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            try:
+                said = [self._agents.info(one.id, str(one.management_address)).holds_vip for one in round_.targets]
+            except AgentError as error:
+                LOG.warning("load balancer %s: who has the VIPs is not known: %s", round_.tree.id, error)
+                return
+            if True in said or all(one is None for one in said):
+                return
+            time.sleep(_VIP_PAUSE)
+        LOG.warning("load balancer %s: nobody has taken the VIPs in %.1f s", round_.tree.id, patience)
+
+    def _settle(self, round_: _Round, answers: Answers, *, whole: bool) -> AgentError | None:
+        """Write down who serves it now; returns why one of them could not be asked."""
+        missed = None
+        for amphora_id, error in answers.items():
+            if error is not None and amphora_id in round_.optional:
+                LOG.warning("amphora %s is about to go and takes no configuration: %s", amphora_id, error)
+            elif error is not None:
+                missed = error
+        served = [one for one in round_.targets if answers[one.id] is None]
+
+        def write(connection: sa.Connection) -> None:
+            for one in served:
+                values: dict[str, Any] = {"confirmed": round_.generation}
+                if round_.priorities:
+                    values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
+                amphorae.change(connection, one.id, **values)
+            if whole and missed is None:
+                # Usually this was the last one missing: one transaction for both marks.
+                self._confirmed(connection, round_.generation)
+
+        self._write(write)
+        return missed
+
+    def _confirmed(self, connection: sa.Connection, generation: int) -> None:
+        of = self._lease.load_balancer_id
+        connection.execute(work.update().where(work.c.load_balancer_id == of).values(applied=generation))
+        statuses.confirm(connection, of, generation, self._failed)
+        outcome = "served" if not self._failed else "served without " + ", ".join(sorted(self._failed))
+        note_outcome(connection, of, generation, outcome)
+
+    # --- what is served ---------------------------------------------------------------------------------------------
+
+    def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
+        """What of the load balancer can be served, whatever else was found not to be."""
+        while True:
+            rendered = render(tree, failed=self._failed, defaults=defaults(self._conf), shared_tickets=True)
+            self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
+            found, number = self._tickets(wanted, rendered.files)
+            files, lost = contents.filled(rendered.files, found, self._vault, tickets=number)
+            if not lost:
+                return Served(text=rendered.text, files=files, pings=dict(rendered.pings))
+            if lost.keys() <= self._failed.keys():
+                raise ModelError(f"leave out what cannot be served of load balancer {tree.id}", str(lost))
+            for object_id, reason in lost.items():
+                LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
+            self._failed |= lost
+
+    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> tuple[dict[SecretName, Sealed], int]:
+        """The load balancer's secrets, with what TLS ticket keys are made from if a file asks for it; and which keys.
+
+        It is made when it is asked for the first time, and anew if no key of ours opens it any more: that costs
+        clients a handshake, and nothing else.
+        """
+        name = tickets(wanted.load_balancer_id)
+        asked = any(file.secret == name for file in files)
+        if not asked or (wanted.tickets is not None and self._opens(wanted.secrets.get(name))):
+            return wanted.secrets, wanted.tickets or 1
+        if self._made is None:
+            self._made = Sealed(content=self._vault.seal(Secret(secrets.token_bytes(SEED_LENGTH))))
+            made, due = {name: self._made}, time.time() + self._conf.tls.ticket_key_period
+
+            def write(connection: sa.Connection) -> None:
+                kept.put(connection, wanted.load_balancer_id, made)
+                generations.begin_tickets(connection, wanted.load_balancer_id, due)
+
+            self._write(write)
+        return {**wanted.secrets, name: self._made}, 1
+
+    def _opens(self, sealed: Sealed | None) -> bool:
+        if sealed is None or sealed.content is None:
+            return False
+        try:
+            self._vault.open(sealed.content)
+        except StoreError:
+            return False
+        return True
+
+
+def _refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:
+    """What keeps the configuration from everybody: an amphora understood it and said no.
+
+    An amphora whose machine failed (5xx) or that cannot be reached says nothing about the configuration.
+
+    Raises:
+        _Taken: one serves the generation already, with another content.
+    """
+    said = [error for one, error in answers.items() if one not in optional and isinstance(error, AgentRefused)]
+    if any(error.status == HTTPStatus.CONFLICT and error.generation == generation for error in said):
+        raise _Taken
+    return next((error for error in said if error.status < HTTPStatus.INTERNAL_SERVER_ERROR), None)

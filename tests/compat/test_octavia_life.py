@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an amphora that Octavia drives is after a reboot, and whose it is."""
+
+from __future__ import annotations
+
+import pytest
+from amphora_lab import CONTROLLER, eventually, get
+from balancers import LB, TLS, WEB, balancer, listener, member, plug, pool
+from octavia_process import Refused
+
+KEY = "another key"
+SECURE = listener(id=TLS, protocol="TERMINATED_HTTPS", protocol_port=443, tls_certificate_id="one.test")
+
+
+@pytest.fixture(scope="module")
+def client(compat_network):
+    return compat_network.thread("cl")
+
+
+def test_a_reboot(worker, booted, client, compat_network):
+    amphora = booted()
+    worker.drive(amphora)
+    plug(worker)
+    options = {"heartbeat_key": KEY, "controller_ip_port_list": [f"{CONTROLLER}:5603"], "heartbeat_interval": 1}
+    worker("configure", "SINGLE", **options)
+    worker("update", balancer(listener(), pool(member("m1"))))
+    again(amphora, compat_network)
+    # Nothing of it was in memory only: it serves before anybody asks.
+    eventually(lambda: served(client) == "m1", "the load balancer is served again")
+
+    worker("update", balancer(listener(), SECURE, pool(member("m1"))))
+    worker("listen", KEY, CONTROLLER, 5603)
+    again(amphora, compat_network)
+    # The key of a certificate was. Octavia's health manager misses the listeners, and that is what makes it act.
+    assert worker("heartbeats", 4)[-1][1]["listeners"] == {}
+    assert served(client) is None
+    # Any update of the load balancer says everything again.
+    worker("update", balancer(listener(), SECURE, pool(member("m2"))))
+    assert served(client) == "m2"
+    eventually(lambda: set(worker("heartbeats", 1)[0][1]["listeners"]) == {WEB, TLS}, "it reports all listeners")
+
+
+def again(amphora, network):
+    amphora.power_off()
+    network.unplug()
+    network.plug()
+    amphora.start()
+    eventually(amphora.answers, "the agent answers")
+
+
+def served(client):
+    try:
+        return client.run(get, timeout=1.0)[1]
+    except OSError:
+        return None
+
+
+def test_first_come(worker, booted, client):
+    amphora = booted()
+    worker.drive(amphora)
+    assert amphora.push(1, None)[0] == 200
+    # A 409 to plugging would be success to the worker: that one is a 403.
+    for call, error in (
+        (lambda: plug(worker), "Forbidden"),
+        (lambda: worker("call", "upload_config", LB, "defaults\n"), "Conflict"),
+        (lambda: worker("call", "upload_cert_pem", LB, "a.pem", "x"), "Conflict"),
+        (lambda: worker("configure", "SINGLE"), "Conflict"),
+    ):
+        with pytest.raises(Refused) as refused:
+            call()
+        assert refused.value.name == error
+    assert worker("call", "get_info")["api_version"] == "1.0"
+    assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 1

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of its own process: one request on a new connection every few milliseconds, however the others fare.
+
+    asker.py ADDRESS PORT INTERVAL PATIENCE
+
+Says "ready" after the first answer; when its input ends, every request as JSON: when it was started (seconds of the
+machine's monotonic clock), how long it took, and what came of it (a status line's code, or the name of an error).
+"""
+
+import asyncio
+import json
+import sys
+import time
+
+
+async def ask(address, port, patience):
+    """One request; what came of it."""
+    writer = None
+    try:
+        async with asyncio.timeout(patience):
+            reader, writer = await asyncio.open_connection(address, port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: www.example.com\r\nConnection: close\r\n\r\n")
+            line = await reader.readline()
+            return line.split()[1].decode() if line else "closed"
+    except (OSError, IndexError) as error:
+        return type(error).__name__
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+
+
+async def main(address, port, interval, patience):
+    """Ask until the input ends."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin, ended.set)
+    found, running, said = [], set(), False
+
+    async def one():
+        nonlocal said
+        began = time.monotonic()
+        outcome = await ask(address, port, patience)
+        found.append((began, time.monotonic() - began, outcome))
+        if not said and outcome.isdigit():
+            said = True
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
+
+    due = loop.time()
+    while not ended.is_set():
+        task = loop.create_task(one())
+        running.add(task)
+        task.add_done_callback(running.discard)
+        # Late by more than a beat, beats are left out: requests in a burst would say nothing about the moments between.
+        due = max(due + interval, loop.time())
+        await asyncio.sleep(due - loop.time())
+    await asyncio.gather(*running)
+    sys.stdout.write(json.dumps(sorted(found)) + "\n")
+
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])))

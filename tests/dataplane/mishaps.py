@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with an amphora, made to go wrong: deaths at a named point, a full disk, pushes that cross.
+
+Invariant: everything here returns when what it does is done, seen from the outside.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from amphora_lab import VIP, alive, descendants, eventually, get
+
+from amphora_agent.network.namespace import Namespace
+from amphora_agent.points import Point
+
+
+def agents(amphora) -> list[int]:
+    """The agent's processes: gunicorn's master and its worker."""
+    master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
+    return [master, *descendants(master)]
+
+
+def end_agent(amphora, number=signal.SIGKILL) -> None:
+    """End the agent, all of it, and wait for the next one."""
+    victims = agents(amphora)
+    for victim in victims if number == signal.SIGKILL else victims[:1]:
+        with suppress(ProcessLookupError):
+            os.kill(victim, number)
+    eventually(lambda: not any(alive(pid) for pid in victims), "the agent is gone")
+    eventually(amphora.answers, "the next one answers")
+
+
+def haproxy_pids(amphora) -> tuple[int, int]:
+    """Master and present worker, by their numbers outside."""
+    master = amphora.status("haproxy")["pid"]
+    worker = int(amphora.ask_haproxy("show info").partition("\nPid: ")[2].split()[0])
+    return amphora.outside_pid(master), amphora.outside_pid(worker)
+
+
+def arm(amphora, point: Point, what: str = "die") -> Path:
+    file = amphora.points / point.value
+    temporary = amphora.points / "new"
+    temporary.write_text(what)
+    return temporary.rename(file)
+
+
+def push_quietly(amphora, *args, **kwargs):
+    """A push, once, whose agent may die; its answer, or None."""
+    with suppress(OSError, http.client.HTTPException), apart(amphora) as push:
+        return push(amphora.bundle(*args, **kwargs)).result(60)
+    return None
+
+
+def _exchange(amphora, bundle):
+    connection = amphora.connection(amphora.tls(amphora.client_certificate))
+    try:
+        connection.request("PUT", "/v2/bundle", json.dumps(bundle).encode())
+        with connection.getresponse() as answer:
+            return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+@contextmanager
+def apart(amphora):
+    """Something to call with a bundle, that pushes it over a connection of its own; returns a future of the answer."""
+    place = Path("/run/netns") / amphora.network.name("ctl")
+    threads: list[Namespace] = []
+
+    def push(bundle):
+        threads.append(Namespace(place))
+        return threads[-1]._thread.submit(_exchange, amphora, bundle)
+
+    try:
+        yield push
+    finally:
+        for thread in threads:
+            thread.close()
+
+
+@contextmanager
+def held_at(amphora, point: Point, wanted):
+    """Within the block a push waits at a point; yields a future of its answer."""
+    armed = arm(amphora, point, "wait")
+    with apart(amphora) as push:
+        answer = push(wanted)
+        try:
+            eventually(armed.with_suffix(".here").exists, f"the change is at {point.value}")
+            yield answer
+        finally:
+            armed.unlink(missing_ok=True)
+            answer.exception(60)
+
+
+@contextmanager
+def small_disk(amphora, kilobytes: int):
+    """Have what survives a boot on a disk of its own. Before the amphora is started."""
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", amphora.var],
+        check=True,
+    )
+    try:
+        yield
+    finally:
+        amphora.power_off()
+        subprocess.run(["umount", "--lazy", amphora.var], check=True)
+
+
+def fill(amphora) -> Path:
+    """Write until there is no room left."""
+    file = amphora.var / "filler"
+    with file.open("ab", buffering=0) as opened, suppress(OSError):
+        for size in (65536, 4096, 512, 1):
+            with suppress(OSError):
+                while True:
+                    opened.write(b"\0" * size)
+    return file
+
+
+def answered(amphora, port: int = 80, address: str = VIP) -> str | None:
+    """Which member answers; None: nobody."""
+    with suppress(OSError, http.client.HTTPException):
+        status, said = amphora.network.thread("cl").run(get, address, port, "/", 2.0)
+        return said if status == 200 else None
+    return None

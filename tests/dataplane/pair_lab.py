@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two amphorae that share VIPs, a switch whose cables can be pulled, and a client that measures outages.
+
+Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
+bundle to two real agents, each with its own HAProxy and keepalived. Whatever a test breaks is mended by the fixture.
+
+    with pair.asking() as asker:
+        pair.holder.kill("haproxy")
+        pair.until_holder(other)
+    assert asker.outage < 1.0
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from amphora_lab import ROOT, Amphora, Network, children, descendants, eventually, ip
+from peers import MEMBER, Room, WebServer
+from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES, Pushed, _content
+from visitors import Visitor
+from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6
+
+from amphora_driver.controller.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
+from amphora_driver.controller.bundle import Served as Given
+from amphora_driver.controller.tickets import SEED_LENGTH, ticket_keys
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.haproxy import render
+from amphora_driver.secret import Secret
+from amphora_driver.store.amphorae import Plugged
+
+_SEED = Secret(bytes(range(SEED_LENGTH)))
+FAST, USUAL = 0.2, 1.0
+"""Advertisement intervals in seconds: the fast setting, and what everybody has who says nothing."""
+INNER = "run/netns/amphora-haproxy"
+_SUBNETS = (
+    Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1"),
+    Subnet(id=SUBNET6, network_id=NETWORK, cidr="2001:db8:1::/64", gateway=None),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node is, in the management network and on the VIP's."""
+
+    namespace: str
+    management: str
+    mac: str
+    fixed: str
+    fixed6: str
+    priority: int
+
+    @property
+    def cable(self) -> str:
+        return f"port{self.namespace}"
+
+
+PLACES = (
+    Place("amp", "203.0.113.11", "02:00:00:00:5e:0b", "198.51.100.11", "2001:db8:1::11", 254),
+    Place("bmp", "203.0.113.12", "02:00:00:00:5e:0c", "198.51.100.12", "2001:db8:1::12", 253),
+    Place("cmp", "203.0.113.13", "02:00:00:00:5e:0d", "198.51.100.13", "2001:db8:1::13", 254),
+)
+
+
+class Node(Amphora):
+    """One amphora of a pair."""
+
+    def __init__(self, network: PairNetwork, directory: Path, authority, place: Place) -> None:
+        super().__init__(network, directory, authority, place=place.namespace, address=place.management, interval=5)
+        self.where = place
+        self.load_balancer_id = LB
+
+    def __repr__(self) -> str:
+        return self.where.namespace
+
+    def holds(self, vip: str = VIP) -> bool:
+        """Whether a VIP is on its interface, as the kernel says."""
+        return vip in self.addresses()
+
+    def addresses(self) -> list[str]:
+        listed = self.inside("ip", "-j", "addr", "show", "dev", "eth1")
+        return [each["local"] for link in json.loads(listed) for each in link["addr_info"]]
+
+    def inside(self, *argv: str) -> str:
+        """What a command prints in the inner namespace; nothing if the amphora is gone."""
+        if self._process is None:
+            return "[]"
+        command = ["nsenter", f"--net=/proc/{self.init()}/root/{INNER}", "--", *argv]
+        return subprocess.run(command, check=False, capture_output=True, text=True).stdout or "[]"
+
+    def processes(self, program: str) -> list[int]:
+        """A program's processes, parents first."""
+        found = []
+        for pid in descendants(self.init()):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == program:
+                    found.append(pid)
+        return found
+
+    def send(self, program: str, number: signal.Signals) -> None:
+        for pid in self.processes(program):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, *programs: str) -> None:
+        for program in programs:
+            self.send(program, signal.SIGKILL)
+
+    def everything(self, number: signal.Signals) -> None:
+        """Freeze or thaw the whole amphora."""
+        first = self.init()
+        for pid in (first, *descendants(first)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def runs(self) -> bool:
+        return self._process is not None and bool(children(self._process.pid))
+
+    def is_well(self) -> bool:
+        """Whether HAProxy answers and keepalived runs."""
+        return self.health() == "0" and bool(self.processes("keepalived"))
+
+    def health(self) -> str:
+        with suppress(FileNotFoundError):
+            return Path(f"/proc/{self.init()}/root/run/amphora-agent/haproxy.health").read_text()
+        return ""
+
+    def said(self, service: str) -> list[str]:
+        return self.supervisor(op="log", name=service)["lines"]
+
+
+class PairNetwork(Network):
+    """The network of `amphora_lab` with further amphorae; their cables can be pulled, or lead past each other."""
+
+    def _build(self) -> None:
+        super()._build()
+        for place in PLACES[1:]:
+            ip(f"netns add {self.name(place.namespace)}")
+            self._made.append(place.namespace)
+            ip(f"-n {self.name(place.namespace)} link set lo up")
+            self.connect(place.namespace, "mgmt", [f"{place.management}/24"])
+        for short, addresses in (("mem", MEMBER_ADDRESSES), ("cl", CLIENT_ADDRESSES)):
+            for address in addresses:
+                more = " nodad preferred_lft 0" if ":" in address else ""
+                ip(f"-n {self.name(short)} addr replace {address} dev eth0{more}")
+
+    def plug_in(self, place: Place) -> None:
+        amphora, switch = self.name(place.namespace), self.name("sw")
+        ip(
+            f"-n {switch} link add {place.cable} type veth peer name new0 netns {amphora} address {place.mac}",
+            f"-n {switch} link set {place.cable} master vip up",
+        )
+
+    def pull_out(self, place: Place) -> None:
+        command = ["ip", "-n", self.name("sw"), "link", "del", place.cable]
+        subprocess.run(command, check=False, capture_output=True)
+
+    def cut(self, place: Place) -> None:
+        ip(f"-n {self.name('sw')} link set {place.cable} down")
+
+    def mend(self, place: Place) -> None:
+        ip(f"-n {self.name('sw')} link set {place.cable} up")
+
+    def part(self, *places: Place, apart: bool = True) -> None:
+        """Let nodes reach everybody but each other, or each other again."""
+        for place in places:
+            state = "on" if apart else "off"
+            command = ["bridge", "-n", self.name("sw"), "link", "set", "dev", place.cable, "isolated", state]
+            subprocess.run(command, check=True, capture_output=True)
+
+
+class Asker:
+    """A client's view of a VIP; `outage` (seconds) is from the first request that failed to the last one."""
+
+    def __init__(self, network: Network, address: str, port: int, interval: float, patience: float) -> None:
+        where = f"--net=/run/netns/{network.name('cl')}"
+        program = [sys.executable, str(ROOT / "tests/dataplane/asker.py")]
+        arguments = [address, str(port), str(interval), str(patience)]
+        self._process = subprocess.Popen(
+            ["nsenter", where, "--", *program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.requests: list[tuple[float, float, str]] = []
+        assert self._process.stdout.readline() == "ready\n"
+
+    def end(self) -> None:
+        said, _ = self._process.communicate(timeout=60)
+        self.requests = [tuple(each) for each in json.loads(said)]
+
+    @property
+    def failed(self) -> list[tuple[float, float, str]]:
+        return [each for each in self.requests if each[2] != "200"]
+
+    @property
+    def outage(self) -> float:
+        moments = [began for began, _, _ in self.failed]
+        return max(moments) - min(moments) if moments else 0.0
+
+
+class Pair:
+    """A load balancer that two amphorae serve, for one test."""
+
+    def __init__(self, network: PairNetwork, directory: Path, authority, advert: float = FAST) -> None:
+        self.network = network
+        self.advert = advert
+        self.generations = itertools.count(1)
+        self.members = Room(network.thread("mem"))
+        self.visitor = Visitor(Room(network.thread("cl")))
+        self._directory = directory
+        self._authority = authority
+        self.peers: list[WebServer] = []
+        self.nodes: list[Node] = []
+        self.partners: tuple[Place, ...] = PLACES[:2]
+
+    def boot(self, place: Place) -> Node:
+        """Plug and start a node."""
+        self.network.plug_in(place)
+        directory = self._directory / place.namespace
+        directory.mkdir()
+        node = Node(self.network, directory, self._authority, place)
+        self.nodes.append(node)
+        node.start()
+        return node
+
+    def reboot(self, node: Node) -> None:
+        """Power on again after a power cut; what is on disk is there."""
+        node.power_off()
+        self.network.pull_out(node.where)
+        self.network.plug_in(node.where)
+        node.start()
+
+    def lose(self, node: Node) -> None:
+        """A power cut that nobody repairs."""
+        if node.runs():
+            node.everything(signal.SIGCONT)
+        node.power_off()
+        self.network.pull_out(node.where)
+        self.nodes.remove(node)
+
+    def mend(self) -> None:
+        """Undo whatever was broken."""
+        for node in self.nodes:
+            if node.runs():
+                node.everything(signal.SIGCONT)
+                self.network.mend(node.where)
+            else:
+                self.reboot(node)
+        self.network.part(*[node.where for node in self.nodes], apart=False)
+        for node in self.nodes:
+            eventually(node.answers, "the agent answers")
+
+    def close(self) -> None:
+        self.visitor.close()
+        for node in list(self.nodes):
+            self.lose(node)
+        for peer in self.peers:
+            peer.close()
+
+    def web(self, name: str = "web", address: str = MEMBER, **more) -> WebServer:
+        made = WebServer(self.members, name, address, **more)
+        self.peers.append(made)
+        return made
+
+    # -- pushing -----------------------------------------------------------------------------------------------
+
+    def push(self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, to=None, **vrrp) -> list[Pushed]:
+        """Render a load balancer and push it to the nodes, one after the other; `vrrp` changes what they agree on."""
+        rendered = render(tree, shared_tickets=bool(secrets))
+        # The reference of the ticket keys is empty.
+        secrets = {**(secrets or {}), "": ticket_keys(_SEED, 7).reveal().decode()}
+        assert not rendered.refused, [str(each) for each in rendered.refused]
+        files = tuple(
+            BundleFile(name=each.name, content=Secret(_content(each, secrets).encode())) for each in rendered.files
+        )
+        given = Given(text=rendered.text if tree.listeners else None, files=files, pings=dict(rendered.pings))
+        generation, found = next(self.generations), []
+        for node in to or self.nodes:
+            document = bundle(tree, generation, node.id, (_plugged(node.where),), given, self._vrrp(node, vrrp))
+            status, answer = node.call("PUT", "/v2/bundle", document)
+            assert status == 200, f"{node}: {status}: {json.dumps(answer, indent=1)}\n{rendered.text}"
+            found.append(Pushed(status, answer, rendered))
+        return found
+
+    def _vrrp(self, node: Node, changes) -> BundleVrrp:
+        others = [one for one in self.nodes if one is not node]
+        vrrp = BundleVrrp(
+            interface="eth1",
+            router_id=1,
+            priority=node.where.priority,
+            advert_interval=self.advert,
+            local=BundlePartner(name=node.id, address=node.where.fixed),
+            peers=tuple(BundlePartner(name=one.id, address=one.where.fixed) for one in others),
+        )
+        return (
+            vrrp if not changes else type(vrrp)(**{**{f: getattr(vrrp, f) for f in vrrp.__struct_fields__}, **changes})
+        )
+
+    # -- who has the VIPs --------------------------------------------------------------------------------------
+
+    def holders(self) -> list[Node]:
+        return [node for node in self.nodes if node.holds()]
+
+    def settled(self, seconds: float = 15.0) -> Node:
+        """The one node that has the VIPs, as soon as there is exactly one."""
+        return eventually(lambda: len(found := self.holders()) == 1 and found, "one node has the VIPs", seconds)[0]
+
+    def calm(self) -> None:
+        """Wait until both nodes are well, and one of them has the VIPs and serves."""
+        eventually(lambda: all(node.is_well() for node in self.nodes), "all nodes are well")
+        self.settled()
+        eventually(self.serves, "it serves")
+
+    def serves(self) -> bool:
+        with suppress(OSError, EOFError):
+            return self.visitor.fetch(timeout=0.5).status == 200
+        return False
+
+    @property
+    def holder(self) -> Node:
+        found = self.holders()
+        assert len(found) == 1, f"{found} have the VIPs"
+        return found[0]
+
+    @property
+    def standby(self) -> Node:
+        return next(node for node in self.nodes if node is not self.holder)
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    # Patience is below the second after which a lost SYN is sent again: none is overlooked, and on a busy machine an
+    # answer may take a while.
+    @contextmanager
+    def asking(self, address: str = VIP, port: int = 80, interval: float = 0.01, patience: float = 0.9):
+        asker = Asker(self.network, address, port, interval, patience)
+        try:
+            yield asker
+        finally:
+            asker.end()
+
+    def pings(self, address: str = VIP) -> bool:
+        """Whether an address answers one echo."""
+        return self.network.thread("cl").run(_echo, address)
+
+
+def _echo(address: str) -> bool:
+    """One ICMP echo (RFC 792, RFC 4443)."""
+    six = ":" in address
+    protocol = socket.getprotobyname("ipv6-icmp" if six else "icmp")
+    with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_RAW, protocol) as link:
+        link.settimeout(0.5)
+        number = os.urandom(2)
+        request = struct.pack("!BBH", 128 if six else 8, 0, 0) + number + b"\0\1"
+        if not six:  # of a version 6 echo the kernel computes the checksum
+            words = sum(struct.unpack("!4H", request))
+            request = request[:2] + struct.pack("!H", ~(words % 0xFFFF) & 0xFFFF) + request[4:]
+        try:
+            link.sendto(request, (address, 0))
+            while True:
+                answer, sender = link.recvfrom(2048)
+                body = answer if six else answer[20:]
+                if sender[0] == address and body[0] == (129 if six else 0) and body[4:6] == number:
+                    return True
+        except OSError:
+            return False
+
+
+def _plugged(place: Place) -> Plugged:
+    return Plugged(
+        port=Port(
+            id=str(uuid.uuid5(uuid.NAMESPACE_OID, place.mac)),
+            network_id=NETWORK,
+            mac=place.mac,
+            mtu=1500,
+            addresses=(
+                FixedAddress(subnet_id=SUBNET, address=place.fixed),
+                FixedAddress(subnet_id=SUBNET6, address=place.fixed6),
+            ),
+        ),
+        subnets=_SUBNETS,
+    )
+
+
+__all__ = ["FAST", "PLACES", "USUAL", "VIP", "VIP6", "Asker", "Node", "Pair", "PairNetwork", "Place"]

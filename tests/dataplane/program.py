@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program in a namespace that does what it is told, line by line.
+
+Invariant: it ends with the test that started it, whatever becomes of that, and an order it cannot carry out fails the
+test. Its work costs the test's own process nothing: two of them and an amphora share two processors.
+
+    program = Program("dl1-cl", Path("load.py"))
+    program.ask("report")                                # one line of JSON each way
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ENDING_SECONDS = 10.0
+
+
+class Program:
+    """One that runs, as this side sees it.
+
+    Args:
+        namespace: the name of a network namespace.
+        file: a Python program that calls `obey`.
+    """
+
+    def __init__(self, namespace: str, file: Path) -> None:
+        self._process = subprocess.Popen(
+            [
+                *("setpriv", "--pdeathsig", "KILL", "--"),
+                *("nsenter", f"--net=/run/netns/{namespace}", "--"),
+                *(sys.executable, str(file)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, op: str, **more):
+        """Give an order, and wait for what comes of it."""
+        self._process.stdin.write(json.dumps({"op": op, **more}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the program died over '{op}'"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def obey(line: str, orders: Mapping[str, Callable]) -> None:
+    """The other side: carry out one line, and say what came of it."""
+    try:
+        request = json.loads(line)
+        answer = {"result": orders[request.pop("op")](**request)}
+    except Exception:  # noqa: BLE001 - the test is told whatever it was
+        answer = {"error": traceback.format_exc()}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may connect, in a real kernel: the rules themselves, and what they do to clients of a load balancer."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import subprocess
+import threading
+from contextlib import suppress
+
+import pytest
+from amphora_lab import eventually, ip
+from visitors import CLIENT, CLIENT6, OTHER, OTHER6
+from wanted import listener, load_balancer, member, pool
+from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1, mac
+
+from amphora_agent.errors import FirewallError
+from amphora_agent.network import firewall, nftables
+from amphora_driver.render.haproxy import render
+
+pytestmark = pytest.mark.root
+
+
+def test_rules_of_the_firewall_that_somebody_changed_are_put_right(wire):
+    wanted = bundle(allowed=((80, ["192.0.2.0/24"]),))
+    wire.change(wanted)
+    before = wire.everything()["nft"]
+    nft = ["ip", "netns", "exec", f"{wire.prefix}-inner", "nft"]
+    for damage in (
+        "flush chain inet amphora beginning",
+        "delete table inet amphora",
+        "add element inet amphora port-80-ipv4 { 10.0.0.0/8 }",
+    ):
+        subprocess.run([*nft, *damage.split(" ", 99)], check=True)
+        assert wire.everything()["nft"] != before
+        wire.change(wanted, wanted)
+        assert wire.everything()["nft"] == before
+
+
+def test_a_machine_without_nftables_serves_nothing_that_is_restricted(wire, monkeypatch):
+    monkeypatch.setattr(nftables, "_library", lambda: None)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    first = bundle(eth1())
+    wire.change(first)
+    with pytest.raises(FirewallError, match="nf_tables"):
+        wire.change(bundle(eth1(SECOND), allowed=((80, ["192.0.2.0/24"]),)), first)
+    monkeypatch.undo()
+    assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
+
+
+def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
+    wanted = bundle(
+        allowed=(
+            (80, ["192.0.2.0/24", "10.0.1.0/24", "10.0.2.0/24", "::ffff:192.0.2.0/120"]),
+            (81, []),
+            (82, ["::/0"]),
+        ),
+        vrrp=PAIR,
+    )
+    wire.change(wanted)
+    listed = wire.inner.run(nftables.current)
+    monkeypatch.setattr(nftables, "_library", lambda: None)
+    assert wire.inner.run(nftables.current) == listed
+    assert not wire.inner.run(nftables.replace, firewall.render(firewall.restrictions_of(wanted)))
+    assert wire.inner.run(nftables.replace, "")
+    assert "table" not in wire.everything()["nft"]
+
+
+def test_with_many_files_open_the_library_is_left_alone(wire):
+    """It waits with select(2), and aborts the process if its socket has a number above 1023."""
+    text = firewall.render(firewall.restrictions_of(bundle(allowed=((80, []),))))
+    null = os.open("/dev/null", os.O_RDONLY)
+    many = [null, *(os.dup(null) for _ in range(1100))]
+    try:
+        assert wire.inner.run(nftables.replace, text)
+        assert wire.inner.run(nftables.same, text)
+    finally:
+        for each in many:
+            os.close(each)
+
+
+def test_what_is_rendered_is_what_nft_lists(wire):
+    """Otherwise every look would replace the rules."""
+    many = [f"10.{n // 256}.{n % 256}.0/25" for n in range(1000)] + [f"2001:db8:{n:x}::/48" for n in range(1000)]
+    for allowed, vrrp in (
+        (((80, many), (443, many[:1]), (8443, many[-1:])), None),
+        (((1, []), (2, ["0.0.0.0/0"]), (3, ["::/0"]), (4, ["192.0.2.7/32", "2001:db8::7/128"])), PAIR),
+        ((), PAIR),
+        (((80, ["10.0.1.0/24", "10.0.2.0/24", "10.0.4.0/23", "::ffff:192.0.2.0/120", "0.0.0.0/32", "::/128"]),), None),
+        (((65535, ["0.0.0.0/1", "192.0.0.0/2", "8000::/1"]),), PAIR),
+    ):
+        text = firewall.render(firewall.restrictions_of(bundle(allowed=allowed, vrrp=vrrp)))
+        assert wire.inner.run(nftables.replace, text)
+        assert not wire.inner.run(nftables.replace, text), wire.inner.run(nftables.current)
+
+
+def at(wire, address: str, port: int):
+    """A server in the load balancer's namespace."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    opened = wire.inner.run(socket.socket, family, socket.SOCK_STREAM)
+    opened.bind((address, port))
+    opened.listen()
+    return opened
+
+
+def reaches(space, source: str, address: str, port: int) -> bool:
+    """Whether a connection is taken; one that is not is refused at once."""
+    with space.run(socket.socket, socket.AF_INET6 if ":" in source else socket.AF_INET, socket.SOCK_STREAM) as opened:
+        opened.settimeout(10)
+        opened.bind((source, 0))
+        try:
+            opened.connect((address, port))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def neighbours(wire, *own: str) -> None:
+    for address in own:
+        ip(f"-n {wire.prefix}-peer addr add {address} dev far1" + (" nodad" if ":" in address else ""))
+
+
+def test_partners_alone_are_heard(wire):
+    """Entries of stick tables and advertisements of VRRP; HAProxy's own next process is no stranger."""
+    wire.change(bundle(eth1(), allowed=((1025, []),), vrrp=PAIR))
+    neighbours(wire, "198.51.100.12/24", "198.51.100.13/24")
+    outside = wire.spaces["peer"]
+    vrrp = wire.inner.run(socket.socket, socket.AF_INET, socket.SOCK_RAW, 112)
+    vrrp.settimeout(5)
+    with at(wire, "198.51.100.11", 1025), vrrp:
+        assert reaches(outside, "198.51.100.12", "198.51.100.11", 1025)
+        assert not reaches(outside, "198.51.100.13", "198.51.100.11", 1025)
+        assert reaches(wire.inner, "198.51.100.11", "198.51.100.11", 1025)
+        for source in ("198.51.100.13", "198.51.100.12"):
+            with outside.run(socket.socket, socket.AF_INET, socket.SOCK_RAW, 112) as opened:
+                opened.bind((source, 0))
+                opened.sendto(source.encode(), ("198.51.100.11", 0))
+        assert vrrp.recv(100)[20:] == b"198.51.100.12"
+    # A listener may have the same port on its VIPs.
+    ip(f"-n {wire.prefix}-inner addr add {VIP} dev eth1")
+    with at(wire, "198.51.100.5", 1025):
+        assert not reaches(outside, "198.51.100.12", "198.51.100.5", 1025)
+
+
+def test_the_loopback_is_open(wire):
+    """HAProxy's checks ask the agent's responder there, whatever port a listener has."""
+    wire.change(bundle(eth1(), allowed=((9101, []),)))
+    neighbours(wire, "198.51.100.12/24")
+    with at(wire, "127.0.0.1", 9101), at(wire, "::1", 9101), at(wire, "198.51.100.5", 9101):
+        assert reaches(wire.inner, "127.0.0.1", "127.0.0.1", 9101)
+        assert reaches(wire.inner, "::1", "::1", 9101)
+        assert not reaches(wire.spaces["peer"], "198.51.100.12", "198.51.100.5", 9101)
+        # The load balancer itself is a client like any other where it is asked by its VIP.
+        assert not reaches(wire.inner, "198.51.100.11", "198.51.100.5", 9101)
+
+
+def test_a_first_segment_in_pieces_does_not_slip_through(wire):
+    """The kernel puts IPv6 packets together behind the rules."""
+    wire.change(bundle(eth1(), allowed=((80, []),)))
+    neighbours(wire, "2001:db8:1::12/64")
+    with at(wire, "2001:db8:1::5", 80) as server:
+        server.settimeout(0.5)
+        wire.spaces["peer"].run(_in_pieces, "far1", mac(1), "2001:db8:1::12", "2001:db8:1::5", 80)
+        text = wire.inner.run(nftables.current, counters=True)
+        assert "exthdr frag 1 counter packets 0" not in text
+        assert "exthdr frag 1 counter packets" in text
+
+
+def _in_pieces(interface: str, target: str, source: str, destination: str, port: int) -> None:
+    """A SYN in two fragments (RFC 8200, 4.5)."""
+    segment = struct.pack("!HHIIBBHHH", 40000, port, 1, 0, 0xA0, 2, 65535, 0, 0) + b"\x01" * 20
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD)) as link:
+        link.bind((interface, 0x86DD))
+        ethernet = bytes.fromhex(target.replace(":", "")) + link.getsockname()[4] + b"\x86\xdd"
+        for offset, part, more in ((0, segment[:32], 1), (32, segment[32:], 0)):
+            fragment = struct.pack("!BBHI", 6, 0, offset | more, 7) + part
+            head = struct.pack("!IHBB", 6 << 28, len(fragment), 44, 64)
+            ends = socket.inet_pton(socket.AF_INET6, source) + socket.inet_pton(socket.AF_INET6, destination)
+            link.send(ethernet + head + ends + fragment)
+
+
+# -- clients of a load balancer ---------------------------------------------------------------------------------------
+
+
+def worker(served) -> str:
+    return served.amphora.ask_haproxy("show info").partition("\nPid: ")[2].split()[0]
+
+
+def refused(served, source: str, port: int = 80) -> bool:
+    """Whether a client is answered with a reset, by the kernel and at once."""
+    vip = "2001:db8:1::5" if ":" in source else "198.51.100.5"
+    with suppress(ConnectionRefusedError):
+        served.visitor.connect(port, vip, source=source).close()
+        return False
+    return True
+
+
+@pytest.mark.feature("listener.allowed_cidr")
+def test_networks_change_without_a_new_worker_and_open_connections_go_on(served):
+    echo = served.echo()
+
+    def serve(*cidrs):
+        front = listener(80, protocol="TCP", allowed_cidrs=cidrs or None)
+        return served.push(load_balancer(front, pool("pool", member(echo), protocol="TCP")))
+
+    serve(f"{CLIENT}/32", f"{CLIENT6}/128")
+    before = worker(served)
+    kept = [
+        served.visitor.connect(80, vip, source=source)
+        for vip, source in (("198.51.100.5", CLIENT), ("2001:db8:1::5", CLIENT6))
+    ]
+    assert [each.recv(100) for each in kept] == [b"echo\n"] * 2
+    for cidrs, wanted in (
+        ((f"{OTHER}/32",), {OTHER}),
+        ((f"{OTHER6}/128",), {OTHER6}),
+        ((f"{CLIENT}/32", f"{OTHER6}/128"), {CLIENT, OTHER6}),
+        ((), {CLIENT, CLIENT6, OTHER, OTHER6}),
+        (("203.0.113.0/24",), set()),
+    ):
+        done = serve(*cidrs)
+        assert (done.how, done.reason) == ("runtime", "who may reach port 80 changed")
+        assert {each for each in (CLIENT, CLIENT6, OTHER, OTHER6) if not refused(served, each)} == wanted
+    assert serve("203.0.113.0/24").how == "unchanged"
+    for each in kept:
+        each.sendall(b"still here")
+        assert each.recv(100) == b"still here"
+    assert worker(served) == before
+    firewall = served.amphora.call("GET", "/v2/diagnostics")[1]["firewall"]
+    assert "tcp dport 80 ip saddr != @port-80-ipv4 counter packets" in firewall
+
+
+@pytest.mark.feature("listener.allowed_cidr")
+def test_a_thousand_networks(served):
+    web = served.web()
+    many = tuple(f"10.{n // 256}.{n % 256}.0/25" for n in range(998))
+
+    def serve(*cidrs):
+        return served.push(load_balancer(listener(80, allowed_cidrs=cidrs), pool("pool", member(web))))
+
+    serve(f"{CLIENT}/32")
+    done = serve(*many, f"{OTHER}/32", f"{OTHER6}/128")
+    assert done.how == "runtime"
+    assert [refused(served, each) for each in (CLIENT, CLIENT6, OTHER, OTHER6)] == [True, True, False, False]
+    assert serve(*many, f"{CLIENT6}/128").how == "runtime"
+    assert [refused(served, each) for each in (CLIENT, CLIENT6, OTHER, OTHER6)] == [True, False, True, True]
+
+
+class Attempts:
+    """Requests without a pause from one place to one port; who is refused goes on."""
+
+    def __init__(self, served, source: str, port: int) -> None:
+        self.answered = 0
+        self.refused = 0
+        self._room, self._source, self._port = served.lab.clients, source, port
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            with self._room.socket(self._source) as opened:
+                opened.settimeout(10)
+                opened.bind((self._source, 0))
+                try:
+                    opened.connect(("198.51.100.5", self._port))
+                    opened.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                    said = opened.recv(100)
+                except OSError:
+                    said = b""
+            if b" 200 " in said:
+                self.answered += 1
+            else:
+                self.refused += 1
+
+    def goes_on(self) -> None:
+        """Wait for some more, so that what was done before has been seen."""
+        before = self.answered + self.refused
+        eventually(lambda: self.answered + self.refused > before + 5, "it is tried")
+
+    def __enter__(self) -> Attempts:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ending.set()
+        self._thread.join(20)
+
+
+@pytest.mark.feature("listener.allowed_cidr")
+def test_a_restricted_listener_is_at_no_moment_open(served):
+    """It comes, changes and goes, and a neighbour takes its port: who is not allowed is never served."""
+    parts = pool("pool", member(served.web()))
+
+    def closed(port, **more):
+        return listener(port, allowed_cidrs=(f"{CLIENT}/32",), **more)
+
+    served.push(load_balancer(listener(80), parts))
+    with Attempts(served, OTHER, 81) as stranger:
+        for wanted in (
+            (listener(80), closed(81)),
+            (listener(80, connection_limit=100), closed(81, connection_limit=50)),
+            (listener(80),),
+            (closed(81),),
+        ):
+            served.push(load_balancer(*wanted, parts))
+            stranger.goes_on()
+        assert not refused(served, CLIENT, 81)
+    assert stranger.answered == 0
+    # Who is let in before and after is let in meanwhile.
+    served.push(load_balancer(listener(80), parts))
+    with Attempts(served, CLIENT, 80) as friend:
+        for wanted in ((closed(80),), (closed(80), listener(81)), (listener(80), closed(81))):
+            friend.goes_on()
+            served.push(load_balancer(*wanted, parts))
+        friend.goes_on()
+    assert friend.refused == 0
+
+
+@pytest.mark.feature("listener.allowed_cidr")
+def test_after_a_failed_push_the_former_networks_hold(served):
+    web = served.web()
+    tree = load_balancer(listener(80, allowed_cidrs=(f"{CLIENT}/32",)), pool("pool", member(web)))
+    served.push(tree)
+    before = served.amphora.call("GET", "/v2/diagnostics")[1]["firewall"]
+    generation = next(served.lab.generations)
+    document = {"allowed": [{"port": 80, "networks": ["0.0.0.0/0", "::/0"]}]}
+    # HAProxy refuses the text, and then an interface is missing.
+    status, answer = served.amphora.push(generation, "defaults\n    no such words\n", **document)
+    assert status == 422, answer
+    status, answer = served.amphora.push(
+        generation,
+        render(tree).text,
+        **document,
+        interfaces=[
+            {"mac": "02:00:00:00:5e:99", "name": "eth9", "mtu": 1500, "addresses": [], "vips": [], "routes": []},
+        ],
+    )
+    assert status == 500, answer
+    assert [refused(served, each) for each in (CLIENT, OTHER, CLIENT6)] == [False, True, True]
+    found = served.amphora.call("GET", "/v2/diagnostics")[1]["firewall"]
+    assert without_counts(found) == without_counts(before)
+
+
+def without_counts(text: str) -> str:
+    return re.sub(r"packets \d+ bytes \d+", "", text)

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network of a load balancer in a real namespace: what comes, goes, is announced, is left alone (`wire.py`)."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from amphora_lab import eventually, ip
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+from wire import (
+    FIXED,
+    FIXED6,
+    PAIR,
+    SECOND,
+    SECOND6,
+    VIP,
+    VIP6,
+    Tap,
+    addresses,
+    announced,
+    bundle,
+    comparable,
+    eth1,
+    eth2,
+    hears_changes,
+    interface,
+    mac,
+    rules,
+    settled,
+    table,
+)
+
+from amphora_agent.errors import InterfaceError
+from amphora_agent.network import interfaces, links, nftables, sysctls
+from amphora_agent.network.plumbing import Plumbing
+
+pytestmark = pytest.mark.root
+
+
+def test_everything_that_was_made_is_gone_at_the_end(wire):
+    """To the last rule: links, addresses, routes of all tables, rules, nftables."""
+    before = wire.everything()
+    full = bundle(
+        eth1(VIP, VIP6, SECOND, SECOND6),
+        eth2(routes=(("203.0.113.0/24", "192.0.2.1"),)),
+        allowed=((80, ["192.0.2.0/24"]),),
+    )
+    wire.change(full)
+    assert rules(wire) == [
+        ("198.51.100.5", "1"),
+        ("198.51.100.6", "1"),
+        ("2001:db8:1::5", "1"),
+        ("2001:db8:1::6", "1"),
+    ]
+    assert table(wire, 1) == [
+        "198.51.100.0/24 via None dev eth1",
+        "2001:db8:1::/64 via None dev eth1",
+        "default via 198.51.100.1 dev eth1",
+        "default via 2001:db8:1::1 dev eth1",
+    ]
+    assert "192.0.2.0/24" in wire.everything()["nft"]
+    wire.change(bundle(), full)
+    assert wire.everything() == before
+    # ... and what was taken out can be brought in again.
+    wire.change(full, bundle())
+    assert len(wire.everything()["link"]) == 3
+
+
+def test_what_a_step_takes_away_is_gone_and_nothing_else(wire):
+    full = bundle(eth1(VIP, VIP6, SECOND, SECOND6), eth2())
+    wire.change(full)
+    fewer = bundle(eth1(VIP, SECOND6, routes=(("::/0", "2001:db8:1::1"), ("203.0.113.0/24", "198.51.100.1"))), eth2())
+    wire.change(fewer, full)
+    assert rules(wire) == [("198.51.100.5", "1"), ("2001:db8:1::6", "1")]
+    assert table(wire, 1) == [
+        "198.51.100.0/24 via None dev eth1",
+        "2001:db8:1::/64 via None dev eth1",
+        "203.0.113.0/24 via 198.51.100.1 dev eth1",
+        "default via 2001:db8:1::1 dev eth1",
+    ]
+    # Without a VIP nothing has a table of its own.
+    wire.change(bundle(interface(1, "eth1", FIXED, FIXED6), eth2()), fewer)
+    assert rules(wire) == []
+    assert table(wire, 1) == []
+
+
+def test_what_is_as_wanted_is_not_touched(wire):
+    """The kernel announces nothing, and is asked nothing more."""
+    wanted = bundle(eth1(), eth2(), allowed=((80, ["192.0.2.0/24", "2001:db8::/32"]),))
+    wire.change(wanted)
+    eventually(lambda: settled(wire, wanted), "it is as wanted")
+    listening = wire.inner.run(hears_changes)
+    try:
+        again = Plumbing(wire.inner)  # an agent that has just started knows nothing
+        try:
+            assert not again.is_as(wanted)
+            wire.outside(again.begin, wanted, wanted)
+            wire.outside(again.finish, wanted)
+            assert again.is_as(wanted)
+        finally:
+            again.close()
+        for each in listening:
+            with pytest.raises(BlockingIOError):
+                each.recv(65536)
+    finally:
+        for each in listening:
+            each.close()
+
+
+def test_a_push_that_leaves_the_network_alone_asks_the_kernel_nothing(wire, monkeypatch):
+    wanted = bundle(eth1(), allowed=((80, ["192.0.2.0/24"]),))
+    wire.change(wanted)
+    eventually(lambda: settled(wire, wanted), "it is as wanted")
+    for module, name in ((interfaces, "add"), (interfaces, "settle"), (nftables, "replace"), (nftables, "same")):
+        monkeypatch.setattr(module, name, None)
+    for _ in range(3):
+        wire.change(wanted, wanted)
+
+
+DAMAGE = (
+    "rule del from 198.51.100.5 lookup 1",
+    "-6 rule del from 2001:db8:1::5 lookup 1",
+    "rule add from 192.0.2.0/24 lookup 7 priority 50",
+    "rule add fwmark 7 lookup 7 priority 50",
+    "route del default table 1",
+    "route del 198.51.100.0/24 table 1",
+    "route replace default via 198.51.100.2 table 1",
+    "-6 route del default table 1",
+    "route add 203.0.113.0/24 via 198.51.100.1",
+    "route add 203.0.113.0/24 via 198.51.100.1 table 9",
+    "-6 route add 2001:db8:9::/48 via 2001:db8:1::1 metric 5",
+    "addr del 198.51.100.11/24 dev eth1",
+    "addr add 198.51.100.99/24 dev eth1",
+    "link set eth1 mtu 1400",
+    "link set eth1 down",
+    "link set eth1 name other",
+)
+
+
+def test_what_somebody_changed_is_put_right(wire):
+    wanted = bundle(eth1())
+    wire.change(wanted)
+    before = comparable(wire)
+    for damage in DAMAGE:
+        wire.ip(damage)
+        assert comparable(wire) != before, damage
+        wire.change(wanted, wanted)
+        assert comparable(wire) == before, damage
+    eventually(lambda: settled(wire, wanted), "it is as wanted")
+
+
+def test_a_gateway_is_exchanged_without_a_moment_without_one(wire):
+    first = bundle(eth1())
+    wire.change(first)
+    listening = wire.inner.run(hears_changes)
+    try:
+        wire.change(bundle(eth1(routes=(("0.0.0.0/0", "198.51.100.2"), ("::/0", "2001:db8:1::2")))), first)
+        kinds = set()
+        with suppress(BlockingIOError):
+            while data := listening[0].recv(65536):
+                kinds.add(int.from_bytes(data[4:6], "little"))
+    finally:
+        for each in listening:
+            each.close()
+    assert kinds == {24}  # RTM_NEWROUTE, and no RTM_DELROUTE (25)
+    assert "default via 198.51.100.2 dev eth1" in table(wire, 1)
+
+
+def test_a_network_that_goes_is_there_until_the_end(wire):
+    """Its members are served until HAProxy has the new configuration."""
+    both = bundle(eth1(), eth2())
+    wire.change(both)
+    fewer = bundle(eth1(SECOND))
+
+    def names():
+        return {link["ifname"] for link in wire.everything()["link"]}
+
+    wire.outside(wire.plumbing.is_as, fewer)
+    wire.outside(wire.plumbing.begin, fewer, both)
+    assert names() == {"lo", "eth1", "eth2"}
+    assert ("198.51.100.5", "1") in rules(wire)
+    assert ("198.51.100.6", "1") in rules(wire)
+    wire.outside(wire.plumbing.finish, fewer)
+    assert names() == {"lo", "eth1"}
+    assert rules(wire) == [("198.51.100.6", "1")]
+    # The change fails after all: everything is back.
+    wire.outside(wire.plumbing.go_back, both)
+    assert names() == {"lo", "eth1", "eth2"}
+    assert ("198.51.100.6", "1") not in rules(wire)
+
+
+def test_names_are_exchanged(wire):
+    first = bundle(eth1(), eth2())
+    wire.change(first)
+    swapped = (interface(1, "eth2", FIXED, vips=(VIP,)), interface(2, "eth1", "192.0.2.11/24"))
+    wire.change(bundle(*swapped), first)
+    found = {link["ifname"]: link["address"] for link in wire.everything()["link"]}
+    assert (found["eth1"], found["eth2"]) == (mac(2), mac(1))
+    eventually(lambda: settled(wire, bundle(*swapped)), "it is as wanted")
+
+
+def test_a_kernel_that_renames_only_what_is_down(wire):
+    """Older than 6.2. The interface and everything on it come back up."""
+
+    class Older:
+        def __init__(self, route):
+            self._route = route
+
+        def link(self, what, **words):
+            up = any(link.index == words["index"] and link.up for link in links.dump(self._route))
+            if "ifname" in words and up:
+                raise NetlinkError(errno.EBUSY)
+            return self._route.link(what, **words)
+
+    def rename() -> int:
+        with IPRoute() as route:
+            present = {link.mac: link for link in links.dump(route)}
+            return links.set_up(Older(route), present, (interface(1, "other", FIXED),))
+
+    wire.change(bundle(eth1()))
+    assert wire.inner.run(rename) == 1
+    assert [(link["ifname"], "UP" in link["flags"]) for link in wire.everything()["link"][1:]] == [("other", True)]
+
+
+def test_mtu(wire):
+    first = bundle(eth1(mtu=1400), eth2(mtu=1500))
+    wire.change(first)
+    wire.change(bundle(eth1(mtu=1450), eth2(mtu=1280)), first)
+    assert {link["ifname"]: link["mtu"] for link in wire.everything()["link"] if link["ifname"] != "lo"} == {
+        "eth1": 1450,
+        "eth2": 1280,
+    }
+
+
+def test_every_vip_is_announced_once_when_it_is_taken(wire):
+    with Tap(wire) as tap:
+        first = bundle(eth1())
+        wire.change(first)
+        assert tap.heard() == announced(VIP, VIP6)
+        wire.change(first, first)
+        more = bundle(eth1(VIP, VIP6, SECOND, SECOND6), eth2(), allowed=((80, []),))
+        wire.change(more, first)
+        assert tap.heard() == announced(SECOND, SECOND6)
+        wire.ip(f"addr del {VIP} dev eth1")
+        wire.change(more, more)
+        assert tap.heard() == announced(VIP)
+        wire.change(first, more)
+        assert tap.heard() == []
+
+
+def test_vips_of_a_pair_are_keepaliveds(wire):
+    """They are not added, not announced and, once keepalived has added them, not removed; what leads them is there."""
+    with Tap(wire) as tap:
+        pair = bundle(eth1(), vrrp=PAIR)
+        wire.change(pair)
+        assert addresses(wire) == {FIXED, FIXED6}
+        assert rules(wire) == [("198.51.100.5", "1"), ("2001:db8:1::5", "1")]
+        assert len(table(wire, 1)) == 4
+        wire.ip(f"addr add {VIP} dev eth1", f"addr add {VIP6} dev eth1 nodad")
+        wire.change(bundle(eth1(mtu=1400), vrrp=PAIR), pair)
+        assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
+        assert tap.heard() == []
+        # What is no VIP any more is taken away by keepalived too; what leads it is not.
+        fewer = bundle(eth1(VIP), vrrp=PAIR)
+        wire.change(fewer, pair)
+        assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
+        assert rules(wire) == [("198.51.100.5", "1")]
+        # The pair becomes a single amphora and the other way round: a VIP that is here stays here.
+        alone = bundle(eth1(VIP))
+        wire.change(alone, fewer)
+        assert addresses(wire) == {FIXED, FIXED6, VIP}
+        wire.change(fewer, alone)
+        assert addresses(wire) == {FIXED, FIXED6, VIP}
+        assert tap.heard() == []
+
+
+def test_what_the_machine_begins_itself_never_comes_from_a_vip(wire):
+    """Neither family: members and partners know the fixed addresses."""
+    wire.change(bundle(eth1("198.51.100.5/32", "2001:db8:1::8000:5/128")))
+
+    def source(to: str) -> str:
+        with socket.socket(socket.AF_INET6 if ":" in to else socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            opened.connect((to, 9))
+            return opened.getsockname()[0]
+
+    # The VIP has more bits in common with this one than the fixed address.
+    for to, fixed in (
+        ("198.51.100.4", FIXED),
+        ("2001:db8:1::8000:4", FIXED6),
+        ("203.0.113.1", FIXED),
+        ("2001:db8:9::1", FIXED6),
+    ):
+        assert wire.inner.run(source, to) == fixed.partition("/")[0]
+
+
+def test_only_the_holder_answers_for_an_address_and_on_its_interface(wire):
+    """Two networks on one switch: a question that comes in by the wrong interface has no answer."""
+    wire.change(bundle(eth1(), eth2()))
+    ip(
+        f"-n {wire.prefix}-peer addr add 198.51.100.20/24 dev far1",
+        f"-n {wire.prefix}-peer addr add 192.0.2.20/24 dev far2",
+    )
+
+    def asked(number: int, sender: str, target: str) -> bool:
+        return wire.spaces["peer"].run(_arp, f"far{number}", sender, target)
+
+    assert asked(1, "198.51.100.20", "198.51.100.5")
+    assert asked(2, "192.0.2.20", "192.0.2.11")
+    assert not asked(2, "192.0.2.20", "198.51.100.5")
+    assert not asked(1, "198.51.100.20", "192.0.2.11")
+
+
+def _arp(interface: str, sender: str, target: str) -> bool:
+    """Ask on a link who has an address (RFC 826)."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0806)) as link:
+        link.bind((interface, 0x0806))
+        link.settimeout(0.3)
+        own = link.getsockname()[4]
+        head = b"\xff" * 6 + own + b"\x08\x06" + bytes.fromhex("0001080006040001")
+        link.send(head + own + socket.inet_aton(sender) + b"\0" * 6 + socket.inet_aton(target))
+        deadline = time.monotonic() + 0.5
+        with suppress(TimeoutError):
+            while time.monotonic() < deadline:
+                frame = link.recv(2048)
+                if frame[20:22] == b"\0\x02" and frame[28:32] == socket.inet_aton(target):
+                    return True
+    return False
+
+
+def test_settings_of_the_namespace(wire):
+    def read(key: str) -> str:
+        return " ".join(Path("/proc/sys/net", key).read_text().split())
+
+    # A setting that this kernel's namespaces do not have would be left out without a word: here they have all.
+    for key, wanted in {**sysctls._NEEDED, **sysctls._SETTINGS}.items():
+        assert wire.inner.run(read, key) == wanted, key
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interface_that_is_nowhere(wire):
+    first = bundle(eth1())
+    wire.change(first)
+    wanted = bundle(eth1(), interface(9, "eth9", "192.0.2.9/24"), allowed=((80, []),))
+    before = comparable(wire)
+    with pytest.raises(InterfaceError, match=mac(9)):
+        wire.change(wanted, first)
+    wire.outside(wire.plumbing.go_back, first)
+    assert comparable(wire) == before
+    # Confirmed before, and taken away since: the rest is served, and a new bundle does not take it for granted.
+    wire.outside(wire.plumbing.begin, wanted, wanted, may_lack=True)
+    wire.outside(wire.plumbing.finish, wanted, may_lack=True)
+    assert {link["ifname"] for link in wire.everything()["link"]} == {"lo", "eth1"}
+    assert not wire.outside(wire.plumbing.is_as, wanted)
+    # Without the one that has the VIPs nothing is.
+    with pytest.raises(InterfaceError, match=mac(9)):
+        wire.outside(wire.plumbing.begin, bundle(interface(9, "eth1", FIXED, vips=(VIP,))), None, may_lack=True)
+
+
+def test_what_the_kernel_refuses_is_said_and_taken_back(wire):
+    first = bundle(eth1())
+    wire.change(first)
+    before = comparable(wire)
+    wrong = bundle(eth1(VIP, SECOND, routes=(("203.0.113.0/24", "192.0.2.1"),)), allowed=((80, []),))
+    with pytest.raises(InterfaceError, match="kernel refused"):
+        wire.change(wrong, first)
+    wire.outside(wire.plumbing.go_back, first)
+    assert comparable(wire) == before
+
+
+def test_describing(wire):
+    wire.change(bundle(eth1(), allowed=((80, ["192.0.2.0/24"]),)))
+    ip(f"-n {wire.prefix}-peer addr add 198.51.100.1/24 dev far1")
+    with wire.inner.run(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        opened.sendto(b"", ("198.51.100.1", 9))
+    found = interfaces.describe(wire.inner)
+    assert [(one["name"], {*one["addresses"]}, one["routes"]) for one in found] == [
+        (
+            "eth1",
+            {FIXED, FIXED6, VIP, VIP6},
+            [
+                {"destination": "0.0.0.0/0", "gateway": "198.51.100.1"},
+                {"destination": "::/0", "gateway": "2001:db8:1::1"},
+            ],
+        )
+    ]
+    routing = interfaces.describe_routing(wire.inner)
+    assert routing["rules"] == [
+        {"priority": 100, "from": "198.51.100.5/32", "table": 1},
+        {"priority": 100, "from": "2001:db8:1::5/128", "table": 1},
+    ]
+    assert {"table": 1, "destination": "198.51.100.0/24", "gateway": None, "interface": "eth1"} in routing["routes"]
+    assert len([one for one in routing["routes"] if one["table"] == 1]) == 4
+    eventually(
+        lambda: any(
+            (one["address"], one["interface"], one["state"]) == ("198.51.100.1", "eth1", "reachable")
+            for one in interfaces.describe_neighbours(wire.inner)
+        ),
+        "the neighbour is known",
+    )
+    assert "counter packets 0" in wire.inner.run(nftables.current, counters=True)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members, their monitors and limits change while the same worker serves, on every HAProxy."""
+
+from __future__ import annotations
+
+import pytest
+from every_haproxy import lab_with, worker
+from haproxy_versions import VERSIONS
+from peers import MEMBER, MEMBER6
+from served import Served
+from visitors import PATIENCE, answer, ask
+from wanted import id_of, listener, load_balancer, member, monitor, pool
+
+from amphora_agent.haproxy import abilities
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids=str)
+def lab(request, authority, tmp_path_factory):
+    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
+    made.series = request.param.series
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(lab):
+    made = Served(lab)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def push(served):
+    def pushed(*parts, how="runtime"):
+        before = worker(served) if how == "runtime" else None
+        found = served.push(load_balancer(*parts))
+        if how is not None:
+            assert (found.how, bool(found.reason)) == (how, True), found.answer
+        if how == "runtime":
+            assert worker(served) == before
+        return found
+
+    return pushed
+
+
+class Words:
+    """A worker's socket, as the agent asks it."""
+
+    def __init__(self, served) -> None:
+        self._served = served
+
+    def ask(self, question: str) -> str:
+        return self._served.amphora.ask_haproxy(question)
+
+
+def test_what_haproxy_can_do_is_asked_of_it(served, push, lab):
+    push(listener(80), pool("pool", member(served.web())), how=None)
+    before = served.amphora.ask_haproxy("show servers state")
+    found = abilities.ask(Words(served))
+    if lab.series != "system":
+        assert (found.cookies, found.waiting) == (True, lab.series == "3.0")
+    assert served.amphora.ask_haproxy("show servers state").count("\n") == before.count("\n")
+
+
+@pytest.mark.feature("member.address", "member.protocol_port")
+@pytest.mark.parametrize("kept_by", [{}, {"persistence": ("HTTP_COOKIE", None)}], ids=["nobody", "cookie"])
+def test_a_member_that_moves(served, push, kept_by):
+    """Address, family and port; a connection that has begun ends where it began."""
+    a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
+
+    def wanted(peer):
+        place = {"address": peer.address, "protocol_port": peer.port}
+        return listener(80), pool("pool", member(a, **place), **kept_by)
+
+    push(*wanted(a), how=None)
+    kept = served.visitor.connect()
+    assert ask(kept).member == "a"
+    with served.visitor.load(1) as load:
+        for peer in (b, a, b):
+            push(*wanted(peer))
+            assert served.visitor.fetch().member == peer.name
+            load.goes_on(2)
+    assert load.failures == []
+    assert ask(kept).member == "b"
+
+
+@pytest.mark.feature("member.monitor_address", "member.monitor_port")
+def test_a_member_that_is_monitored_elsewhere(served, push):
+    web, other = served.web("web"), served.web("other", MEMBER6)
+    closed = {"monitor_address": MEMBER, "monitor_port": 1}
+
+    def wanted(**place):
+        return listener(80), pool("pool", member(web, **place), monitor=monitor("TCP"))
+
+    push(*wanted(monitor_address=other.address, monitor_port=other.port), how=None)
+    served.until_states("pool", {"web": "UP"})
+    push(*wanted(**closed))
+    served.until_states("pool", {"web": "DOWN"})
+    push(*wanted(monitor_address=web.address, monitor_port=web.port))
+    served.until_states("pool", {"web": "UP"})
+
+
+@pytest.mark.feature("healthmonitor.delay", "member.backup")
+def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
+    """It goes and comes back while another one serves; who is alone, or has clients of his own, has a new worker."""
+    a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
+
+    def wanted(*members, delay=1, **more):
+        return listener(80), pool("pool", *members, monitor=monitor("TCP", delay=delay, max_retries_down=5), **more)
+
+    push(*wanted(member(a), member(b)), how=None)
+    served.until_states("pool", {"a": "UP", "b": "UP"})
+    push(*wanted(member(a, backup=True), member(b)))
+    assert {served.visitor.fetch().member for _ in range(6)} == {"b"}
+    push(*wanted(member(a), member(b)))
+    assert {served.visitor.fetch().member for _ in range(12)} == {"a", "b"}
+    with served.visitor.load(1) as load:
+        found = push(*wanted(member(a), member(b), delay=2), how=None)
+        assert found.how in ("runtime", "reload")  # who is in the middle of an answer is not taken away
+        load.goes_on(2)
+    assert load.failures == []
+    push(*wanted(member(a), delay=2))
+    alone = push(*wanted(member(a), delay=3), how="reload")
+    assert "nobody could serve" in alone.reason
+    sticky = {"persistence": ("SOURCE_IP", None)}
+    push(*wanted(member(a), member(b), **sticky), how="reload")
+    kept = push(*wanted(member(a, backup=True), member(b), **sticky), how="reload")
+    assert "its clients would be given to others" in kept.reason
+
+
+@pytest.mark.feature("listener.connection_limit")
+def test_a_listener_that_takes_more_and_less(served, push, lab):
+    """The one that would not survive it has a new worker, as has everybody whose HAProxy cannot be known."""
+    web = served.web()
+    how = "runtime" if lab.series in ("2.8", "3.0") else None
+
+    def wanted(limit):
+        return listener(80, connection_limit=limit), pool("pool", member(web))
+
+    def limit() -> int:
+        return int(served.statistics()[id_of("listener", 80), "FRONTEND"]["slim"])
+
+    push(*wanted(-1), how=None)
+    most = limit()
+    for given, expected in ((1, 1), (3, 3), (-1, most), (1, 1)):
+        push(*wanted(given), how=how)
+        assert limit() == expected
+    first, second = served.visitor.connect(), served.visitor.connect()
+    assert ask(first).status == 200
+    second.sendall(b"GET / HTTP/1.1\r\nHost: www.example.com\r\n\r\n")
+    second.settimeout(0.5)
+    with pytest.raises(TimeoutError):  # it waits for its turn: no event tells that nothing happens
+        second.recv(1)
+    push(*wanted(2), how=how)
+    second.settimeout(PATIENCE)
+    assert answer(second).status == 200
+
+
+def test_a_member_that_joins_has_its_cookie(served, push):
+    a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
+    kept = {"persistence": ("HTTP_COOKIE", None)}
+    push(listener(80), pool("pool", member(a), **kept), how=None)
+    push(listener(80), pool("pool", member(a), member(b), **kept))
+    cookies = {}
+    for _ in range(8):
+        reply = served.visitor.fetch()
+        cookies[reply.member] = reply.header("Set-Cookie").partition(";")[0]
+    assert cookies.keys() == {"a", "b"}
+    for name, cookie in cookies.items():
+        assert {served.visitor.fetch(headers=[("Cookie", cookie)]).member for _ in range(4)} == {name}

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates, authorities, revocation lists and ticket keys change while the same worker serves, on every HAProxy."""
+
+from __future__ import annotations
+
+import base64
+import re
+import ssl
+
+import pytest
+from every_haproxy import lab_with, worker
+from haproxy_versions import VERSIONS
+from pki import Authority
+from served import Served
+from visitors import ask, serving, trusting
+from wanted import id_of, listener, load_balancer, member, pool
+
+pytestmark = pytest.mark.root
+TLS12, TLS13 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids=str)
+def lab(request, authority, tmp_path_factory):
+    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(lab):
+    made = Served(lab)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def web(served):
+    return served.web()
+
+
+@pytest.fixture
+def push(served, web):
+    """Push TLS listeners, all with the same pool; certificates by reference."""
+
+    def pushed(secrets, *listeners, how="runtime", **more):
+        texts = {ref: getattr(secret, "pem", secret) for ref, secret in secrets.items()}
+        before = worker(served) if how == "runtime" else None
+        found = served.push(load_balancer(*listeners, pool("pool", member(web))), texts, **more)
+        if found.status == 200 and how is not None:
+            assert found.how == how, found.answer
+            assert found.reason
+        if how == "runtime":
+            assert worker(served) == before
+        return found
+
+    return pushed
+
+
+def terminated(port: int = 443, **more):
+    return listener(port, protocol="TERMINATED_HTTPS", **more)
+
+
+def shown(served, name="www.example.com", port: int = 443) -> bytes:
+    return served.visitor.presented(port, name=name)[0]
+
+
+def test_certificates_are_replaced_added_and_removed(served, push, tenant):
+    first, second = (tenant.issue("www.example.com", number=n) for n in (0, 1))
+    one, two = tenant.issue("one.example.com"), tenant.issue("two.example.com", "deux.example.com")
+    trust = trusting(tenant)
+
+    def wanted(*names, default="default", **more):
+        return terminated(default_tls_container_ref=default, sni_container_refs=names, **more)
+
+    push({"default": first}, wanted(), how=None)
+    kept = served.visitor.tls(443, tls=trust)
+    with served.visitor.load(port=443, tls=trust) as load:
+        push({"default": second}, wanted())
+        assert shown(served) == second.der
+        push({"default": second, "one": one, "two": two}, wanted("one", "two"))
+        assert [shown(served, f"{n}.example.com") for n in ("one", "two", "deux")] == [one.der, two.der, two.der]
+        # Another reference for the default one, one that goes, and one that has another content.
+        again = tenant.issue("two.example.com", number=1)
+        push({"other": first, "two": again}, wanted("two", default="other"))
+        names = ("www", "one", "two", "deux")
+        assert [shown(served, f"{n}.example.com") for n in names] == [first.der, first.der, again.der, first.der]
+        load.goes_on()
+        # A new worker finds the same, and changes on.
+        push({"other": first, "two": again}, wanted("two", default="other", timeout_client_data=41_000), how="reload")
+        assert [shown(served, f"{n}.example.com") for n in names] == [first.der, first.der, again.der, first.der]
+        more = {"timeout_client_data": 41_000}
+        push({"default": second, "one": one, "two": two}, wanted("one", "two", **more))
+        assert [shown(served, f"{n}.example.com") for n in names] == [second.der, one.der, two.der, two.der]
+        load.goes_on()
+    assert load.failures == []
+    assert ask(kept).status == 200
+    # The first one for a name takes the place of the default.
+    push({"one": one, "two": two}, wanted("two", "one", default=None, **more))
+    assert [shown(served, f"{n}.example.com") for n in names] == [two.der, one.der, two.der, two.der]
+    assert "sni-" not in served.amphora.ask_haproxy("show ssl cert").replace(sni(served), "")
+
+
+def sni(served) -> str:
+    """The only name of a certificate beside the default one."""
+    (found,) = set(re.findall(r"tls/\S+/sni-\S+", served.amphora.ask_haproxy("show ssl cert")))
+    return found
+
+
+def test_what_is_refused_leaves_everything_as_it_was(served, push, tenant):
+    """A good certificate for one listener, somebody else's key for the other one: neither is shown."""
+    old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
+    trees = [terminated(port, default_tls_container_ref=str(port)) for port in (443, 444)]
+    push({"443": old, "444": old}, *trees, how=None)
+    for _ in range(2):
+        found = push({"443": new, "444": old.certificate_pem + new.key_pem}, *trees, status=422, how=None)
+        assert found.answer["object_id"] == id_of("listener", 444)
+        assert "PRIVATE" not in str(found.answer)
+        assert [shown(served, port=port) for port in (443, 444)] == [old.der] * 2
+        assert "*" not in served.amphora.ask_haproxy("show ssl cert")
+    push({"443": new, "444": new}, *trees)
+    assert [shown(served, port=port) for port in (443, 444)] == [new.der] * 2
+
+
+def test_what_haproxy_lost_is_noticed(served, push, tenant):
+    """Somebody changed HAProxy behind the agent's back: the same bundle again finds it."""
+    old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
+    tree = terminated(default_tls_container_ref="default")
+    pushed = push({"default": old}, tree, how=None)
+    name = next(file.name for file in pushed.rendered.files if file.secret)
+    served.amphora.ask_haproxy(f"set ssl cert {name} <<\n{new.pem}")
+    served.amphora.ask_haproxy(f"commit ssl cert {name}")
+    assert shown(served) == new.der
+    push({"default": old}, terminated(default_tls_container_ref="default"), how=None)
+    # A generation of its own, so nothing was expected to differ; asking HAProxy shows that it does.
+    assert shown(served) == old.der
+
+
+def admitted(served, tenant, certificate, version) -> bool:
+    tls = trusting(tenant, certificate=certificate, versions=(version, version))
+    try:
+        return served.visitor.fetch(port=443, tls=tls).status == 200
+    except (ssl.SSLError, ConnectionError):
+        return False
+
+
+def test_who_may_come_in_is_decided_at_once(served, push, tenant):
+    """Also for somebody who was in a moment ago and would go on with that session."""
+    clients, others = Authority("clients"), Authority("others")
+    ada, bob, eve = clients.issue("ada"), clients.issue("bob", number=1), others.issue("eve")
+    certificate = tenant.issue("www.example.com")
+
+    def wanted(ca, crl):
+        secrets = {"cert": certificate, "ca": ca, "crl": crl}
+        tree = terminated(
+            default_tls_container_ref="cert",
+            client_authentication="MANDATORY",
+            client_ca_tls_container_ref="ca",
+            client_crl_container_ref="crl",
+        )
+        return secrets, tree
+
+    def who() -> list[list[bool]]:
+        return [[admitted(served, tenant, each, version) for each in (ada, bob, eve)] for version in (TLS12, TLS13)]
+
+    push(*wanted(clients.pem, clients.revoke()), how=None)
+    assert who() == [[True, True, False]] * 2
+    tls = {version: trusting(tenant, certificate=bob, versions=(version, version)) for version in (TLS12, TLS13)}
+    sessions = {}
+    for version, context in tls.items():
+        connection = served.visitor.tls(443, tls=context)
+        assert ask(connection).status == 200
+        sessions[version] = connection.session
+    push(*wanted(clients.pem, clients.revoke(bob)))
+    assert who() == [[True, False, False]] * 2
+    for version, session in sessions.items():
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            ask(served.visitor.tls(443, tls=tls[version], session=session))
+    push(*wanted(clients.pem + others.pem, clients.revoke(ada) + others.revoke()))
+    assert who() == [[False, True, True]] * 2
+    push(*wanted(others.pem, others.revoke()))
+    assert who() == [[False, False, True]] * 2
+
+
+def keys(*numbers: int) -> str:
+    return "".join(base64.b64encode(bytes([n]) * 80).decode() + "\n" for n in numbers)
+
+
+@pytest.mark.parametrize("version", [TLS12, TLS13])
+def test_tickets_outlive_their_key_and_the_worker_but_not_for_ever(served, push, tenant, version):
+    certificate = {"cert": tenant.issue("www.example.com")}
+    context = trusting(tenant, versions=(version, version))
+
+    def wanted(**more):
+        return terminated(default_tls_container_ref="cert", **more)
+
+    def resumes() -> bool:
+        connection = served.visitor.tls(443, tls=context, session=session)
+        assert ask(connection).status == 200
+        return connection.session_reused
+
+    push(certificate, wanted(), tickets=keys(1, 2, 3), how=None)
+    connection = served.visitor.tls(443, tls=context)
+    assert ask(connection).status == 200
+    session = connection.session
+    found = push(certificate, wanted(), tickets=keys(2, 3, 4))
+    assert "load balancer" in found.reason
+    assert resumes()
+    push(certificate, wanted(timeout_client_data=42_000), tickets=keys(2, 3, 4), how="reload")
+    assert resumes()
+    push(certificate, wanted(timeout_client_data=42_000), tickets=keys(3, 4, 5))
+    assert not resumes()
+    assert keys(3, 4, 5).split()[0] in served.amphora.ask_haproxy("show tls-keys *")
+
+
+def test_members_with_new_files_join_and_those_that_are_replaced_take_a_new_worker(served, tenant):
+    """Connections that HAProxy has to members would be used on: what is believed of them changes with the worker."""
+    theirs, others = Authority("theirs"), Authority("others")
+    web = served.web(tls=serving(theirs.issue("member.internal"), clients=theirs))
+
+    def push(**more):
+        found = served.push(
+            load_balancer(listener(80), pool("pool", *([member(web)] if more else ()), **more)),
+            {"ca": theirs.pem, "crl": theirs.revoke(), "own": theirs.issue("us").pem},
+        )
+        return found.how
+
+    refs = {"ca_tls_container_ref": "ca", "crl_container_ref": "crl", "tls_container_ref": "own"}
+    push()
+    before = worker(served)
+    assert push(tls_enabled=True, **refs) == "runtime"
+    assert served.visitor.fetch().status == 200
+    assert worker(served) == before
+    tree = load_balancer(listener(80), pool("pool", member(web), tls_enabled=True, **refs))
+    secrets = {"ca": others.pem, "crl": others.revoke(), "own": theirs.issue("us").pem}
+    found = served.push(tree, secrets)
+    assert (found.how, found.reason.count("connections to members")) == ("reload", 3)
+    assert served.visitor.fetch().status == 503

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing a client does is disturbed by changes, however many there are.
+
+Invariant: traffic of every kind runs through a whole test, and is judged after each part of it: no failed request, no
+reset, no connection closed unannounced, and every WebSocket and download that had begun comes to its own end.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from under_load import Prepared, Processes, Traffic, assert_nothing_failed, quick_members
+from wanted import listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+
+MEMBER_CHANGES, CERTIFICATES, RELOADS = 1000, 100, 100
+# Those that replaced workers may be at once; long connections are spread over fewer generations than that.
+WORKERS = 4
+# A request that is sent later than this after the answer must not reach a member that was removed.
+REMOVED_SECONDS = 0.2
+# One that was sent before may wait for a processor: how long is the machine's affair.
+LATE_SECONDS = 2.0
+SHORT = ("kept", "hurried", "fresh", "tls kept", "tls fresh", "tls resumed")
+LONG = ("websockets", "secure websockets", "downloads")
+# On a busy machine an answer may take its time: that is not what these are about.
+LENIENT = {"timeout": 5, "max_retries_down": 5}
+
+
+@pytest.fixture
+def traffic(served):
+    made = Traffic(served)
+    yield made
+    made.close()
+
+
+def balanced(*members):
+    fronts = (
+        listener(80, timeout_client_data=50_000),
+        listener(443, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert", timeout_client_data=50_000),
+    )
+    checks = monitor("HTTP", http_version=1.1, url_path="/check", **LENIENT)
+    return load_balancer(*fronts, pool("pool", *map(member, members), monitor=checks))
+
+
+def start_short(traffic: Traffic, tenant) -> None:
+    """Some 250 requests a second."""
+    tls = {"port": 443, "trust": tenant.pem}
+    traffic.start("kept", "kept", 8, port=80, pause=0.1)
+    traffic.start("hurried", "kept", 1, port=80, pause=0.01)
+    traffic.start("fresh", "fresh", 2, port=80, pause=0.05)
+    traffic.start("tls kept", "kept", 4, pause=0.1, **tls)
+    traffic.start("tls fresh", "fresh", 1, pause=0.1, **tls)
+    traffic.start("tls resumed", "resumed", 1, pause=0.1, **tls)
+    traffic.goes_on(*SHORT)
+
+
+def start_long(traffic: Traffic, tenant, so_many: int) -> None:
+    """More long-lived connections; `so_many` of each kind are there then."""
+    traffic.start("websockets", "websocket", 3, port=80, pause=0.2)
+    traffic.start("secure websockets", "websocket", 3, port=443, pause=0.2, trust=tenant.pem)
+    traffic.start("downloads", "download", 3, port=80, pause=0)
+    for name in LONG:
+        traffic.until_alive(name, so_many)
+
+
+def end_long(traffic: Traffic) -> dict[str, dict]:
+    """Bring the long-lived connections to the end that they were meant to come to."""
+    traffic.finish_downloads()
+    return traffic.stop(*LONG)
+
+
+@pytest.mark.feature("member.batch", "member.weight", "member.admin_state_up", "listener.default_tls_container_ref")
+def test_a_thousand_changes_disturb_nobody(served, traffic, tenant):
+    """1,000 member changes and 100 certificates without a new worker, then 100 reloads, all under the same load."""
+    members = quick_members("member", 8, 0)
+    stable, changing = members[:4], members[4:]
+    traffic.listen(members)
+    certificates = [tenant.issue("www.example.com") for _ in range(3)]
+    prepared = Prepared(served, balanced(*members), {"cert": certificates[0].pem}, workers=WORKERS)
+    for each in changing:
+        prepared.state[each.id] = None
+    prepared.push()
+    served.until_states("pool", {each.name: "UP" for each in stable})
+    start_short(traffic, tenant)
+    # Every measurement is one of a worker that came by a reload, with the short traffic on it and none other.
+    _reload(prepared, 1)
+    processes = Processes(served.amphora)
+    before = processes.settled()
+    start_long(traffic, tenant, 3)
+
+    with processes:
+        _change_members(prepared, changing, MEMBER_CHANGES)
+        assert_nothing_failed(traffic.report(), "member changes")
+        _replace_certificates(prepared, itertools.cycle(certificates), CERTIFICATES)
+        assert_nothing_failed(traffic.report(), "certificates")
+        unmoved = processes.workers
+        assert (processes.most, len(unmoved)) == (1, 1), "members and certificates take no new worker"
+        grown = processes.resident()
+
+        for number in range(RELOADS):
+            if number == RELOADS // 2:
+                start_long(traffic, tenant, 6)
+            _reload(prepared, 2 + number)
+        traffic.goes_on(*SHORT)
+        report = traffic.report()
+        assert_nothing_failed(report, "reloads")
+        assert {name: report[name]["alive"] for name in LONG} == dict.fromkeys(LONG, 6)
+        assert len(processes.workers) > 1, "the long connections are on older workers"
+    report = end_long(traffic)
+    assert_nothing_failed(report, "long connections")
+    assert {name: report[name]["finished"] for name in LONG} == dict.fromkeys(LONG, 6)
+    # One more while it takes the place of the one before.
+    assert processes.most <= WORKERS + 2
+    after = processes.settled()
+    # What a worker's allocator has once taken for long connections and added members it keeps for the next ones.
+    assert grown <= before * 1.5, f"{before} kB before, {grown} kB after changes at run time"
+    assert after <= before * 1.1, f"{before} kB before, {after} kB after"
+
+
+def _change_members(prepared: Prepared, changing, times: int) -> None:
+    """Add, weight, disable, enable, remove: one by one, each of them a push."""
+    steps = ((1, False), (5, False), (5, True), (5, False), None)
+    for number in range(times):
+        each = changing[number // len(steps) % len(changing)]
+        prepared.state[each.id] = steps[number % len(steps)]
+        answered = prepared.push()
+        assert answered.how == "runtime", answered
+
+
+def _replace_certificates(prepared: Prepared, certificates, times: int) -> None:
+    next(certificates)  # the first one is served
+    for _ in range(times):
+        prepared.certificate("cert", next(certificates).pem)
+        answered = prepared.push()
+        assert answered.how == "runtime", answered
+
+
+def _reload(prepared: Prepared, number: int) -> None:
+    """Change what only a new worker can be told."""
+    prepared.marks["timeout client 50000ms"] = f"timeout client {50_000 + number}ms"
+    answered = prepared.push()
+    assert answered.how == "reload", answered
+
+
+@pytest.mark.feature("member.batch")
+@pytest.mark.parametrize("with_a_reload", [False, True], ids=["at run time", "with a reload"])
+def test_every_member_is_replaced_under_load(served, traffic, tenant, with_a_reload):
+    """A rolling upgrade: nobody notices, and who was removed is left alone.
+
+    With a reload there are two workers for a while, and the old one has clients whose next request it answers before it
+    lets go of them: it must not send them to the removed member either.
+    """
+    members = quick_members("roll", 8, 100)
+    old, new = members[:4], members[4:]
+    traffic.listen(members)
+    certificate = tenant.issue("www.example.com")
+    prepared = Prepared(served, balanced(*members), {"cert": certificate.pem}, workers=WORKERS)
+    for each in new:
+        prepared.state[each.id] = None
+    prepared.push()
+    served.until_states("pool", {each.name: "UP" for each in old})
+    start_short(traffic, tenant)
+    # They come back long after the old worker was told to go: the first one that a forgetful one would misdirect.
+    traffic.start("patient", "kept", 6, port=80, pause=2 * REMOVED_SECONDS)
+    traffic.start("tls patient", "kept", 2, port=443, pause=2 * REMOVED_SECONDS, trust=tenant.pem)
+    start_long(traffic, tenant, 3)
+    removed = {}
+    for number, (leaving, coming) in enumerate(zip(old, new, strict=True)):
+        prepared.state[coming.id] = (1, False)
+        prepared.push()
+        prepared.state[leaving.id] = None
+        if with_a_reload:
+            prepared.marks["timeout client 50000ms"] = f"timeout client {51_000 + number}ms"
+        removed[leaving] = prepared.push().at
+        traffic.goes_on(*SHORT, "patient", "tls patient", requests=8)
+    report = traffic.report()
+    assert_nothing_failed(report, "replacing members")
+    assert {name: report[name]["alive"] for name in LONG} == dict.fromkeys(LONG, 3)
+    assert_nothing_failed(end_long(traffic), "long connections")
+    for leaving, moment in removed.items():
+        heard = traffic.heard(leaving)
+        assert heard, "it had its share before"
+        late = [(sent - moment, got - moment) for sent, got in heard if sent > moment + REMOVED_SECONDS]
+        assert not late, f"{leaving.name} got requests that were sent and came so late (s): {late[:5]}"
+        assert max(got for _, got in heard) < moment + REMOVED_SECONDS + LATE_SECONDS

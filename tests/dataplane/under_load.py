@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests under load have in common: a prepared bundle, the traffic, and what HAProxy's processes take.
+
+Invariant: a push costs the test's side next to nothing. The load balancer is rendered once, with every member it will
+ever have; what changes from push to push is a line of that text or a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from amphora_lab import children, eventually
+from peers import MEMBER
+from program import Program
+from wanted import id_of
+
+from amphora_driver.render.haproxy import render
+
+FIRST_PORT = 21_000
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class QuickMember:
+    """One port of `quick_members`; for `wanted.member`."""
+
+    name: str
+    port: int
+    address: str = MEMBER
+
+    @property
+    def id(self) -> str:
+        return id_of("member", self.name)
+
+
+def quick_members(prefix: str, count: int, first: int) -> tuple[QuickMember, ...]:
+    return tuple(QuickMember(f"{prefix}{n}", FIRST_PORT + first + n) for n in range(count))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the agent said to a push, and when (the clock of all processes of the machine)."""
+
+    how: str
+    reason: str
+    at: float
+    seconds: float
+
+
+class Prepared:
+    """A load balancer whose members, certificates and so on change from one push to the next.
+
+    Attributes:
+        state: by member id None (it is not there), or its weight and whether it is disabled.
+        answers: how often the agent did what.
+    """
+
+    def __init__(self, served, tree, secrets: dict[str, str] | None = None, **limits: int) -> None:
+        rendered = render(tree)
+        assert not rendered.refused
+        self._served = served
+        self._document = json.loads(served._bundle(tree, rendered, secrets or {}))
+        self._document["limits"].update(limits)
+        self._secrets = {file.name: file.secret.ref for file in rendered.files if file.secret is not None}
+        self._lines = rendered.text.split("\n")
+        self.state: dict[str, tuple[int, bool] | None] = {
+            member.id: (member.weight, False) for pool in tree.pools for member in pool.members
+        }
+        self.marks: dict[str, str] = {}
+        self.answers: Counter[str] = Counter()
+        self.reasons: list[str] = []
+
+    def certificate(self, ref: str, pem: str) -> None:
+        """Put another secret in the place of one; from the next push on."""
+        for file in self._document["files"]:
+            if self._secrets.get(file["name"]) == ref:
+                file["content"] = pem
+
+    def push(self) -> Answered:
+        """Push what is wanted now.
+
+        Returns:
+            How the agent brought it about; anything else than success fails the test.
+        """
+        body, begun = self._body(), time.monotonic()
+        status, answer = self._served.amphora.call("PUT", "/v2/bundle", body)
+        now = time.monotonic()
+        assert status == 200, answer
+        self.answers[answer["how"]] += 1
+        self.reasons.append(answer["reason"])
+        return Answered(answer["how"], answer["reason"], now, now - begun)
+
+    def refused(self) -> dict:
+        """Push what is wanted now, and expect HAProxy to refuse it; what is wrong with it."""
+        status, answer = self._served.amphora.call("PUT", "/v2/bundle", self._body())
+        assert status == 422, answer
+        return {**answer, **answer["error"]}
+
+    def _body(self) -> bytes:
+        self._document["generation"] = next(self._served.lab.generations)
+        self._document["haproxy"] = self.text()
+        return json.dumps(self._document).encode()
+
+    def text(self) -> str:
+        """The text; `marks` replaces words of it, for what only a new worker can be told."""
+        lines = []
+        for line in self._lines:
+            words = line.split()
+            if words[:1] == ["server"]:
+                wanted = self.state[words[1]]
+                if wanted is None:
+                    continue
+                changed = re.sub(r" weight \d+", f" weight {wanted[0]}", line)
+                lines.append(f"{changed} disabled" if wanted[1] else changed)
+            else:
+                lines.append(line)
+        text = "\n".join(lines)
+        for old, new in self.marks.items():
+            assert old in text, f"there is no {old!r} in the text"
+            text = text.replace(old, new)
+        return text
+
+
+class Traffic:
+    """The members' and the visitors' programs, for one test."""
+
+    def __init__(self, served) -> None:
+        network = served.lab.network
+        self.members = Program(network.name("mem"), HERE / "quick_members.py")
+        self.visitors = Program(network.name("cl"), HERE / "load.py")
+
+    def listen(self, members: Iterable[QuickMember]) -> None:
+        for each in members:
+            self.members.ask("listen", address=each.address, ports=[each.port])
+
+    def start(self, name: str, kind: str, count: int, **more) -> None:
+        """Clients of a kind (see `load`); there can be more of a name later."""
+        self.visitors.ask("start", name=name, kind=kind, count=count, **more)
+
+    def report(self) -> dict[str, dict]:
+        return self.visitors.ask("report")
+
+    def stop(self, *names: str) -> dict[str, dict]:
+        return self.visitors.ask("stop", names=list(names))
+
+    def finish_downloads(self) -> int:
+        return self.members.ask("finish")
+
+    def until_alive(self, name: str, count: int) -> None:
+        eventually(lambda: self.report()[name]["alive"] == count, f"{count} of {name} are there")
+
+    def goes_on(self, *names: str, requests: int = 3) -> None:
+        """Wait for further answers of each of these kinds."""
+        before = self.report()
+        eventually(
+            lambda: all(self.report()[name]["requests"] >= before[name]["requests"] + requests for name in names),
+            f"answers of {', '.join(names)}",
+        )
+
+    def heard(self, member: QuickMember) -> list[tuple[float, float]]:
+        """When requests to a member were sent, and when it got them."""
+        return self.members.ask("heard", port=member.port)
+
+    def close(self) -> None:
+        self.visitors.close()
+        self.members.close()
+
+
+def assert_nothing_failed(report: dict[str, dict], doing: str) -> None:
+    """Not one failure, reset or cut of any kind; and nothing that was sent twice or closed unannounced either."""
+    wrong = {
+        name: {key: tally[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes", "reasons")}
+        for name, tally in report.items()
+        if any(tally[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes"))
+    }
+    assert not wrong, f"{doing}: {json.dumps(wrong, indent=1)}"
+
+
+class Processes:
+    """HAProxy's processes, seen from outside: how many workers there are, and what they all take."""
+
+    def __init__(self, amphora) -> None:
+        self._amphora = amphora
+        self.master = amphora.outside_pid(amphora.status("haproxy")["pid"])
+        self.most = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def workers(self) -> list[int]:
+        """Living workers, the present one among them."""
+        return [pid for pid in children(self.master) if _is_haproxy(pid)]
+
+    def resident(self) -> int:
+        """Kilobytes that are resident in all of them together; pages they share count once for each."""
+        return sum(_resident(pid) for pid in (self.master, *self.workers))
+
+    def settled(self) -> int:
+        """The same, after the workers that were replaced have ended."""
+        eventually(lambda: len(self.workers) == 1, "the old workers have ended", 30)
+        return self.resident()
+
+    def _watch(self) -> None:
+        # No event tells how many there are: every 5 ms is often enough for one that lives as long as a reload takes.
+        while not self._ending.wait(0.005):
+            self.most = max(self.most, len(self.workers))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ending.set()
+        self._thread.join()
+
+
+def _is_haproxy(pid: int) -> bool:
+    """Whether it is a worker, and neither a zombie nor somebody on the way to be executed."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False
+
+
+def _resident(pid: int) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        found = re.search(r"^VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair through Octavia's real API: two amphorae that are one load balancer, whatever happens to one of them."""
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+
+import authorities
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver import config
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.controller.housekeeping import Housekeeping
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import topology
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.tables import request, status, work
+
+pytestmark = pytest.mark.root
+
+# Seconds between advertisements: a standby takes over after less than a second, on a machine that is not overloaded.
+FAST = 0.2
+
+
+@pytest.fixture
+def pairs(cloud):
+    """The id of a flavor that makes pairs; it is gone after the test."""
+    data = {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": FAST}
+    profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=json.dumps(data))
+    made = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
+    yield made.id
+    cloud.clean()
+    cloud.balancers.delete_flavor(made)
+    cloud.balancers.delete_flavor_profile(profile)
+
+
+@pytest.fixture
+def compute(settings, database):
+    conf = config.load([str(settings.our_configuration)])
+    return NetnsCompute(conf, LocalNetwork(conf, database))
+
+
+def of(cloud, balancer):
+    """Its amphorae by role."""
+    found = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    return {one.role: one for one in found if one.state is not State.RETIRING}
+
+
+def holder(cloud, balancer, *, but=()):
+    """The one that says it has the VIPs."""
+
+    def ask():
+        says = [one for one in of(cloud, balancer).values() if one.holds_vip and one.id not in but]
+        return says[0] if len(says) == 1 else None
+
+    return cloud.until(ask, "one has the VIPs", 30)
+
+
+def served(cloud, address, names, port=80):
+    """Until each of these members has answered, and nobody else."""
+    cloud.until(lambda: set(cloud.answers(address, 8, port)) == set(names), f"answers from {names}", 30)
+
+
+class Traffic:
+    """Requests one after the other, each over its own connection, from a client of the sandbox."""
+
+    def __init__(self, cloud, address):
+        self.cloud = cloud
+        self.address = address
+        self.answers = Counter()
+        # The longest time in which nothing was answered, in seconds.
+        self.gap = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        self.cloud.until(lambda: self.answers["200"] > 5, "traffic flows")
+        return self
+
+    def __exit__(self, *_):
+        self._stopping.set()
+        self._thread.join()
+
+    def more(self, number=20):
+        """Wait for so many more answers."""
+        wanted = self.answers["200"] + number
+        self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers")
+
+    def _run(self):
+        namespaces.inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
+
+    def _ask(self):
+        last = time.monotonic()
+        while not self._stopping.wait(0.01):
+            outcome = self._one()
+            self.answers[outcome] += 1
+            if outcome == "200":
+                now = time.monotonic()
+                self.gap, last = max(self.gap, now - last), now
+
+    def _one(self):
+        connection = http.client.HTTPConnection(self.address, 80, timeout=1)
+        try:
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__
+        else:
+            return str(answer.status)
+        finally:
+            connection.close()
+
+    @property
+    def failed(self):
+        return sum(self.answers.values()) - self.answers["200"]
+
+
+def test_a_pair_from_its_creation_to_its_deletion(cloud, pairs, compute):
+    balancer = cloud.served("pair", flavor_id=pairs)
+    pair = of(cloud, balancer)
+    assert set(pair) == {"MASTER", "BACKUP"}
+    served(cloud, balancer.vip_address, ("member1", "member2"))
+    generation = cloud.database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
+    assert {one.confirmed for one in pair.values()} == {generation}
+    assert generation == 1, "both were pushed once"
+    first = holder(cloud, balancer)
+    cloud.online(balancer.id)
+
+    pool = cloud.pool_of(balancer)
+    third = cloud.balancers.create_member(pool, **cloud.member("member3"))
+    cloud.active(balancer.id)
+    served(cloud, balancer.vip_address, ("member1", "member2", "member3"))
+    cloud.balancers.delete_member(third, pool)
+    cloud.active(balancer.id)
+    served(cloud, balancer.vip_address, ("member1", "member2"))
+    assert holder(cloud, balancer).id == first.id, "no change moves the VIPs"
+
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.gone(balancer.id)
+    assert compute.booted() == []
+
+
+def test_both_address_families(cloud, pairs):
+    more = [{"subnet_id": topology.VIP_SUBNET_6}]
+    balancer = cloud.served("dual", ("member1",), flavor_id=pairs, additional_vips=more)
+    for address in (balancer.vip_address, *(one["ip_address"] for one in balancer.additional_vips)):
+        served(cloud, address, ("member1",))
+
+
+def test_the_one_with_the_vips_dies(cloud, pairs, compute):
+    balancer = cloud.served("dies", flavor_id=pairs)
+    served(cloud, balancer.vip_address, ("member1", "member2"))
+    first = holder(cloud, balancer)
+    with Traffic(cloud, balancer.vip_address) as traffic:
+        compute.power_off(first.id)
+        traffic.more()
+    # Three advertisements and a fraction; the rest is for a machine with other things to do.
+    assert traffic.gap < 5, traffic.answers
+    assert holder(cloud, balancer, but=(first.id,)).id != first.id
+    cloud.online(balancer.id)
+
+    # A user's change reaches the clients although the pair is not whole, and ACTIVE it is only when it is.
+    cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member3"))
+    served(cloud, balancer.vip_address, ("member1", "member2", "member3"))
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
+    assert compute.power_on(first.id)
+    cloud.active(balancer.id)
+    assert holder(cloud, balancer).id != first.id, "who comes back does not take the VIPs away"
+    served(cloud, balancer.vip_address, ("member1", "member2", "member3"))
+
+
+def shake(cloud, context, address, session=None):
+    """A handshake and a request: the session it ends with, and whether it went on with the given one."""
+
+    def go():
+        with (
+            socket.create_connection((address, 443), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname="one", session=session) as secured,
+        ):
+            secured.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in secured.recv(4096).split(b"\r\n")[0]
+            return secured.session, secured.session_reused
+
+    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
+
+
+def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud, pairs, compute, settings, database):
+    authorities.keep_all(settings)
+    secured = {
+        "protocol": "TERMINATED_HTTPS",
+        "protocol_port": 443,
+        "default_tls_container_ref": "one",
+        "name": "secured-https",
+    }
+    balancer = cloud.served("secured", ("member1",), flavor_id=pairs, listener=secured)
+    served_by = holder(cloud, balancer)
+    context = ssl.create_default_context(cadata=authorities.ROOT.pem)
+    context.check_hostname = False
+    # A session of TLS 1.2 is whole when the handshake is over.
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    address = balancer.vip_address
+    session, reused = shake(cloud, context, address)
+    assert not reused
+
+    # The next keys, as housekeeping has them taken: amphorae are pushed, and nobody outside hears of it.
+    heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
+    database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
+    conf = config.load([str(settings.our_configuration)])
+    cloud.until(lambda: Housekeeping(conf, database, None, "a test").rotate(), "it is settled")
+    generation = database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
+    cloud.until(lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both have the keys")
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+    provisioned = [row for row in heard if row.object_id == balancer.id]
+    now = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
+    assert [row for row in now if row.object_id == balancer.id] == provisioned
+    assert shake(cloud, context, address, session)[1], "sealed with the key before"
+
+    compute.power_off(served_by.id)
+    holder(cloud, balancer, but=(served_by.id,))
+    assert cloud.until(lambda: shaken(cloud, context, address, session), "the other one serves", 10)[1]
+
+
+def shaken(cloud, context, address, session):
+    try:
+        return shake(cloud, context, address, session)
+    except OSError:
+        return None
+
+
+def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
+    balancer = cloud.served("failover", flavor_id=pairs)
+    served(cloud, balancer.vip_address, ("member1", "member2"))
+    before = cloud.amphorae(balancer)
+    holder(cloud, balancer)
+    with Traffic(cloud, balancer.vip_address) as traffic:
+        cloud.balancers.failover_load_balancer(balancer.id)
+        cloud.active(balancer.id)
+        cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 2 and now.isdisjoint(before), "both replaced")
+        traffic.more()
+    # None fails; a machine with more to do than it can may be late with one.
+    assert traffic.failed <= 2, traffic.answers
+    assert traffic.gap < 5, traffic.answers
+    assert set(of(cloud, balancer)) == {"MASTER", "BACKUP"}
+    holder(cloud, balancer)
+    settled(cloud, balancer)
+    assert set(compute.booted()) == cloud.amphorae(balancer)
+
+
+def test_fail_over_of_a_pair_of_which_one_is_dead(cloud, pairs, compute):
+    balancer = cloud.served("half", flavor_id=pairs)
+    served(cloud, balancer.vip_address, ("member1", "member2"))
+    first = holder(cloud, balancer)
+    before = cloud.amphorae(balancer)
+    compute.power_off(first.id)
+    holder(cloud, balancer, but=(first.id,))
+    with Traffic(cloud, balancer.vip_address) as traffic:
+        cloud.balancers.failover_load_balancer(balancer.id)
+        cloud.active(balancer.id)
+        cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 2 and now.isdisjoint(before), "both replaced")
+        traffic.more()
+    assert traffic.gap < 5, traffic.answers
+    settled(cloud, balancer)
+
+
+def settled(cloud, balancer):
+    """Each of the two knows the other one, and nobody else, in a generation that no user asked for."""
+
+    def ask():
+        pair = of(cloud, balancer)
+        return all(
+            {one.id for one in each.partners} == {*cloud.amphorae(balancer)} - {each.id} for each in pair.values()
+        )
+
+    cloud.until(ask, "they know each other", 30)
+    rows = cloud.database.read(lambda c: c.execute(sa.select(request.c.action)).scalars().all())
+    assert "failover loadbalancer" in rows
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may connect, as data and as rules."""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import uuid
+
+import pytest
+
+from amphora_agent.bundle import Allowed, Bundle, Limits, Partner, Vrrp
+from amphora_agent.network.firewall import OPEN, Pair, Port, Restrictions, difference, render, restrictions_of, tighter
+
+LOCAL, PEER, PEER6 = "198.51.100.11", "198.51.100.12", "2001:db8:1::12"
+
+
+def bundle(allowed=None, vrrp=None):
+    """One with these networks by port."""
+    return Bundle(
+        amphora_id=uuid.UUID(int=1),
+        load_balancer_id=uuid.UUID(int=2),
+        generation=1,
+        haproxy=None,
+        files=(),
+        pings={},
+        limits=Limits(None, None),
+        interfaces=(),
+        allowed=tuple(Allowed(port, tuple(map(ipaddress.ip_network, nets))) for port, nets in (allowed or {}).items()),
+        vrrp=vrrp,
+    )
+
+
+def vrrp(local=LOCAL, *peers):
+    named = [Partner(f"n{number}", ipaddress.ip_address(each)) for number, each in enumerate((local, *peers))]
+    return Vrrp("eth1", 1, 254, 1.0, named[0], tuple(named[1:]))
+
+
+def of(**allowed):
+    """Restrictions: of(p80=["192.0.2.0/24"])."""
+    return restrictions_of(bundle({int(name[1:]): networks for name, networks in allowed.items()}))
+
+
+def rules(restrictions):
+    """The rules behind those that every table has, and the elements of sets by name."""
+    text = render(restrictions)
+    beginning = text.partition("chain beginning {")[2].partition("}\n}")[0]
+    found = [line.strip() for line in beginning.splitlines() if line.strip()]
+    assert found[:2] == ['iif "lo" ip daddr 127.0.0.0/8 accept', 'iif "lo" ip6 daddr ::1 accept']
+    sets = {part.split()[0]: part.partition("elements = { ")[2].partition(" }")[0] for part in text.split("\tset ")[1:]}
+    return found[2:], sets
+
+
+REFUSE = "counter reject with tcp reset"
+
+
+@pytest.mark.parametrize(
+    ("networks", "wanted", "sets"),
+    [
+        (
+            ["192.0.2.0/24"],
+            [f"tcp dport 80 ip saddr != @port-80-ipv4 {REFUSE}", f"meta nfproto 10 tcp dport 80 {REFUSE}"],
+            {"port-80-ipv4": "192.0.2.0/24"},
+        ),
+        (
+            ["2001:db8::/32", "2001:db9::1/128"],
+            [f"meta nfproto 2 tcp dport 80 {REFUSE}", f"tcp dport 80 ip6 saddr != @port-80-ipv6 {REFUSE}"],
+            {"port-80-ipv6": "2001:db8::/32, 2001:db9::1"},
+        ),
+        # Everybody of one family says nothing of the other one.
+        (["0.0.0.0/0"], [f"meta nfproto 10 tcp dport 80 {REFUSE}"], {}),
+        (["::/0"], [f"meta nfproto 2 tcp dport 80 {REFUSE}"], {}),
+        (["0.0.0.0/1", "128.0.0.0/1", "::/0"], [], {}),
+        ([], [f"meta nfproto 2 tcp dport 80 {REFUSE}", f"meta nfproto 10 tcp dport 80 {REFUSE}"], {}),
+        # What touches or overlaps is one range, and a network where it is one.
+        (
+            ["10.0.0.0/24", "10.0.0.0/8", "::/0"],
+            [f"tcp dport 80 ip saddr != @port-80-ipv4 {REFUSE}"],
+            {"port-80-ipv4": "10.0.0.0/8"},
+        ),
+        (
+            ["10.0.2.0/24", "10.0.1.0/24", "10.0.4.0/25", "10.0.4.128/25", "192.0.2.7/32", "::/0"],
+            [f"tcp dport 80 ip saddr != @port-80-ipv4 {REFUSE}"],
+            {"port-80-ipv4": "10.0.1.0-10.0.2.255, 10.0.4.0/24, 192.0.2.7"},
+        ),
+        (
+            ["0.0.0.0/0", "::ffff:192.0.2.0/120"],
+            [f"tcp dport 80 ip6 saddr != @port-80-ipv6 {REFUSE}"],
+            {"port-80-ipv6": "::ffff:192.0.2.0/120"},
+        ),
+    ],
+)
+def test_the_rules_of_a_port(networks, wanted, sets):
+    assert rules(of(p80=networks)) == (wanted, sets)
+
+
+def test_nothing_wanted_is_nothing_at_all():
+    assert restrictions_of(bundle()) == OPEN
+    assert render(OPEN) == ""
+
+
+def test_ports_come_in_order_whatever_the_bundle_says():
+    one, other = of(p80=["192.0.2.0/24"], p443=[]), of(p443=[], p80=["192.0.2.0/24"])
+    assert one == other
+    assert render(one) == render(other)
+
+
+def test_partners():
+    alone, pair = (restrictions_of(bundle(vrrp=each)) for each in (vrrp(), vrrp(LOCAL, PEER)))
+    ours = f"ip daddr {LOCAL} tcp dport 1025"
+    assert rules(pair)[0] == [f"{ours} ip saddr {{ {LOCAL}, {PEER} }} accept", f"{ours} {REFUSE}"]
+    assert rules(alone)[0] == [f"{ours} ip saddr {LOCAL} accept", f"{ours} {REFUSE}"]
+    assert f"meta l4proto 112 ip saddr {PEER} accept\n\t\tmeta l4proto 112 counter drop" in render(pair)
+    assert "accept\n\t\tmeta l4proto 112 counter drop" not in render(alone)
+    assert "meta l4proto 112 counter drop" in render(alone)
+    six = render(restrictions_of(bundle(vrrp=vrrp("2001:db8:1::11", "2001:db8:1::13", PEER6))))
+    assert "meta l4proto 112 ip6 saddr { 2001:db8:1::12, 2001:db8:1::13 } accept" in six
+    assert " ip saddr" not in six
+
+
+def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():
+    found, _ = rules(restrictions_of(bundle({1025: ["192.0.2.0/24"]}, vrrp(LOCAL, PEER))))
+    accept = next(number for number, rule in enumerate(found) if PEER in rule)
+    assert accept < next(number for number, rule in enumerate(found) if "@port-1025-ipv4" in rule)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        (OPEN, OPEN, OPEN),
+        (OPEN, of(p80=["10.0.0.0/8"]), of(p80=["10.0.0.0/8"])),
+        (of(p80=["10.0.0.0/8"]), OPEN, of(p80=["10.0.0.0/8"])),
+        (of(p80=["10.0.0.0/8"]), of(p81=[]), of(p80=["10.0.0.0/8"], p81=[])),
+        (of(p80=["10.0.0.0/8"]), of(p80=["10.1.0.0/16", "11.0.0.0/8"]), of(p80=["10.1.0.0/16"])),
+        (of(p80=["10.0.0.0/8"]), of(p80=["11.0.0.0/8"]), of(p80=[])),
+        (
+            of(p80=["10.0.0.0/8", "::/0"]),
+            of(p80=["0.0.0.0/0", "2001:db8::/32"]),
+            of(p80=["10.0.0.0/8", "2001:db8::/32"]),
+        ),
+        (
+            Restrictions(),
+            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+        ),
+        (
+            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+            Restrictions(),
+            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+        ),
+    ],
+)
+def test_meanwhile_only_those_come_in_whom_both_let_in(one, other, wanted):
+    assert tighter(one, other) == wanted
+
+
+def test_what_both_let_in_is_what_each_of_them_lets_in():
+    source = random.Random(7)
+
+    def some():
+        networks = [
+            f"10.0.{source.randrange(8)}.{source.randrange(0, 256, 32)}/{source.choice((27, 28, 32))}"
+            for _ in range(20)
+        ]
+        return networks, of(p80=networks)
+
+    def lets_in(restrictions, address):
+        return any(first <= address <= last for first, last in restrictions.ports[0].ipv4)
+
+    for _ in range(50):
+        (_, one), (_, other) = some(), some()
+        both = tighter(one, other)
+        for _ in range(200):
+            address = int(ipaddress.ip_address(f"10.0.{source.randrange(8)}.{source.randrange(256)}"))
+            assert lets_in(both, address) == (lets_in(one, address) and lets_in(other, address))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        (OPEN, OPEN, ""),
+        (of(p80=["10.0.0.0/8"]), of(p80=["10.0.0.0/9", "10.128.0.0/9"]), ""),
+        (OPEN, of(p80=[]), "who may reach port 80 changed"),
+        (of(p80=[], p81=[], p82=[]), of(p81=[]), "who may reach port 80 changed, and 1 more"),
+    ],
+)
+def test_what_changed_in_words(one, other, wanted):
+    assert difference(one, other) == wanted
+
+
+def test_a_thousand_networks_are_as_many_elements():
+    networks = [f"10.{n // 256}.{n % 256}.0/25" for n in range(1000)]
+    made = of(p80=networks)
+    assert isinstance(made.ports[0], Port)
+    assert rules(made)[1]["port-80-ipv4"].split(", ") == networks

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replaced worker is told of members that are not wanted any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.forsaken import orders
+from amphora_agent.haproxy.readback import State
+
+UP = State(True, 1, False, False, "192.0.2.1", 80, "-", 0)
+MAINT = "set server b/x state maint"
+
+
+def wanted(*servers, backend="b"):
+    return parse(f"defaults\n\nbackend {backend}\n" + "".join(f"    server {server}\n" for server in servers))
+
+
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        pytest.param(("x 192.0.2.1:80", "y 192.0.2.1:80"), [], id="both stay"),
+        pytest.param(("y 192.0.2.1:80",), [MAINT], id="removed"),
+        pytest.param(("x 192.0.2.1:80 disabled", "y 192.0.2.1:80"), [MAINT], id="disabled"),
+        pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [MAINT], id="without a weight"),
+        pytest.param(("x 192.0.2.1:81", "y 192.0.2.1:80"), [MAINT], id="on another port"),
+        pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="elsewhere"),
+        pytest.param(("z 192.0.2.1:80",), [], id="nobody else would be left to it"),
+    ],
+)
+def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
+    assert orders(wanted(*servers), {("b", "x"): UP, ("b", "y"): UP}) == expected
+
+
+@pytest.mark.parametrize(
+    "there",
+    [UP._replace(up=False), UP._replace(weight=0), UP._replace(maintenance=True), UP._replace(draining=True)],
+    ids=["down", "no weight", "disabled", "drained"],
+)
+def test_one_that_does_not_serve_is_nobody_else(there):
+    assert orders(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
+    assert orders(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+
+
+def test_addresses_are_compared_without_brackets():
+    there = UP._replace(address="2001:db8::1")
+    assert orders(wanted("x [2001:db8::1]:80", "y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+
+
+def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
+    assert orders(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []

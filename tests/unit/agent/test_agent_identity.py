@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's certificate: what is taken, what is refused, and that a failure leaves what was there."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import pytest
+
+from amphora_agent.errors import CertificateRefused, MachineError
+from amphora_agent.identity import Identity
+from amphora_agent.paths import Paths
+from amphora_driver.certificates.authority import Authority, create_authority
+
+AMPHORA = uuid.UUID("0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11")
+CONTROLLERS = ((("commonName", "controllers"),),)
+
+
+def authority(name, ahead=0.0):
+    certificate, key = create_authority(name)
+    return certificate.decode(), Authority(certificate, key, clock=lambda: time.time() + ahead)
+
+
+def pem(authority, days=1.0, name=AMPHORA):
+    return authority.issue_server(str(name), days).bundle().reveal().decode()
+
+
+class Place:
+    """An amphora's files; the controllers have another authority than the amphorae."""
+
+    def __init__(self, directory):
+        self.paths = Paths(directory)
+        self.paths.etc.mkdir(parents=True)
+        self.controllers, _ = authority("controllers")
+        self.amphorae, self.issuer = authority("amphorae")
+        self.own = self.paths.etc / "server.pem"
+        self.own.write_text(pem(self.issuer))
+        (self.paths.etc / "client_ca.pem").write_text(self.controllers)
+        self.identity = Identity(self.paths, AMPHORA)
+
+    def take(self, new, *, prove=None, **more):
+        """Prove by looking at what new handshakes would show."""
+        authorities = {"client_ca": None, "server_ca": None, **more}
+        shown = prove or (lambda anchor: self.identity.certificate().fingerprint)
+        return self.identity.replace(new, caller=CONTROLLERS, prove=shown, **authorities)
+
+    def files(self):
+        return {file.name: file.read_text() for file in self.paths.etc.iterdir()}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_the_present_one_is_described_whatever_is_wrong_with_it(place):
+    assert place.identity.certificate().expires == pytest.approx(time.time() + 86400, abs=60)
+    _, past = authority("amphorae", ahead=-200)
+    place.own.write_text(pem(past, 100 / 86400, uuid.uuid4()))
+    assert place.identity.certificate().expires < time.time()
+
+
+def test_where_nobody_said_who_vouches_everything_else_is_looked_at(place):
+    """As on an amphora that Octavia's worker has made: it has its own authority, and did not say so."""
+    new = pem(place.issuer, 2)
+    assert place.take(new).expires > time.time() + 86400
+    assert place.own.read_text() == new
+    with pytest.raises(CertificateRefused, match="Hostname mismatch"):
+        place.take(pem(place.issuer, name=uuid.uuid4()))
+
+
+def test_where_it_was_said_nobody_else_can(place):
+    (place.paths.etc / "server_ca.pem").write_text(place.amphorae)
+    _, other = authority("amphorae")
+    with pytest.raises(CertificateRefused, match="nobody would take it"):
+        place.take(pem(other))
+    newer, issuer = authority("newer")
+    with pytest.raises(CertificateRefused, match="nobody would take it"):
+        place.take(pem(issuer))
+    place.take(pem(issuer), server_ca=newer)
+    place.take(pem(issuer))
+
+
+@pytest.mark.parametrize("what", ["shows another one", "fails", "cannot be reached"])
+def test_what_does_not_work_is_undone(place, what):
+    newer, issuer = authority("newer")
+    before = place.files()
+    seen = []
+
+    def prove(anchor):
+        seen.append((anchor, place.own.read_text()))
+        if what == "shows another one":
+            return "00"
+        raise ConnectionRefusedError(111, "refused") if what == "cannot be reached" else MachineError("x", "y")
+
+    new = pem(issuer)
+    with pytest.raises(MachineError, match="in use again"):
+        place.take(new, prove=prove, server_ca=newer, client_ca=place.controllers + newer)
+    assert seen == [(newer, new)]
+    assert place.files() == before
+
+
+def test_who_calls_has_to_be_able_to_call_again(place):
+    other, _ = authority("others")
+    with pytest.raises(CertificateRefused, match="none of the authorities"):
+        place.take(pem(place.issuer), client_ca=other)
+    place.take(pem(place.issuer), client_ca=other + place.controllers)
+    assert (place.paths.etc / "client_ca.pem").read_text() == other + place.controllers
+
+
+def test_nothing_is_left_of_a_candidate(place):
+    with pytest.raises(CertificateRefused) as caught:
+        place.take("-----BEGIN PRIVATE KEY-----\ncanary\n-----END PRIVATE KEY-----\n")
+    assert "canary" not in str(caught.value)
+    assert set(place.files()) == {"server.pem", "client_ca.pem"}
+
+
+def test_the_context_changes_with_the_files_only(place):
+    first = place.identity.context()
+    assert place.identity.context() is first
+    place.own.write_text("nonsense")
+    assert place.identity.context() is first
+    place.own.write_text(pem(place.issuer))
+    assert place.identity.context() is not first

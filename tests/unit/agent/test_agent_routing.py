@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which routes and rules follow from interfaces, and how one set becomes another."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from amphora_agent.bundle import Interface, Route
+from amphora_agent.network.routing import MAIN, Changes, Rule, TableRoute, changes, wanted_routes, wanted_rules
+
+INDEXES = {"a": 2, "b": 3, "c": 4}
+
+
+def interface(mac, addresses=(), vips=(), routes=()):
+    """Routes are pairs of destination and gateway."""
+    return Interface(
+        mac=mac,
+        name=mac,
+        mtu=1500,
+        addresses=tuple(map(ipaddress.ip_interface, addresses)),
+        vips=tuple(map(ipaddress.ip_interface, vips)),
+        routes=tuple(
+            Route(ipaddress.ip_network(destination), ipaddress.ip_address(gateway) if gateway else None)
+            for destination, gateway in routes
+        ),
+    )
+
+
+def route(table, destination, gateway, index):
+    network = ipaddress.ip_network(destination)
+    via = ipaddress.ip_address(gateway) if gateway else None
+    return TableRoute(table, network, via, index, 1024 if network.version == 6 else 0)
+
+
+VIPS = interface(
+    "a",
+    ("198.51.100.11/24", "2001:db8:1::11/64"),
+    ("198.51.100.5/32", "2001:db8:1::5/128", "198.51.100.6/32"),
+    (("0.0.0.0/0", "198.51.100.1"), ("::/0", "2001:db8:1::1"), ("10.9.0.0/16", "198.51.100.2")),
+)
+MEMBERS = interface("b", ("192.0.2.11/24",), (), (("203.0.113.0/24", "192.0.2.1"), ("10.9.0.0/16", "192.0.2.1")))
+OUT = [
+    ("0.0.0.0/0", "198.51.100.1", 2),
+    ("::/0", "2001:db8:1::1", 2),
+    ("10.9.0.0/16", "198.51.100.2", 2),
+]
+CONNECTED = [("198.51.100.0/24", None, 2), ("2001:db8:1::/64", None, 2)]
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "wanted"),
+    [
+        ((), set()),
+        ((interface("b", ("192.0.2.11/24",)),), set()),
+        # No table of its own without a VIP.
+        ((MEMBERS,), {route(MAIN, "203.0.113.0/24", "192.0.2.1", 3), route(MAIN, "10.9.0.0/16", "192.0.2.1", 3)}),
+        # The VIP's table has its interface's subnets and routes, and nothing of the members' network; of two routes to
+        # one destination the first interface's stays.
+        (
+            (VIPS, MEMBERS),
+            {route(table, *each) for table in (1, MAIN) for each in OUT}
+            | {route(1, *each) for each in CONNECTED}
+            | {route(MAIN, "203.0.113.0/24", "192.0.2.1", 3)},
+        ),
+        # A subnet the machine is in itself is reached on its link, even if the VIP's network knows a way.
+        (
+            (
+                interface("a", ("198.51.100.11/24",), ("198.51.100.5/32",), (("192.0.2.0/24", "198.51.100.1"),)),
+                interface("b", ("192.0.2.11/24",)),
+            ),
+            {route(1, "198.51.100.0/24", None, 2), route(1, "192.0.2.0/24", "198.51.100.1", 2)},
+        ),
+        # A second interface with VIPs has the next table.
+        (
+            (
+                interface("a", ("198.51.100.11/24",), ("198.51.100.5/32",)),
+                interface("c", ("192.0.2.11/24",), ("192.0.2.5/32",)),
+            ),
+            {route(1, "198.51.100.0/24", None, 2), route(2, "192.0.2.0/24", None, 4)},
+        ),
+    ],
+)
+def test_routes(interfaces, wanted):
+    assert wanted_routes(interfaces, INDEXES) == wanted
+
+
+def test_a_rule_for_each_vip():
+    assert wanted_rules((MEMBERS, VIPS)) == {
+        Rule(4, 100, 1, ipaddress.ip_network("198.51.100.5/32")),
+        Rule(4, 100, 1, ipaddress.ip_network("198.51.100.6/32")),
+        Rule(6, 100, 1, ipaddress.ip_network("2001:db8:1::5/128")),
+    }
+    assert wanted_rules((MEMBERS,)) == frozenset()
+
+
+LINK = route(1, "198.51.100.0/24", None, 2)
+OLD, NEW = route(1, "0.0.0.0/0", "198.51.100.1", 2), route(1, "0.0.0.0/0", "198.51.100.2", 2)
+
+
+@pytest.mark.parametrize(
+    ("present", "wanted", "expected"),
+    [
+        ((), (), Changes((), ())),
+        ((OLD, LINK), (OLD, LINK), Changes((), ())),
+        # What leads to a gateway comes before it, and goes after it.
+        ((), (OLD, LINK), Changes((LINK, OLD), ())),
+        ((OLD, LINK), (), Changes((), (OLD, LINK))),
+        # Another gateway takes the place of the first one: at no moment there is none.
+        ((OLD, LINK), (NEW, LINK), Changes((NEW,), ())),
+        # Two in one place, of which one is wanted.
+        ((OLD, NEW), (NEW,), Changes((), (OLD,))),
+    ],
+)
+def test_changes(present, wanted, expected):
+    assert changes(frozenset(present), frozenset(wanted)) == expected

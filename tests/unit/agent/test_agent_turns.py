@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is next, and what those are answered that were overtaken; deeds, and that they have reasons."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from amphora_agent.tally import UNCHANGED, Deed, Tally
+from amphora_agent.turns import Turns
+
+PATIENCE = 10.0
+
+
+class Line:
+    """Pushes that wait behind one that is being applied."""
+
+    def __init__(self):
+        self.turns = Turns()
+        self.done = []
+        self.failing = set()
+        self._gate = threading.Event()
+        self._entered = threading.Event()
+        self._pool = ThreadPoolExecutor(16)
+        self._first = self._pool.submit(self.turns.take, 1, "lb", self._blocked)
+        assert self._entered.wait(PATIENCE)
+        self._expected = 0
+
+    def _blocked(self):
+        self._entered.set()
+        assert self._gate.wait(PATIENCE)
+        return 1
+
+    def push(self, generation, kind="lb"):
+        future = self._pool.submit(self.turns.take, generation, kind, lambda: self._work(generation))
+        self._expected += 1
+        with self.turns._changed:
+            assert self.turns._changed.wait_for(lambda: True)
+        while len(self.turns._waiting) < self._expected:
+            threading.Event().wait(0.001)
+        return future
+
+    def _work(self, generation):
+        self.done.append(generation)
+        if generation in self.failing:
+            raise RuntimeError(f"{generation} is wrong")
+        return generation
+
+    def go(self):
+        self._gate.set()
+        assert self._first.result(PATIENCE) == 1
+        self._pool.shutdown()
+
+
+@pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (3, 4, 2)])
+def test_of_those_that_wait_only_the_newest_is_applied(order):
+    line = Line()
+    waiting = [line.push(generation) for generation in order]
+    line.go()
+    assert [future.result(PATIENCE) for future in waiting] == [4, 4, 4]
+    assert line.done == [4]
+
+
+def test_when_the_newest_is_wrong_the_next_newest_is_applied():
+    line = Line()
+    line.failing = {4}
+    two, three, four = (line.push(generation) for generation in (2, 3, 4))
+    line.go()
+    with pytest.raises(RuntimeError, match="4 is wrong"):
+        four.result(PATIENCE)
+    assert (two.result(PATIENCE), three.result(PATIENCE)) == (3, 3)
+    assert line.done == [4, 3]
+
+
+def test_equal_ones_are_applied_in_turn_and_others_are_not_answered_for():
+    line = Line()
+    waiting = [line.push(3), line.push(3), line.push(2, kind="another")]
+    line.go()
+    assert [future.result(PATIENCE) for future in waiting] == [3, 3, 2]
+    assert line.done == [3, 3, 2]
+
+
+def test_a_deed_has_a_reason():
+    for how in ("start", "runtime", "reload", "stop"):
+        with pytest.raises(ValueError, match="without a reason"):
+            Deed(how, "")
+    tally = Tally()
+    for deed in (Deed("reload", "one"), Deed("reload", "two"), UNCHANGED):
+        tally.count(deed)
+    tally.count_ended_worker(3)
+    found = tally.document()
+    assert (found["reload"]["count"], found["reload"]["reason"]) == (2, "two")
+    assert (found["unchanged"]["count"], found["start"]) == (1, {"count": 0})
+    assert found["workers_ended"] == {"count": 1, "connections": 3}

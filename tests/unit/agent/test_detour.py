@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which packets go to the partner after a hand-over: the rules as text, and the kernel's list of connections."""
+
+from __future__ import annotations
+
+import sys
+from ipaddress import ip_address, ip_interface
+
+import pytest
+
+from amphora_agent.bundle import Partner, Vrrp
+from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.network.detour import Connection, _endpoint, guard_rules, rules
+
+VIP, VIP6 = ip_interface("198.51.100.5/32"), ip_interface("2001:db8::5/128")
+HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
+HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))
+
+
+def pair(*vips, local=HERE, peer=THERE) -> Pair:
+    return Pair(Vrrp("eth1", 1, 254, 1.0, local, (peer,)), vips, 1500)
+
+
+def test_what_is_unknown_goes_and_what_begins_stays():
+    lines = [line.strip() for line in rules(pair(VIP), ()).splitlines()]
+    flow = "ip saddr . tcp sport . ip daddr . tcp dport"
+    begins = f"ip daddr {{ 198.51.100.5 }} tcp flags & (syn | ack) == syn update @own4 {{ {flow} }} accept"
+    there = 'ether daddr set 0a:00:00:00:00:01 fwd to "handover0"'
+    goes = f"ip daddr {{ 198.51.100.5 }} meta l4proto tcp {flow} != @own4 {there}"
+    assert lines.index(begins) < lines.index(goes)
+    assert not [line for line in lines if "ip6" in line or "own6" in line]
+
+
+def test_connections_of_its_own_are_known_from_the_start():
+    own = [
+        Connection(ip_address("192.0.2.7"), 4711, VIP.ip, 80),
+        Connection(ip_address("2001:db8:7::7"), 4712, VIP6.ip, 443),
+    ]
+    text = rules(pair(VIP, VIP6), own)
+    assert "elements = { 192.0.2.7 . 4711 . 198.51.100.5 . 80 }" in text
+    assert "elements = { 2001:db8:7::7 . 4712 . 2001:db8::5 . 443 }" in text
+
+
+@pytest.mark.parametrize(
+    ("local", "peer", "rule"),
+    [(HERE, THERE, "ip saddr 198.51.100.12"), (HERE6, THERE6, "ip6 saddr 2001:db8::12")],
+)
+def test_the_tunnel_is_the_partners_alone(local, peer, rule):
+    lines = [line.strip() for line in guard_rules(pair(VIP, local=local, peer=peer)).splitlines()]
+    assert lines[lines.index(f"udp dport 4789 {rule} accept") + 1] == "udp dport 4789 drop"
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the kernel prints words in the machine's own order")
+@pytest.mark.parametrize(
+    ("text", "address", "port"),
+    [
+        ("056433C6:0050", "198.51.100.5", 80),
+        ("B80D0120000000000000000005000000:01BB", "2001:db8::5", 443),
+    ],
+)
+def test_addresses_as_the_kernel_prints_them(text, address, port):
+    assert _endpoint(text) == (ip_address(address), port)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""keepalived's file: what follows from a bundle, and what never stands in it."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address, ip_interface
+from pathlib import Path
+
+import pytest
+
+from amphora_agent.bundle import Interface, Partner, Vrrp
+from amphora_agent.keepalived.configuration import Pair, pair, render
+
+HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
+HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))
+VIP, VIP6 = ip_interface("198.51.100.5/32"), ip_interface("2001:db8::5/128")
+
+
+def vrrp(local=HERE, peers=(THERE,), interval=0.2):
+    return Vrrp("eth1", 7, 253, interval, local, peers)
+
+
+def text(*vips, **more) -> str:
+    return render(Pair(vrrp(**more), vips, 1500), Path("/run/health"), Path("/run/released"))
+
+
+def block(rendered: str, name: str) -> list[str]:
+    """The lines inside a block."""
+    lines = [line.strip() for line in rendered.splitlines()]
+    begin = lines.index(f"{name} {{")
+    return lines[begin + 1 : lines.index("}", begin)]
+
+
+def test_nobody_is_preferred_and_nothing_is_sent_to_everybody():
+    lines = [line.strip() for line in text(VIP).splitlines()]
+    for wanted in (
+        "state BACKUP",
+        "nopreempt",
+        "vrrp_version 3",
+        "virtual_router_id 7",
+        "priority 253",
+        "interface eth1",
+    ):
+        assert wanted in lines
+    assert "unicast_src_ip 198.51.100.11" in lines
+    assert block(text(VIP), "unicast_peer") == ["198.51.100.12"]
+    assert not {"virtual_server", "vrrp_script", "script_user", "notify"} & {
+        line.split(" ")[0] for line in lines if line
+    }
+
+
+@pytest.mark.parametrize(
+    ("local", "peers", "advertised", "excluded"),
+    [(HERE, (THERE,), VIP, VIP6), (HERE6, (THERE6,), VIP6, VIP)],
+)
+def test_one_instance_has_the_vips_of_both_families(local, peers, advertised, excluded):
+    rendered = text(VIP, VIP6, local=local, peers=peers)
+    assert block(rendered, "virtual_ipaddress") == [f"{advertised} dev eth1"]
+    assert block(rendered, "virtual_ipaddress_excluded") == [f"{excluded} dev eth1"]
+    assert "virtual_ipaddress_excluded" not in text(advertised, local=local, peers=peers)
+
+
+@pytest.mark.parametrize(("local", "nobody"), [(HERE, "127.0.0.1"), (HERE6, "::1")])
+def test_without_a_partner_nothing_leaves_the_machine(local, nobody):
+    assert block(text(VIP, VIP6, local=local, peers=()), "unicast_peer") == [nobody]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "word"), [(1.0, "1.00"), (0.2, "0.20"), (0.05, "0.05"), (0.29, "0.29"), (40, "40.00")]
+)
+def test_intervals_are_hundredths(seconds, word):
+    assert f"    advert_int {word}\n" in text(VIP, interval=seconds)
+
+
+def test_what_a_bundle_says():
+    interfaces = (
+        Interface("02:00:00:00:00:01", "eth2", 9000, (), (), ()),
+        Interface("02:00:00:00:00:02", "eth1", 1450, (), (VIP,), ()),
+    )
+    assert pair(None, interfaces) is None
+    assert pair(vrrp(), interfaces) == Pair(vrrp(), (VIP,), 1450)
+    assert pair(vrrp(), interfaces[:1]) is None

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alive, dead, frozen or busy: what the file says of a service, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from amphora_agent import pulse
+from amphora_agent.pulse import ALIVE, BUSY_SECONDS, DEAD, Activity, Probe, Pulse, activity
+
+INTERVAL, PATIENCE = 0.1, 0.6
+
+
+class Watched:
+    """A service whose answers the test gives."""
+
+    def __init__(self, directory) -> None:
+        self.file = directory / "health"
+        self.selector = selectors.DefaultSelector()
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(str(directory / "socket"))
+        self.listening.listen(8)
+        probe = Probe(str(directory / "socket"), "well?\n", INTERVAL, PATIENCE)
+        self.pulse = Pulse(self.selector, self.file, probe)
+        self.asked: list[socket.socket] = []
+
+    @property
+    def said(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def answer(self) -> None:
+        """Answer the newest question, and have the answer heard."""
+        self.listening.settimeout(0.0)
+        try:
+            while True:
+                self.asked.append(self.listening.accept()[0])
+        except BlockingIOError:
+            pass
+        self.asked[-1].sendall(b"yes\n")
+        for key, _ in self.selector.select(1):
+            key.data()
+
+    def pass_time(self, seconds: float) -> None:
+        """Do what is due in this time, each thing in time."""
+        until = self.pulse.due + seconds
+        while self.pulse.due is not None and self.pulse.due <= until:
+            self.pulse.tick(self.pulse.due)
+
+    def close(self) -> None:
+        self.pulse.end()
+        for each in (*self.asked, self.listening, self.selector):
+            each.close()
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    made = Watched(tmp_path)
+    made.did = Activity(0, ready=False)
+    monkeypatch.setattr(pulse, "activity", lambda pid: made.did)
+    yield made
+    made.close()
+
+
+def serving(watched) -> Watched:
+    watched.pulse.born(os.getpid())
+    watched.answer()
+    assert watched.said == ALIVE
+    return watched
+
+
+def test_who_has_only_started_is_not_judged(watched):
+    watched.pulse.born(1)
+    watched.pass_time(10 * PATIENCE)
+    assert watched.said == ""
+
+
+def test_frozen_and_thawed(watched):
+    serving(watched)
+    watched.pass_time(PATIENCE * 0.8)
+    assert watched.said == ALIVE
+    watched.pass_time(PATIENCE)
+    assert watched.said == DEAD
+    watched.answer()
+    assert watched.said == ALIVE
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["waits for its turn", "computes"])
+def test_busy(watched, ready):
+    serving(watched)
+    for number in range(6):
+        watched.did = Activity(0 if ready else number, ready)
+        watched.pulse.tick(watched.pulse.due)
+    assert watched.said == ALIVE
+    watched.did = Activity(99, ready=True)
+    watched.pass_time(BUSY_SECONDS)
+    assert watched.said == DEAD
+
+
+def test_own_lateness_is_nobody_elses_fault(watched):
+    serving(watched)
+    watched.pulse.tick(watched.pulse.due)  # asked
+    watched.pulse.tick(watched.pulse.due + 60.0)  # and then this process did not run for a minute
+    assert watched.said == ALIVE
+    watched.pass_time(2 * PATIENCE)
+    assert watched.said == DEAD
+
+
+def test_dead_until_it_answers_again(watched):
+    serving(watched)
+    watched.pulse.died(wanted=True)
+    assert (watched.said, watched.pulse.due) == (DEAD, None)
+    watched.pulse.born(os.getpid())
+    assert watched.said == DEAD
+    watched.answer()
+    assert watched.said == ALIVE
+
+
+def test_nobody_misses_what_is_not_wanted(watched):
+    serving(watched)
+    watched.pulse.died(wanted=False)
+    assert (watched.said, watched.pulse.due) == (ALIVE, None)
+
+
+def test_activity_of_a_process_and_its_children():
+    nap = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-c", nap], start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + 10
+            while not activity(process.pid).ready:
+                assert time.monotonic() < deadline
+            before = activity(process.pid).ticks
+            while activity(process.pid).ticks == before:
+                assert time.monotonic() < deadline
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert activity(process.pid) == Activity(0, ready=False)

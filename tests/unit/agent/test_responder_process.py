@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The responder as a process: what it imports, when its version changes, whom it is told to ping."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amphora_agent
+from amphora_agent.haproxy.configuration import OWN
+from amphora_agent.responder import metrics, targets, version
+from amphora_agent.stats.collect import QUESTION
+
+PACKAGE = Path(amphora_agent.__file__).parent
+# Each of them costs more than all of the responder's own code.
+HEAVY = {"dataclasses", "inspect", "typing", "logging", "pathlib", "json", "ipaddress", "hashlib", "ssl", "argparse"}
+LIST = """import sys
+sys.path.insert(0, {place!r})
+import amphora_agent.responder.run
+print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name, module in sys.modules.items()))
+"""
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """What it has imported before it does anything, by name; with the files."""
+    command = [sys.executable, "-I", "-S", "-c", LIST.format(place=str(PACKAGE.parent))]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return dict(line.split(" ", 1) for line in said.splitlines())
+
+
+def test_it_needs_the_standard_library_only_and_little_of_it(modules):
+    assert HEAVY.isdisjoint(modules)
+    library = Path(sys.modules["os"].__file__).parent
+    foreign = {name for name, file in modules.items() if file and not file.startswith((str(library), str(PACKAGE)))}
+    assert foreign == set()
+
+
+def test_its_version_covers_all_it_runs(modules):
+    own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
+    elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/responder/" not in file}
+    assert elsewhere == set(version.ELSEWHERE)
+
+
+def test_what_it_says_once_more_is_the_same():
+    assert metrics.OWN == OWN
+    assert metrics.QUESTION == QUESTION
+
+
+def test_whom_to_ping_is_read_when_it_changes(tmp_path):
+    file = tmp_path / "pings"
+    read = targets.Targets(str(file))
+    assert read() == {}
+    write(file, {"one": "192.0.2.1", "two": "2001:db8::1"})
+    assert read() == {"one": "192.0.2.1", "two": "2001:db8::1"}
+    assert read() is read()
+    write(file, {"two": "2001:db8::2"})
+    assert read() == {"two": "2001:db8::2"}
+    file.unlink()  # an agent that is gone takes nothing away
+    assert read() == {"two": "2001:db8::2"}
+
+
+def write(file, pings):
+    new = file.with_name("new")
+    new.write_text(targets.text_of(pings))
+    new.replace(file)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an amphora is told of networks: who may reach a port, and its interfaces."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+from msgspec.structs import replace
+
+from amphora_agent.bundle import parse
+from amphora_driver.controller.bundle import Served, allowed, bundle, interfaces
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import ListenerProtocol
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.haproxy import render
+from amphora_driver.store.amphorae import Plugged
+
+LB = "1b000000-0000-4000-8000-000000000001"
+
+
+def listener(number, *cidrs, **more):
+    return Listener(
+        id=f"11500000-0000-4000-8000-{number:012}",
+        loadbalancer_id=LB,
+        protocol=ListenerProtocol.HTTP,
+        protocol_port=more.pop("port", 80 + number),
+        allowed_cidrs=cidrs or None,
+        **more,
+    )
+
+
+def tree(*listeners, **more):
+    vip = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
+    return LoadBalancer(id=LB, project_id="demo", vip=vip, listeners=listeners, **more)
+
+
+def told(wanted):
+    """Ports and networks in the document the agent reads."""
+    rendered = render(wanted)
+    body = bundle(wanted, 1, str(uuid.UUID(int=1)), (), Served(text=rendered.text))
+    assert [{"port": one.port, "networks": [*map(str, one.networks)]} for one in parse(body).allowed] == [
+        *json.loads(body)["allowed"]
+    ]
+    return {one["port"]: one["networks"] for one in json.loads(body)["allowed"]}
+
+
+@pytest.mark.parametrize(
+    ("listeners", "wanted"),
+    [
+        ((), {}),
+        ((listener(1),), {}),
+        ((listener(1, "192.0.2.0/24"), listener(2)), {81: ["192.0.2.0/24"]}),
+        # As the API leaves them: host bits, one address, capitals, the same one twice, both families.
+        (
+            (listener(1, "192.0.2.9/24", "192.0.2.0/24", "198.51.100.1", "2001:DB8:0::1/32", "::ffff:127.0.0.1"),),
+            {81: ["192.0.2.0/24", "198.51.100.1/32", "2001:db8::/32", "::ffff:7f00:1/128"]},
+        ),
+        # Not served: switched off, unreadable, and the second one on a port.
+        ((listener(1, "192.0.2.0/24", admin_state_up=False),), {}),
+        ((listener(1, "192.0.2.0/33"), listener(2, "192.0.2.0/32")), {82: ["192.0.2.0/32"]}),
+        ((listener(1, "192.0.2.1/32"), listener(2, "192.0.2.2/32", port=81)), {81: ["192.0.2.1/32"]}),
+        ((listener(1), listener(2, "192.0.2.2/32", port=81)), {}),
+    ],
+)
+def test_who_may_reach_a_port(listeners, wanted):
+    assert told(tree(*listeners)) == wanted
+
+
+def test_nobody_is_named_where_nothing_is_served():
+    assert told(tree(listener(1, "192.0.2.0/24"), admin_state_up=False)) == {}
+    assert allowed(tree(listener(1, "192.0.2.0/24")), None) == ()
+
+
+def plugged(network, mac):
+    port = Port(
+        id=f"port-{network}",
+        network_id=network,
+        mac=mac,
+        mtu=1450,
+        addresses=(FixedAddress(subnet_id=f"sub-{network}", address="192.0.2.3"),),
+    )
+    subnet = Subnet(id=f"sub-{network}", network_id=network, cidr="192.0.2.0/24", gateway="192.0.2.1")
+    return Plugged(port=port, subnets=(subnet,))
+
+
+def test_an_interface_keeps_its_name_whatever_others_come_and_go():
+    vips, first, second = (plugged(n, f"fa:16:3e:00:00:0{k}") for k, n in enumerate(("n", "a", "z")))
+    before = {one.mac: one.name for one in interfaces(tree(), (vips, second))}
+    after = {one.mac: one.name for one in interfaces(tree(), (second, first, vips))}
+    assert before.items() <= after.items()
+    assert after["fa:16:3e:00:00:00"] == "eth1"
+    assert len({*after.values()}) == 3
+    renamed = replace(first, port=replace(first.port, mac="fa:16:3e:00:00:0f"))
+    assert interfaces(tree(), (renamed,))[0].name == "mfa163e00000f"
+
+
+def test_one_way_out_over_the_vips_network():
+    made = interfaces(tree(), (plugged("a", "fa:16:3e:00:00:01"), plugged("n", "fa:16:3e:00:00:00")))
+    assert [[route.destination for route in one.routes] for one in made] == [["0.0.0.0/0"], []]
+    assert [one.vips for one in made] == [("198.51.100.5/32",), ()]

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan for a pair: who is pushed when, who knows whom, and how both are replaced without ever being both away.
+
+`House` takes the steps a plan names as the real ones would, in memory, so that whole stories can be told.
+"""
+
+import msgspec
+import pytest
+
+from amphora_driver.controller import partners
+from amphora_driver.controller import plan as planning
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.store.amphorae import Amphora, Partner, Plugged, State
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+ROLES = ("MASTER", "BACKUP")
+
+
+def wanted(**more):
+    values = {
+        "load_balancer_id": "lb",
+        "generation": 4,
+        "applied": 4,
+        "gone": False,
+        "readable": True,
+        "tree": TREE,
+        "networks": {"n1": ("s1",)},
+        "roles": ROLES,
+        "priorities": {"MASTER": 254, "BACKUP": 253},
+    }
+    return planning.Wanted(**{**values, **more})
+
+
+def port(address):
+    return Plugged(
+        port=Port(
+            id=f"p-{address}",
+            network_id="n1",
+            mac="fa:16:3e:00:00:01",
+            mtu=1500,
+            addresses=(FixedAddress(subnet_id="s1", address=address),),
+        ),
+        subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),),
+    )
+
+
+def amphora(name, role, number, **more):
+    """One that is there, well, and has confirmed generation 4."""
+    values = {
+        "id": name,
+        "load_balancer_id": "lb",
+        "role": role,
+        "state": State.READY,
+        "compute_id": name,
+        "management_address": "203.0.113.11",
+        "confirmed": 4,
+        "plugged": (port(f"198.51.100.{number}"),),
+    }
+    return Amphora(**{**values, **more})
+
+
+def knows(name, number):
+    return Partner(id=name, address=f"198.51.100.{number}")
+
+
+M = amphora("m", "MASTER", 21, partners=(knows("b", 22),))
+B = amphora("b", "BACKUP", 22, partners=(knows("m", 21),))
+
+
+def but(one, **changes):
+    return msgspec.structs.replace(one, **changes)
+
+
+class House:
+    """What the store would say, after each step; `log` has what was done, in order."""
+
+    def __init__(self, want, *observed):
+        self.want = want
+        self.observed = {one.id: one for one in observed}
+        self.log = []
+        self.unreachable = set()
+        self.never_fewer = len([one for one in observed if one.confirmed])
+
+    def run(self):
+        """Take steps until none is left."""
+        for _ in range(50):
+            todo = planning.plan(self.want, tuple(self.observed.values()))
+            if not todo:
+                return self.log
+            for step in todo:
+                self.take(step)
+                serving = [one for one in self.observed.values() if one.confirmed]
+                assert len(serving) >= min(1, self.never_fewer), f"nobody serves after {step}"
+        raise AssertionError("it never ends")
+
+    def change(self, name, **changes):
+        self.observed[name] = but(self.observed[name], **changes)
+
+    def take(self, step):
+        kind = type(step).__name__
+        if kind == "Record":
+            name = f"{step.role[0].lower()}{len(self.log)}"
+            fresh = amphora(name, step.role, 0, state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+            self.observed[name] = fresh
+            self.log.append(f"Record {step.role}")
+        elif kind == "Boot":
+            self.change(step.amphora_id, management_address="203.0.113.12")
+        elif kind == "Plug":
+            self.change(step.amphora_id, plugged=(port(f"198.51.100.{len(self.log) + 50}"),))
+        elif kind == "AwaitAgent":
+            self.change(step.amphora_id, state=State.READY)
+        elif kind == "Renew":
+            self.want = but(self.want, generation=self.want.generation + 1)
+            self.log.append("Renew")
+        elif kind == "Push":
+            self.push(step)
+        elif kind == "Confirm":
+            self.want = but(self.want, applied=self.want.generation)
+            self.log.append("Confirm")
+        elif kind == "HandOver":
+            self.log.append(f"HandOver {step.amphora_id} to {step.to}")
+            known = {one.id for one in self.observed[step.to].partners}
+            assert known == {step.amphora_id}, "between two that know nobody else"
+            self.change(step.amphora_id, handed_over=True)
+        elif kind == "Release":
+            self.log.append(f"Release {self.observed[step.amphora_id].role} {step.amphora_id}")
+            del self.observed[step.amphora_id]
+
+    def push(self, step):
+        everyone = tuple(self.observed.values())
+        for name in (name for wave in step.waves for name in wave):
+            known = partners.partners(self.observed[name], everyone, VIP)
+            self.change(name, confirmed=self.want.generation, partners=known)
+        self.log.append("Push " + " ".join("+".join(wave) for wave in step.waves))
+        if step.whole:
+            self.want = but(self.want, applied=self.want.generation)
+            self.log.append("ACTIVE")
+
+
+def retiring(*ones):
+    return tuple(but(one, state=State.RETIRING) for one in ones)
+
+
+def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
+    house = House(wanted(generation=1, applied=0))
+    log = house.run()
+    assert log[:2] == ["Record MASTER", "Record BACKUP"]
+    assert log[2:] == ["Push m0+b1", "ACTIVE"], "both at once: nobody is served by either"
+    first, second = house.observed.values()
+    assert [one.id for one in first.partners] == [second.id]
+    assert [one.id for one in second.partners] == [first.id]
+
+
+def test_what_takes_long_begins_first():
+    fresh = [but(one, state=State.BOOTING, management_address=None, plugged=(), confirmed=0) for one in (M, B)]
+    kinds = [type(step).__name__ for step in planning.plan(wanted(applied=3), tuple(fresh))]
+    assert kinds == ["Boot", "Boot", "Plug", "Plug", "AwaitAgent", "AwaitAgent"]
+
+
+def test_all_is_well():
+    assert planning.plan(wanted(), (M, B)) == []
+
+
+@pytest.mark.parametrize(
+    ("master", "backup", "order"),
+    [
+        ({}, {}, (("b",), ("m",))),
+        ({"holds_vip": True}, {"holds_vip": False}, (("b",), ("m",))),
+        ({"holds_vip": False}, {"holds_vip": True}, (("m",), ("b",))),
+        ({"holds_vip": False}, {}, (("m",), ("b",))),
+        ({"holds_vip": True, "heard_at": 100.0}, {"holds_vip": True, "heard_at": 101.0}, (("m",), ("b",))),
+        ({"heard_at": 100.0}, {"holds_vip": False, "heard_at": 50.0}, (("m",), ("b",))),
+        ({"holds_vip": True, "heard_at": 50.0}, {"holds_vip": True, "heard_at": 100.0}, (("b",), ("m",))),
+    ],
+    ids=["nobody says", "master", "backup", "not the master", "both say so", "silent standby", "silent master"],
+)
+def test_who_stands_by_is_first_and_who_is_silent_last(master, backup, order):
+    found = planning.plan(wanted(generation=5), (but(M, **master), but(B, **backup)))
+    assert [step.waves for step in found] == [order]
+    assert found[0].whole
+    assert not found[0].optional
+
+
+def test_one_that_is_behind_alone_is_pushed_alone():
+    found = planning.plan(wanted(generation=5), (M, but(B, confirmed=5)))
+    assert [(step.waves, step.whole) for step in found] == [((("m",),), True)]
+
+
+def test_while_nobody_is_heard_nobody_counts_as_silent():
+    assert partners.silent((but(M, heard_at=10.0), but(B, heard_at=12.0)), 9.0) == frozenset()
+    assert partners.silent((but(M, heard_at=10.0), but(B, heard_at=20.0)), 9.0) == {"m"}
+    assert partners.silent((but(M, heard_at=10.0), B), 9.0) == frozenset(), "one that was never heard may be new"
+
+
+def test_both_are_replaced_the_standby_first():
+    house = House(wanted(generation=5), *retiring(M, B))
+    assert house.run() == [
+        "Record BACKUP",
+        "Push m b0",
+        "Release BACKUP b",
+        "Renew",
+        "Push b0 m",
+        "HandOver m to b0",
+        "Record MASTER",
+        "Renew",
+        "Push b0 m6",
+        "ACTIVE",
+        "Release MASTER m",
+        "Renew",
+        "Push b0 m6",
+        "ACTIVE",
+    ]
+    assert {name: [one.id for one in each.partners] for name, each in house.observed.items()} == {
+        "b0": ["m6"],
+        "m6": ["b0"],
+    }
+
+
+def test_the_backup_has_the_vips_so_the_master_is_replaced_first():
+    log = House(wanted(generation=5), *retiring(but(M, holds_vip=False), but(B, holds_vip=True))).run()
+    assert log[0] == "Record MASTER"
+    assert [one for one in log if "Release" in one or "HandOver" in one] == [
+        "Release MASTER m",
+        "HandOver b to m0",
+        "Release BACKUP b",
+    ]
+
+
+def test_a_dead_one_is_told_nothing_and_hands_nothing_over():
+    dead = but(M, holds_vip=True, heard_at=50.0)
+    log = House(wanted(generation=5), *retiring(dead, but(B, holds_vip=True, heard_at=100.0))).run()
+    assert log[:3] == ["Record MASTER", "Push b m0", "Release MASTER m"]
+    assert "HandOver b to m0" in log
+
+
+def test_nothing_is_handed_over_by_two_that_are_dead():
+    dead = [but(one, heard_at=None) for one in retiring(M, B)]
+    house = House(wanted(generation=5), *dead)
+    log = house.run()
+    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
+    assert log[-1] == "ACTIVE"
+
+
+def test_what_was_asked_once_is_not_asked_again_whatever_heartbeats_say():
+    left = but(*retiring(but(M, holds_vip=True, heard_at=100.0)), handed_over=True)
+    new = amphora("new", "BACKUP", 23, partners=(knows("m", 21),), holds_vip=False, heard_at=100.0)
+    assert [type(step).__name__ for step in planning.plan(wanted(), (left, new))] == ["Record"]
+
+
+def test_those_that_are_replaced_are_told_but_not_waited_for():
+    observed = (*retiring(M, B), amphora("new", "BACKUP", 23, confirmed=0))
+    (push,) = planning.plan(wanted(generation=5), observed)
+    assert push.waves == (("m",), ("new",)), "the one with the VIPs knows the new one before it listens"
+    assert push.optional == {"m"}
+    assert not push.whole, "the other role is not filled yet"
+
+
+def test_one_is_replaced_at_a_time():
+    observed = (*retiring(M, B), amphora("new", "BACKUP", 23, state=State.BOOTING, confirmed=0))
+    kinds = {type(step).__name__ for step in planning.plan(wanted(generation=5), observed)}
+    assert kinds == {"AwaitAgent"}
+    served = amphora("new", "BACKUP", 23, confirmed=5, partners=(knows("m", 21), knows("b", 22)))
+    found = planning.plan(wanted(generation=5), (*retiring(M, B), served))
+    assert [(type(step).__name__, step.amphora_id) for step in found] == [("Release", "b")]
+    alone = but(served, partners=(knows("m", 21),))
+    found = planning.plan(wanted(generation=5), (*retiring(M), alone))
+    assert [(type(step).__name__, step.to) for step in found] == [("HandOver", "new")]
+    found = planning.plan(wanted(generation=5), (*retiring(but(M, handed_over=True)), alone))
+    assert [step.role for step in found] == ["MASTER"]
+
+
+def test_asked_for_again_in_the_middle():
+    """Replacements that have been asked to go too, one of which serves and one of which does not."""
+    half = amphora("half", "BACKUP", 23, confirmed=4, partners=(knows("m", 21),))
+    early = amphora("early", "MASTER", 24, confirmed=0)
+    house = House(wanted(generation=5), *retiring(M, half, early))
+    house.run()
+    assert len(house.observed) == 2
+    assert {one.role for one in house.observed.values()} == set(ROLES)
+    assert all(len(one.partners) == 1 for one in house.observed.values())
+
+
+@pytest.mark.parametrize("stop", range(1, 14))
+def test_killed_anywhere_it_ends_the_same(stop):
+    """A controller dies after a step: another one asks the same plan, and nothing is done twice or left out."""
+    house = House(wanted(generation=5), *retiring(M, B))
+    taken = 0
+    while todo := planning.plan(house.want, tuple(house.observed.values())):
+        for step in todo:
+            house.take(step)
+            taken += 1
+            if taken == stop:
+                break
+        assert taken < 60
+    assert taken >= stop
+    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
+    assert len([one for one in house.log if one.startswith("Record")]) == 2
+
+
+def test_one_that_knows_a_partner_no_more_there_is_told_so():
+    alone = but(M, partners=(knows("b", 22), knows("old", 29)))
+    found = planning.plan(wanted(), (alone, B))
+    assert [type(step).__name__ for step in found] == ["Renew"]
+
+
+def test_a_partner_with_another_address_is_another_partner():
+    found = planning.plan(wanted(), (but(M, partners=(knows("b", 99),)), B))
+    assert [type(step).__name__ for step in found] == ["Renew"]
+
+
+def test_one_that_does_not_come_does_not_keep_the_other_from_being_served():
+    coming = but(B, state=State.BOOTING, confirmed=0)
+    behind = but(M, confirmed=3, partners=())
+    assert [type(step).__name__ for step in planning.plan(wanted(), (behind, coming))] == ["AwaitAgent"]
+    (push,) = planning.plan(wanted(attempts=1), (behind, coming))
+    assert (push.waves, push.whole) == ((("m",),), False)
+    served = but(M, partners=(knows("b", 22),))
+    assert [type(step).__name__ for step in planning.plan(wanted(attempts=1), (served, coming))] == ["AwaitAgent"]
+
+
+def test_deletion():
+    kinds = [type(step).__name__ for step in planning.plan(wanted(gone=True, tree=None, generation=5), (M, B))]
+    assert kinds == ["Release", "Release"]
+
+
+@pytest.mark.parametrize(
+    ("vip", "expected"), [("198.51.100.10", "198.51.100.21"), ("2001:db8::10", "2001:db8::21"), ("203.0.113.9", None)]
+)
+def test_partners_speak_the_family_of_the_first_vip(vip, expected):
+    both = Plugged(
+        port=Port(
+            id="p",
+            network_id="n1",
+            mac="fa:16:3e:00:00:01",
+            mtu=1500,
+            addresses=(
+                FixedAddress(subnet_id="s6", address="2001:db8::21"),
+                FixedAddress(subnet_id="s1", address="198.51.100.21"),
+            ),
+        ),
+        subnets=(),
+    )
+    network = "elsewhere" if expected is None else "n1"
+    place = Vip(address=vip, subnet_id="s", network_id=network, port_id="p")
+    assert partners.address(but(M, plugged=(both,)), place) == expected
+
+
+def test_vrrp_of_each():
+    found = partners.vrrp(M, (M, B), VIP, 254, 0.2)
+    assert msgspec.to_builtins(found) == {
+        "interface": "eth1",
+        "router_id": 1,
+        "priority": 254,
+        "advert_interval": 0.2,
+        "local": {"name": "m", "address": "198.51.100.21"},
+        "peers": ({"name": "b", "address": "198.51.100.22"},),
+    }
+    assert partners.vrrp(M, (M,), VIP, 254, 1.0).peers == ()
+    assert partners.vrrp(M, (M, but(B, plugged=())), VIP, 254, 1.0).peers == (), "one not plugged yet is none yet"
+    assert partners.vrrp(M, (M, B), VIP, None, 1.0) is None, "one on its own agrees with nobody"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations nobody asked for: no object waits for them, and Octavia is told nothing."""
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.store import generations, statuses
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+@pytest.fixture
+def intents(database):
+    return Intents(database, lambda node: None)
+
+
+def made(database, intents, name="lb", **columns):
+    """A load balancer that is served, and of which Octavia has heard everything."""
+    intents.create_load_balancer(LoadBalancer(id=name, project_id="demo", vip=VIP), read_back=False)
+    values = {"committed": 1, "applied": 1, "dirty": False, **columns}
+
+    def write(connection):
+        statuses.confirm(connection, name, 1, {})
+        connection.execute(status.update().values(reported=status.c.version))
+        connection.execute(work.update().where(work.c.load_balancer_id == name).values(**values))
+
+    database.write(write)
+
+
+def row(database, name="lb"):
+    return database.read(lambda c: c.execute(sa.select(work).where(work.c.load_balancer_id == name)).one())
+
+
+@pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
+def test_what_was_committed_stays_so(database, intents, committed, after):
+    made(database, intents, committed=committed)
+    database.write(lambda c: generations.renew(c, "lb", 1))
+    assert (row(database).generation, row(database).committed) == (2, after)
+
+
+def test_a_generation_that_was_taken_meanwhile_is_not_taken_twice(database, intents):
+    made(database, intents)
+    for _ in range(2):
+        database.write(lambda c: generations.renew(c, "lb", 1))
+    assert row(database).generation == 2
+
+
+def test_nobody_is_told(database, intents):
+    made(database, intents)
+    database.write(lambda c: generations.renew(c, "lb", 1))
+    database.write(lambda c: statuses.confirm(c, "lb", 2, {}))
+    assert database.read(lambda c: statuses.due(c, 10)) == []
+
+
+def rotate(database, now=1000.0, limit=10):
+    return database.write(lambda c: generations.rotate_tickets(c, now, 100.0, limit))
+
+
+def test_ticket_keys_move_on_when_their_time_has_come(database, intents):
+    made(database, intents)
+    assert rotate(database) == 0, "it never needed any"
+    database.write(lambda c: generations.begin_tickets(c, "lb", 1000.0))
+    assert rotate(database, now=999.0) == 0
+    assert rotate(database) == 1
+    after = row(database)
+    assert (after.tickets, after.tickets_due) == (2, 1100.0)
+    assert (after.generation, after.committed, after.applied, after.dirty) == (2, 2, 1, True)
+    assert rotate(database, now=5000.0) == 0, "not before it serves those"
+
+
+@pytest.mark.parametrize("busy", [{"dirty": True}, {"owner": "me:1"}, {"op": "delete"}, {"generation": 2}])
+def test_one_that_something_is_done_to_waits(database, intents, busy):
+    made(database, intents, tickets=1, tickets_due=1.0, **busy)
+    assert rotate(database) == 0
+
+
+def test_not_all_at_once(database, intents):
+    for number in range(3):
+        made(database, intents, f"lb{number}", tickets=1, tickets_due=float(number))
+    assert rotate(database, limit=2) == 2
+    assert [row(database, f"lb{number}").tickets for number in range(3)] == [2, 2, 1]
