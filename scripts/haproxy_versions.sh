@@ -58,11 +58,13 @@ haproxy_of_debian() {
   loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')
   mv "$(dirname "$loader")" lib
   mv root/usr/sbin/haproxy program
-  # The system's loader would take the system's older libraries.
+  # The system's loader would take the system's older libraries. The process is called what its loader is called.
+  mkdir loader
+  ln "lib/${loader##*/}" loader/haproxy
   cat >haproxy <<END
 #!/bin/sh
 here=\${0%/*}
-exec "\$here/lib/${loader##*/}" --argv0 "\$0" --library-path "\$here/lib" "\$here/program" "\$@"
+exec "\$here/loader/haproxy" --argv0 "\$0" --library-path "\$here/lib" "\$here/program" "\$@"
 END
   chmod 755 haproxy
   rm -rf apt packages root

@@ -255,6 +255,8 @@ class Haproxy:
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 announces its readiness to systemd only
+        # Whoever asks for metrics is answered at once, and even if this agent dies now.
+        self._accounts.sample()
 
     def _care(self) -> Care:
         """How its parent notices that it is dead or frozen, for whoever decides which node serves."""
@@ -318,9 +320,9 @@ class Haproxy:
                     self.master.ask(f"@!{pid} {order}")
 
     def _await_worker(self) -> None:
-        """Wait for a HAProxy that has died a moment ago, and was started again by who runs it."""
+        """Wait for a HAProxy that was started a moment ago: by us, or, after it had died, by who runs it."""
         deadline = time.monotonic() + START_SECONDS
-        while self._worker_pid() is None:
+        while not self._is_up():
             if not self.is_running() or time.monotonic() > deadline:
                 raise HaproxyError("reload HAProxy", self._last_alert() or "it does not run")
             time.sleep(_POLL_SECONDS)
@@ -383,6 +385,15 @@ class Haproxy:
         if found is None:
             raise HaproxyError("ask HAProxy's master for its workers", answer.strip() or "it said nothing")
         return found
+
+    def _is_up(self) -> bool:
+        """Whether both answer. The master executes itself anew when its worker is there, and refuses us meanwhile.
+
+        For some 50 ms after a start (2.6, 2.8 and 3.0).
+        """
+        with suppress(HaproxyError):
+            return self._worker_pid() is not None and self._workers().present is not None
+        return False
 
     def _worker_pid(self) -> int | None:
         try:

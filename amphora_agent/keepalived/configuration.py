@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from amphora_agent.bundle import Address, Host, Interface, Vrrp
 
-# Not more often: a neighbour that has just been reminded of the present holder does not believe the next one for a second
+# Not more often: a neighbour that was just reminded of the present holder may not believe the next one for a second
 # (Linux, arp(7), "locktime").
 REFRESH_SECONDS = 30
 # Without a partner the advertisements go to this machine's own loopback. With nobody named keepalived would send them

@@ -26,6 +26,13 @@ def lab_with(version, authority, directory: Path) -> Lab:
         return Lab(f"dv{os.getpid()}n{next(_labs)}", directory, authority)
 
 
+class Words:
+    """A worker's socket, as the agent asks it."""
+
+    def __init__(self, amphora) -> None:
+        self.ask = amphora.ask_haproxy
+
+
 def worker(served) -> int:
     """The worker's process id."""
     return int(re.search(r"^Pid: (\d+)$", served.amphora.ask_haproxy("show info"), re.MULTILINE).group(1))

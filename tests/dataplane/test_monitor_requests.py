@@ -237,8 +237,9 @@ def test_who_takes_too_long_is_down(served, tenant, kind):
 def test_a_check_does_not_connect_for_ever(served, address):
     """As long as the traffic would try, at most until the next check (HAProxy knows no other limit for it)."""
     full = served.full(address=address)
-    front = listener(80, timeout_member_connect=600)
+    # A pool of its own for each, so that nothing is known of its member.
+    front = listener(80, pool=address, timeout_member_connect=600)
     began = time.monotonic()
-    served.push(load_balancer(front, pool("pool", member(full), monitor=monitor("TCP", delay=30, timeout=20))))
-    served.until_states("pool", {"full": "DOWN"}, seconds=5)
+    served.push(load_balancer(front, pool(address, member(full), monitor=monitor("TCP", delay=30, timeout=20))))
+    served.until_states(address, {"full": "DOWN"}, seconds=5)
     assert time.monotonic() - began >= 0.6

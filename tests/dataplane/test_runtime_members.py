@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from every_haproxy import lab_with, worker
+from every_haproxy import Words, lab_with, worker
 from haproxy_versions import VERSIONS
 from peers import MEMBER, MEMBER6
 from served import Served
@@ -45,20 +45,10 @@ def push(served):
     return pushed
 
 
-class Words:
-    """A worker's socket, as the agent asks it."""
-
-    def __init__(self, served) -> None:
-        self._served = served
-
-    def ask(self, question: str) -> str:
-        return self._served.amphora.ask_haproxy(question)
-
-
 def test_what_haproxy_can_do_is_asked_of_it(served, push, lab):
     push(listener(80), pool("pool", member(served.web())), how=None)
     before = served.amphora.ask_haproxy("show servers state")
-    found = abilities.ask(Words(served))
+    found = abilities.ask(Words(served.amphora))
     if lab.series != "system":
         assert (found.cookies, found.waiting) == (True, lab.series == "3.0")
     assert served.amphora.ask_haproxy("show servers state").count("\n") == before.count("\n")
