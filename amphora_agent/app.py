@@ -63,7 +63,7 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
 
     def after() -> None:
         role.look()
-        sender.send_now()
+        sender.send_soon()
 
     applier = Applier(settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell)
     handover = Handover(paths, inner, role, lambda: applier.elected)

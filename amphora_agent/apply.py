@@ -23,14 +23,15 @@ from amphora_agent.config import Settings
 from amphora_agent.confirmed import Confirmed, Draft
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError, MachineError
 from amphora_agent.files import FileSets
-from amphora_agent.haproxy import certificates
+from amphora_agent.haproxy import alteration, certificates
 from amphora_agent.haproxy import configuration as text_of
 from amphora_agent.haproxy import document as document_of
+from amphora_agent.haproxy.alteration import Changed
 from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare
 from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.haproxy.document import Document
-from amphora_agent.haproxy.process import NOTHING, Haproxy, Loaded
-from amphora_agent.haproxy.runtime import carry_out
+from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.haproxy.readback import NOTHING, Loaded
 from amphora_agent.keepalived.configuration import Pair, pair
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
@@ -44,8 +45,6 @@ from amphora_agent.tally import UNCHANGED, Deed, Tally
 from amphora_agent.turns import Turns
 
 _log = logging.getLogger(__name__)
-# What came of changing the running HAProxy: what it runs now, or what it could not do.
-Changed = Loaded | HaproxyError
 
 
 class Applier:
@@ -79,6 +78,7 @@ class Applier:
         self._tally = Tally()
         self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
+        self._has_applied = False
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
         try:
@@ -145,11 +145,7 @@ class Applier:
         return last.bundle.generation if last is not None else None
 
     def apply(self, body: bytes) -> Outcome:
-        """Apply a bundle as it came over the wire.
-
-        Raises:
-            AgentError: as in docs/agent-api.md; the last good configuration serves.
-        """
+        """Apply a bundle as it came over the wire. Raises what `apply_bundle` does, and `MalformedBundle`."""
         return self.apply_bundle(parse(body), digest(body))
 
     def apply_bundle(self, bundle: Bundle, received: str) -> Outcome:
@@ -211,7 +207,8 @@ class Applier:
                 document = self._haproxy.document(
                     bundle.haproxy, wanted, bundle.files, directory, bundle.limits, bundle.vrrp
                 )
-                with self._haproxy.checking(document, wanted, bundle.files) as check:
+                place = self._haproxy.lay_down(document, self._switch.serving())
+                with self._haproxy.checking(document, place, wanted, bundle.files) as check:
                     check.end()
             except OSError as error:
                 raise MachineError("check the configuration", str(error)) from error
@@ -226,7 +223,8 @@ class Applier:
             Whether there is nothing left to do.
         """
         with self._lock:
-            if self._confirmed is None:
+            # A push may have been faster.
+            if self._confirmed is None or (self._has_applied and not self._switch.is_interrupted):
                 return True
             try:
                 outcome = self._apply(self._confirmed.bundle, None)
@@ -250,6 +248,8 @@ class Applier:
         again = self._confirmed is not None and bundle == self._confirmed.bundle
         elected = pair(bundle.vrrp, bundle.interfaces)
         try:
+            if not self._has_applied and bundle.haproxy is not None:
+                self._haproxy.claim()
             if again:
                 self._plumbing.doubt()
             plumbed = self._plumbing.is_as(bundle)
@@ -257,7 +257,7 @@ class Applier:
                 if not plumbed:
                     self._plumbing.begin(bundle, self._served, may_lack=draft is None)
                 self._keepalived.check(elected)
-                self._reserve(draft)
+                self._reserve(draft, None)
                 deed, loaded = self._stop()
                 if not plumbed:
                     self._finish_plumbing(bundle, may_lack=draft is None)
@@ -272,13 +272,18 @@ class Applier:
                 raise
             raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
         self._count(deed)
+        self._has_applied = True
         return Outcome(bundle.generation, deed, loaded)
 
-    def _reserve(self, draft: Draft | None) -> None:
-        """Have everything on disk that will have to be there: after this, no step takes room."""
+    def _reserve(self, draft: Draft | None, file: Path | None) -> None:
+        """Have room on disk for everything that will have to be there: after this, no step takes any.
+
+        Args:
+            file: what will be HAProxy's.
+        """
         self._switch.reserve()
         if draft is not None:
-            draft.reserve()
+            draft.reserve(file)
         reach(Point.RESERVED)
 
     def _confirm(self, draft: Draft | None) -> None:
@@ -324,30 +329,33 @@ class Applier:
         reach(Point.FILES)
         verdict = self._verdict(before, wanted, bundle, directory)
         early: Changed | None = None
+        place = self._haproxy.lay_down(document, before)
         if before == document and isinstance(verdict, Unchanged):
-            self._reserve(draft)
+            self._reserve(draft, place)
             if not plumbed:
                 self._finish_plumbing(bundle, may_lack=draft is None)
             with suppress(HaproxyError):
                 return self._unchanged(bundle), self._haproxy.verify(wanted, directory)
             verdict = Reload("HAProxy did not run what it was told to")
         else:
+            reach(Point.CHECKING)
+            self._reserve(draft, place)
+            at_once = verdict if plumbed and isinstance(verdict, Runtime) else None
             running = self._parsed(before.text) if before is not None and isinstance(verdict, Runtime) else None
-            with self._haproxy.checking(document, wanted, bundle.files, running) as check:
-                reach(Point.CHECKING)
-                self._reserve(draft)
-                if plumbed and isinstance(verdict, Runtime):
-                    early = self._change_running(verdict, wanted, directory)
-                    reach(Point.EARLY)
-                try:
+            try:
+                early = self._change_running(at_once, directory) if at_once is not None else None
+                with self._haproxy.checking(document, place, wanted, bundle.files, running) as check:
+                    if at_once is not None:
+                        early = early or alteration.outcome(self._haproxy, at_once.steps, wanted)
+                    disk.settle(draft, place)
                     check.end()
-                    reach(Point.CHECKED)
-                    if plumbed:
-                        self._keepalived.check(elected)
-                except (AgentError, OSError):
-                    if early is not None:
-                        self._undo(before)
-                    raise
+                reach(Point.CHECKED)
+                if plumbed:
+                    self._keepalived.check(elected)
+            except (AgentError, OSError):
+                if at_once is not None:
+                    self._undo(before)
+                raise
             if not plumbed:
                 self._plumbing.begin(bundle, self._served, may_lack=draft is None)
                 self._keepalived.check(elected)
@@ -362,17 +370,12 @@ class Applier:
         self._read = text, wanted
         return outcome
 
-    def _change_running(self, verdict: Runtime, wanted: Configuration, directory: Path) -> Changed:
-        """Change the running HAProxy while another one checks the file; that file waits for the check."""
+    def _change_running(self, verdict: Runtime, directory: Path) -> HaproxyError | None:
+        """Change the running HAProxy, before another one checks the file; that file waits for the check."""
         self._switch.mark()
-        try:
-            haproxy = self._haproxy
-            carry_out(verdict.steps, haproxy.worker, directory, haproxy.abilities(), haproxy.count)
-            return self._haproxy.verify(wanted)
-        except HaproxyError as error:
-            return error
-        except OSError as error:
-            return HaproxyError("change the running HAProxy", str(error))
+        failed = alteration.make(self._haproxy, verdict.steps, directory)
+        reach(Point.EARLY)
+        return failed
 
     def _undo(self, before: Document | None) -> None:
         """Take back what was changed early: the file was refused. The one that was served is still in its place."""
@@ -424,7 +427,8 @@ class Applier:
             self._haproxy.start()
             return Deed("start", "HAProxy was not running"), self._haproxy.verify(wanted)
         if isinstance(verdict, Runtime):
-            done = self._change_running(verdict, wanted, files) if early is None else early
+            done = early or self._change_running(verdict, files)
+            done = done or alteration.outcome(self._haproxy, verdict.steps, wanted)
             if isinstance(done, Loaded):
                 return Deed("runtime", verdict.reason), done
             verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")

@@ -2,20 +2,29 @@
 """The last confirmed bundle.
 
 Invariant: what is on disk was served when it got its name, and is replaced as a whole or not at all. No file's
-content is in it: names and digests only. What is to replace it is on disk before anything that serves is touched; to
-put it in its place afterwards takes no room on the disk.
+content is in it: names and digests only. What is to replace it has its room on the disk before anything that serves is
+touched, and is there before it gets its name; to put it in its place takes no room.
+
+HAProxy's text, which may be megabytes, is not written a second time: it is HAProxy's file, under one more name (a hard
+link). A new file has a new one of these names, so that `confirmed.json` decides with one rename which of them counts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from amphora_agent.bundle import Bundle, parse_stored
 from amphora_agent.errors import MachineError
-from amphora_agent.paths import sync_directory, write
+from amphora_agent.haproxy import document as document_of
+from amphora_agent.paths import sync, sync_directory, write
+
+_TEXTS = "confirmed."
+_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,21 @@ class Draft:
     def __init__(self, path: Path, confirmed: Confirmed) -> None:
         self.confirmed = confirmed
         self._path = path
-        self._reserved = False
+        self._reserved = self._settled = False
 
     @property
     def _place(self) -> Path:
         return self._path.with_name(f"{self._path.name}.new")
 
-    def reserve(self) -> None:
-        """Have it on disk, under another name; does nothing the second time.
+    @property
+    def _text(self) -> Path:
+        return self._path.with_name(f"{_TEXTS}{self.confirmed.digest[:_DIGITS]}.cfg")
+
+    def reserve(self, file: Path | None) -> None:
+        """Have room for it on disk, under other names; does nothing the second time.
+
+        Args:
+            file: HAProxy's; None where no HAProxy is wanted.
 
         Raises:
             OSError: there is no room for it.
@@ -59,14 +75,27 @@ class Draft:
         document = {
             "applied_at": self.confirmed.applied_at,
             "digest": self.confirmed.digest,
-            "bundle": self.confirmed.bundle.stored(),
+            "text": None if file is None else self._text.name,
+            "bundle": replace(self.confirmed.bundle, haproxy=None).stored(),
         }
         try:
-            write(self._place, json.dumps(document), durable=True)
+            if file is not None:
+                _name(file, self._text)
+            write(self._place, json.dumps(document), durable=False)
         except OSError:
             self.discard()
             raise
         self._reserved = True
+
+    def settle(self) -> None:
+        """Have it on disk, not only the room for it; does nothing the second time.
+
+        Raises:
+            OSError: the disk is broken.
+        """
+        if not self._settled:
+            sync(self._place)
+        self._settled = True
 
     def confirm(self) -> None:
         """Make it the last confirmed bundle, durably, with everything else that was renamed in its directory.
@@ -74,14 +103,49 @@ class Draft:
         Raises:
             OSError: the disk is broken.
         """
-        self.reserve()
+        self.settle()
         self._place.replace(self._path)
         sync_directory(self._path.parent)
+        _forget_others(self._path, self._text)
 
     def discard(self) -> None:
         """It will not be confirmed."""
-        self._reserved = False
-        self._place.unlink(missing_ok=True)
+        self._reserved = self._settled = False
+        try:
+            self._place.unlink()
+        except FileNotFoundError:
+            return  # it was not reserved, or has been confirmed already: then its text is needed
+        self._text.unlink(missing_ok=True)
+
+
+def settle(draft: Draft | None, file: Path) -> None:
+    """Have on disk what so far has only its room there: a draft, and HAProxy's file that it goes with.
+
+    Raises:
+        OSError: the disk is broken.
+    """
+    sync(file)
+    if draft is not None:
+        draft.settle()
+
+
+def _name(file: Path, name: Path) -> None:
+    """Give a file one more name, which may be another one's so far."""
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    os.link(file, temporary)
+    temporary.replace(name)
+    temporary.unlink(missing_ok=True)  # of two names of one file none replaces the other (rename(2))
+
+
+def _texts(path: Path) -> Iterator[Path]:
+    return path.parent.glob(f"{_TEXTS}*.cfg")
+
+
+def _forget_others(path: Path, text: Path) -> None:
+    for found in _texts(path):
+        if found != text:
+            found.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Confirmed | None:
@@ -90,10 +154,14 @@ def read(path: Path) -> Confirmed | None:
     Raises:
         MachineError: there is a file, but it cannot be read.
     """
+    if not path.exists():
+        return None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Confirmed(parse_stored(document["bundle"]), str(document["digest"]), str(document["applied_at"]))
-    except FileNotFoundError:
-        return None
+        bundle = parse_stored(document["bundle"])
+        if document["text"] is not None:
+            content = path.with_name(document["text"]).read_text(encoding="utf-8")
+            bundle = replace(bundle, haproxy=document_of.read(content).text)
+        return Confirmed(bundle, str(document["digest"]), str(document["applied_at"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MachineError(f"read {path}", str(error), "Push the bundle again.") from error

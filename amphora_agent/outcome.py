@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from amphora_agent.haproxy.process import Loaded
+from amphora_agent.haproxy.readback import Loaded
 from amphora_agent.tally import Deed
 
 

@@ -167,19 +167,30 @@ def write_atomically(path: Path, content: str, *, durable: bool = True) -> None:
 
 
 def write(path: Path, content: str, *, durable: bool) -> None:
-    """Write a file that only its owner may read; if durable, its content is on disk when this returns."""
+    """Write a file that only its owner may read; if durable, its content is on disk when this returns.
+
+    Otherwise it has its room there, so that `sync` need not find any.
+    """
+    data = content.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(content)
+    with os.fdopen(descriptor, "wb") as file:
+        if data:
+            os.posix_fallocate(file.fileno(), 0, len(data))
+        file.write(data)
         file.flush()
         if durable:
             os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and removals in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Have a file's content on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in a directory survive a power cut."""
+    sync(path)

@@ -314,7 +314,9 @@ class Supervisor:
         if known is not None and known.pid is not None:
             if (known.argv, known.inner) != (wanted.argv, wanted.inner):
                 return {"ok": False, "error": "it runs with other arguments; stop it first"}
-            known.wanted, known.restart = True, wanted.restart
+            dismissed, known.wanted, known.restart = not known.wanted, True, wanted.restart
+            if dismissed and known.pulse is not None:
+                known.pulse.born(known.pid)
             self._take_care(known, request.get("care", {}))
             return {"ok": True, **known.status()}
         if known is not None and known.due is not None and known.restart_delay and known.argv == wanted.argv:

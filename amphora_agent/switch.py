@@ -26,11 +26,17 @@ class Switch:
         self._paths = paths
         self.gone = False
         self._before: Document | None = None
+        self._read: tuple[tuple[int, ...], Document] | None = None
 
     def serving(self) -> Document | None:
         """What HAProxy runs, or would start from; None if there is no file."""
         try:
-            return document.read(self._paths.configuration.read_text(encoding="utf-8"))
+            found = self._paths.configuration.stat()
+            # A file is never written twice: another content is another file.
+            which = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            if self._read is None or self._read[0] != which:
+                self._read = which, document.read(self._paths.configuration.read_text(encoding="utf-8"))
+            return self._read[1]
         except FileNotFoundError:
             return None
 

@@ -34,6 +34,7 @@ T = TypeVar("T")
 _MOST_POOLS = 256
 _CONNECTIONS = 2
 # Largest answers in bytes.
+_MOST_PATIENCE = 5
 _MOST_ANSWER = 4 << 20
 _MOST_DIAGNOSTICS = 32 << 20
 _CHUNK = 1 << 16
@@ -81,6 +82,18 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     holds_vip: bool | None = None
     certificate_expires_at: dt.datetime | None = None
     capabilities: tuple[str, ...] = ()
+
+
+class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent says of its VIPs.
+
+    `connections` are those that clients have to VIPs through this amphora; `draining` the seconds for which they may
+    go on after the VIPs went, None when the last one has ended or that time is over.
+    """
+
+    holds_vip: bool | None = None
+    connections: int = 0
+    draining: float | None = None
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +168,11 @@ class AgentClient:
         body = msgspec.json.encode({"drain": drain})
         call = _Call("POST", "/v2/vrrp/release", f"have amphora {amphora_id} hand its VIPs over", body=body)
         self._request(amphora_id, address, call, None)
+
+    def vrrp(self, amphora_id: str, address: str, *, deadline: float | None = None) -> Vrrp:
+        """Who has the VIPs as far as the amphora knows, and whether connections go on after they went."""
+        call = _Call("GET", "/v2/vrrp", f"ask amphora {amphora_id} about its VIPs")
+        return _decode(self._request(amphora_id, address, call, deadline), Vrrp, call)
 
     def diagnostics(self, amphora_id: str, address: str, *, deadline: float | None = None) -> dict[str, Any]:
         """All that helps to understand a broken amphora, as one document."""
@@ -235,7 +253,7 @@ class AgentClient:
         deadline: float | None,
     ) -> bytes:
         """Send and receive; once more if the connection, perhaps kept from an earlier call, broke."""
-        latest = time.monotonic() + self._request_timeout
+        latest = time.monotonic() + self._request_timeout * _patience(call)
         latest = latest if deadline is None else min(latest, deadline)
         for last in (False, True):
             pool = pool_of()
@@ -334,6 +352,11 @@ class _Call(msgspec.Struct, frozen=True):
     body: bytes | None = None
     most: int = _MOST_ANSWER
     connect_timeout: float | None = None
+
+
+def _patience(call: _Call) -> float:
+    """How often the usual time an agent is given: HAProxy 2.6 reads 10,000 members (1.3 MB) for up to minutes."""
+    return 1 + min(_MOST_PATIENCE - 1, 3 * len(call.body or b"") / 1_000_000)
 
 
 def _read(response: urllib3.BaseHTTPResponse, call: _Call) -> bytes:

@@ -63,6 +63,14 @@ CONTROLLER = [
         choices=["SINGLE", "ACTIVE_STANDBY"],
         help="Topology of new load balancers whose flavor names none. Those that exist keep theirs.",
     ),
+    cfg.FloatOpt(
+        "drain_timeout",
+        default=300.0,
+        min=0.0,
+        max=86_000.0,
+        help="Seconds for which open connections may go on by way of the new amphora when an amphora of a pair is "
+        "replaced on request. It is removed as soon as the last of them has ended. 0 cuts them at once.",
+    ),
     cfg.FloatOpt("retry_first", default=0.5, help="Seconds before the first retry of a failed job; doubles each time."),
     cfg.FloatOpt("retry_most", default=60.0, help="Longest pause between retries, in seconds."),
     cfg.FloatOpt(
@@ -81,7 +89,11 @@ CONTROLLER = [
 AGENT = [
     cfg.PortOpt("port", default=9443, help="Port of the agents' interface."),
     cfg.FloatOpt("connect_timeout", default=3.0, help="Seconds to wait for a TCP and TLS connection to an agent."),
-    cfg.FloatOpt("request_timeout", default=60.0, help="Seconds to wait for an agent's answer."),
+    cfg.FloatOpt(
+        "request_timeout",
+        default=60.0,
+        help="Seconds to wait for an agent's answer; up to five times as long where a load balancer is large.",
+    ),
     cfg.StrOpt(
         "services",
         default="systemd",

@@ -9,13 +9,18 @@ second and more to read, a change of one of them some milliseconds.)
 
 from __future__ import annotations
 
-from amphora_agent.haproxy.configuration import Configuration, Section
+from operator import attrgetter
+
+from amphora_agent.haproxy.configuration import Configuration, Section, Server
 
 # Fewer are read sooner than it takes to find out which of them were read before.
 FEWEST = 50
-# Keywords of a server that must be its own alone, or that name another one; and a backend's, which name servers.
-_SHARED = frozenset({"cookie", "guid", "id", "track"})
-_NAMING = frozenset({"use-server", "force-persist", "ignore-persist"})
+# Keywords of a server that are about servers of other backends, too.
+_FAR = frozenset({"guid", "track"})
+# Lines of a backend that name servers, or make some; and how what asks for a server's state begins (manual, 7.3.2),
+# which may stand in any section.
+_NAMING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
+_ASKING = "srv_"
 
 
 def abridge(text: str, wanted: Configuration, accepted: Configuration) -> str:
@@ -25,19 +30,28 @@ def abridge(text: str, wanted: Configuration, accepted: Configuration) -> str:
         text: what HAProxy is to run, and `wanted` what it says.
         accepted: what HAProxy runs, and has read as a whole or step by step; `wanted` was read beside it.
     """
-    if len(wanted.servers) < FEWEST:
+    if wanted.size < FEWEST or any(_asks(section) for section in wanted.sections):
         return text
     lines = text.split("\n")
     ends = (*(section.number for section in wanted.sections[1:]), len(wanted.rows) + 1)
     for section, end in zip(wanted.sections, ends, strict=True):
-        was = accepted.backends.get(section.name)
-        if section.kind != "backend" or was is None or not _is_simple(section):
-            continue
-        known = set(map(id, was.servers))  # the same line is the same object
-        for number in range(section.number, end):
-            if id(wanted.rows[number - 1]) in known:
-                lines[number - 1] = ""
+        was = accepted.backends.get(section.name) if section.kind == "backend" and _is_simple(section) else None
+        known = set(map(id, was.servers)) if was is not None else set()  # the same line is the same object
+        if any(server.related and id(server) not in known and _is_far(server) for server in section.servers):
+            return text
+        if known:
+            first, last = section.number - 1, end - 1
+            rows = zip(wanted.rows[first:last], lines[first:last], strict=True)
+            lines[first:last] = ["" if id(row) in known else line for row, line in rows]
     return "\n".join(lines)
+
+
+def _is_far(server: Server) -> bool:
+    return not _FAR.isdisjoint(server.keywords)
+
+
+def _asks(section: Section) -> bool:
+    return any(_ASKING in word for line in section.lines for word in line.words)
 
 
 def _is_simple(section: Section) -> bool:
@@ -46,5 +60,5 @@ def _is_simple(section: Section) -> bool:
     return (
         len(names) == len(section.servers)
         and not any(line.words[0] in _NAMING for line in section.lines)
-        and all(_SHARED.isdisjoint(server.keywords) for server in section.servers)
+        and not any(map(attrgetter("related"), section.servers))
     )

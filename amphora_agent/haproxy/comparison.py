@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 from amphora_agent.haproxy import certificates
 from amphora_agent.haproxy.abilities import FEWEST, Abilities
@@ -114,7 +115,8 @@ def compare(
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
             continue  # read from the same text: most of 50 pools, most of the time
-        change = _servers(before, after, new, abilities)
+        was, now = _unlike(before.servers, after.servers)
+        change = _servers(before, after, {server.name: server for server in was}, now, new, abilities)
         if isinstance(change, Reload):
             return change
         limits = list(_listener_limit(before, after))
@@ -123,7 +125,7 @@ def compare(
         steps += [*limits, *change.steps]
         reasons += [f"listener {after.name} takes {limits[0].maxconn or 'all'} connections"] if limits else []
         reasons += [change.reason] if change.reason else []
-        order_only = order_only or [s.name for s in before.servers] != [s.name for s in after.servers]
+        order_only = order_only or [s.name for s in was] != [s.name for s in now]
     if (replaced := sum(isinstance(step, ReplaceServer) for step in steps)) > MOST_REPLACED:
         return Reload(f"the keywords of {replaced} members differ")
     steps += files.after
@@ -140,7 +142,7 @@ def _outside_servers(old: Configuration, new: Configuration) -> list[str]:
     reasons += [f"{kind} {name} removed" for kind, name in before if (kind, name) not in after]
     for key, section in after.items():
         was = before.get(key)
-        if was is not None and _words(was) != _words(section):
+        if was is not None and was.lines is not section.lines and _words(was) != _words(section):
             reasons.append(f"{' '.join(key).strip()} changed: {_first_difference(was, section)}")
     if not reasons and list(before) != list(after):
         return ["the order of sections differs"]
@@ -182,15 +184,40 @@ def _shortened(reasons: list[str]) -> str:
     return "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
 
 
-def _servers(old: Section, new: Section, wanted: Configuration, abilities: Abilities) -> Runtime | Reload:
-    """Steps for one section; what takes from the pool comes last, so that it is never emptier than wanted."""
-    before = {server.name: server for server in old.servers}
-    after = {server.name: server for server in new.servers}
+def _unlike(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequence[Server], Sequence[Server]]:
+    """Without the servers at both ends that were read from the same lines: one of 10,000 is left."""
+    first = _alike(old, new)
+    old, new = old[first:], new[first:]
+    last = _alike(old[::-1], new[::-1])
+    return old[: len(old) - last], new[: len(new) - last]
+
+
+def _alike(old: Sequence[Server], new: Sequence[Server]) -> int:
+    """How many of the first ones are the same."""
+    alike = list(map(is_, old, new))
+    return len(alike) if all(alike) else alike.index(False)
+
+
+def _servers(
+    old: Section,
+    new: Section,
+    before: dict[str, Server],
+    changed: Sequence[Server],
+    wanted: Configuration,
+    abilities: Abilities,
+) -> Runtime | Reload:
+    """Steps for one section; what takes from the pool comes last, so that it is never emptier than wanted.
+
+    Args:
+        before: the servers of the old section that may differ.
+        changed: those of the new one.
+    """
+    after = {server.name: server for server in changed}
     steps: list[Step] = []
     taking: list[Step] = []
     reasons: list[str] = []
     key = "" if abilities.cookies else _cookie_key(new, wanted)
-    waiting = tuple(s.name for s in new.servers if s.name not in before and not s.disabled) if key else ()
+    waiting = tuple(s.name for s in changed if s.name not in before and not s.disabled) if key else ()
     for name, server in after.items():
         was = before.get(name)
         if was is server:
@@ -201,7 +228,7 @@ def _servers(old: Section, new: Section, wanted: Configuration, abilities: Abili
             reasons.append(f"member {name} added")
         elif _others(was, server) != _others(server, was):
             why = _not_replaceable(new, was, server, wanted, abilities)
-            steps.append(_replaced(new, before, was, server))
+            steps.append(_replaced(new, old, was, server))
             reasons.append(f"member {name} has other keywords")
         else:
             why = _unchangeable(new, was, server, wanted)
@@ -245,7 +272,8 @@ def _takes(step: ServerStep) -> bool:
             return False
 
 
-def _replaced(section: Section, before: dict[str, Server], old: Server, new: Server) -> ReplaceServer:
+def _replaced(section: Section, former: Section, old: Server, new: Server) -> ReplaceServer:
+    before = {server.name: server for server in former.servers}
     others = frozenset(
         server.name
         for server in section.servers

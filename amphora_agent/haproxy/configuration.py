@@ -13,7 +13,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from typing import TypeVar
@@ -22,6 +22,7 @@ from amphora_agent.errors import ConfigurationRefused
 
 # Keywords of a server whose word is a file's name.
 FILES = ("ca-file", "crl-file", "crt")
+_RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 OWN = "amphora:"
 """How the names of the machine's own sections begin."""
@@ -96,6 +97,16 @@ class Server:
     def checked(self) -> bool:
         return "check" in self.keywords
 
+    @cached_property
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """The files it uses, each with its keyword."""
+        return tuple((word, self.value(word)) for word in FILES if word in self.keywords)
+
+    @cached_property
+    def related(self) -> bool:
+        """Whether a keyword of it must be its own alone, or names another server."""
+        return not _RELATED.isdisjoint(self.keywords)
+
 
 Row = Line | Server | None
 """A line of the text; None for one that says nothing."""
@@ -125,11 +136,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Configuration:
-    """All sections in their order, and the text's lines, by number (from 1) and by what they look like."""
+    """All sections in their order, the text they were read from, and its lines by number (from 1)."""
 
     sections: tuple[Section, ...]
     rows: Sequence[Row] = field(default=(), repr=False, compare=False)
-    known: Mapping[str, Line | Server] = field(default_factory=dict, repr=False, compare=False)
+    text: str = field(default="", repr=False, compare=False)
 
     def of_kind(self, kind: str) -> dict[str, Section]:
         return {section.name: section for section in self.sections if section.kind == kind}
@@ -147,11 +158,15 @@ class Configuration:
         """Every server by backend and name."""
         return {(s.name, server.name): server for s in self.backends.values() for server in s.servers}
 
+    @property
+    def size(self) -> int:
+        """How many servers there are."""
+        return sum(len(section.servers) for section in self.sections)
+
     @cached_property
     def server_files(self) -> frozenset[tuple[str, str]]:
         """The files that servers use, each with its keyword."""
-        servers = (server for section in self.sections for server in section.servers)
-        return frozenset((word, s.value(word)) for s in servers for word in FILES if word in s.keywords)
+        return frozenset(file for section in self.sections for server in section.servers for file in server.files)
 
     def _row(self, number: int) -> Row:
         return self.rows[number - 1] if 0 < number <= len(self.rows) else None
@@ -231,15 +246,83 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
         judged.
     """
     before = before or EMPTY
-    rows, known = _read(text, before.known)
-    heads = [n for n, row in enumerate(rows) if isinstance(row, Line) and row.words[0] in ALLOWED]
+    rows, same = _read(text, before)
+    heads = _heads(rows, same, before)
     former = {(section.kind, section.name): section for section in before.sections}
-    sections = tuple(_section(rows, begin, end, former) for begin, end in itertools.pairwise([*heads, len(rows)]))
+    reused = _reusable(same, len(rows), before)
+    sections = tuple(
+        reused.get((begin, end)) or _section(rows, begin, end, former)
+        for begin, end in itertools.pairwise([*heads, len(rows)])
+    )
     times = Counter((section.kind, section.name) for section in sections if section.kind != "defaults")
     for section in sections:
         if times[section.kind, section.name] > 1:
             raise _refused(section.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
-    return Configuration(sections, rows, known)
+    return Configuration(sections, rows, text)
+
+
+@dataclass(frozen=True)
+class Same:
+    """So many lines at the beginning and at the end of two texts are the same; and how many characters these are."""
+
+    first: int = 0
+    last: int = 0
+    begin: int = 0
+    end: int = 0
+
+
+def common(old: str, new: str) -> Same:
+    """Which lines of two texts are the same without being looked at one by one."""
+    begin = old.rfind("\n", 0, _common(old, new, 0)) + 1
+    length = _common(old, new, begin, backwards=True)
+    tail = new[len(new) - length :]
+    whole = tail.find("\n") + 1  # behind the first line's end begins a line, in both
+    if not whole:
+        return Same(old.count("\n", 0, begin), begin=begin)
+    return Same(old.count("\n", 0, begin), 1 + tail.count("\n", whole), begin, length - whole)
+
+
+def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
+    """How many characters are the same at the beginning, or at the end: by halves, as strings compare quickly.
+
+    Args:
+        spare: characters at the other side that are not to be looked at.
+    """
+    low, high = 0, min(len(old), len(new)) - spare
+    while low < high:
+        middle = (low + high + 1) // 2
+        if backwards:
+            equal = old[len(old) - middle : len(old) - low] == new[len(new) - middle : len(new) - low]
+        else:
+            equal = old[low:middle] == new[low:middle]
+        low, high = (middle, high) if equal else (low, middle - 1)
+    return low
+
+
+def _heads(rows: Sequence[Row], same: Same, before: Configuration) -> list[int]:
+    """Where sections begin, from 0."""
+    known = [section.number - 1 for section in before.sections]
+    kept, more = len(before.rows) - same.last, len(rows) - len(before.rows)
+    changed = range(same.first, len(rows) - same.last)
+    return [
+        *(begin for begin in known if begin < same.first),
+        *(n for n in changed if isinstance(row := rows[n], Line) and row.words[0] in ALLOWED),
+        *(begin + more for begin in known if begin >= kept),
+    ]
+
+
+def _reusable(same: Same, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
+    """The sections that stand as they are in a text of so many lines, by where they begin and end there."""
+    ends = itertools.chain((section.number - 1 for section in before.sections[1:]), [len(before.rows)])
+    kept, more = len(before.rows) - same.last, length - len(before.rows)
+    found = {}
+    for section, end in zip(before.sections, ends, strict=False):
+        begin = section.number - 1
+        if end <= same.first:
+            found[begin, end] = section
+        elif begin >= kept:
+            found[begin + more, end + more] = replace(section, number=section.number + more)
+    return found
 
 
 def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
@@ -252,8 +335,8 @@ def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[st
         raise _refused(begin + 1, f"names that begin with '{OWN}' are the machine's own")
     kind, name = head.words[0], " ".join(head.words[1:])
     body = rows[begin + 1 : end]
-    lines = tuple(row for row in body if isinstance(row, Line))
-    servers = tuple(row for row in body if isinstance(row, Server))
+    lines = tuple([row for row in body if isinstance(row, Line)])
+    servers = tuple([row for row in body if isinstance(row, Server)])
     if (was := former.get((kind, name))) is not None:
         lines, servers = _same(was.lines, lines), _same(was.servers, servers)
     return Section(kind, name, head, lines, servers, number=begin + 1)
@@ -267,21 +350,33 @@ def _same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
     return old if len(old) == len(new) and all(map(is_, old, new)) else new
 
 
-def _read(text: str, known: Mapping[str, Line | Server]) -> tuple[list[Row], dict[str, Line | Server]]:
-    """The rows of a text, and what they look like."""
-    rows: list[Row] = []
-    seen: dict[str, Line | Server] = {}
-    inside = False
-    for raw in text.split("\n"):
-        row = known.get(raw) or seen.get(raw) or _row(raw, len(rows) + 1)
-        rows.append(row)
+def _read(text: str, before: Configuration) -> tuple[list[Row], Same]:
+    """The rows of a text, and how many of them are those of another one."""
+    same = common(before.text, text) if before.rows else Same()
+    kept = len(before.rows) - same.last
+    new, old = (_lines(each, same) for each in (text, before.text))
+    # A line that has moved, or was changed in between others, is found by what it looks like.
+    seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
+    middle: list[Row] = []
+    for number, raw in enumerate(new, start=same.first + 1):
+        row = seen.get(raw)
         if row is None:
-            continue
-        if not inside and not (isinstance(row, Line) and row.words[0] in ALLOWED):
-            raise _refused(len(rows), f"'{raw.split()[0]}' starts no section that a load balancer may have")
-        inside = True
-        seen[raw] = row
-    return rows, seen
+            row = seen[raw] = _row(raw, number)
+        middle.append(row)
+    rows = [*before.rows[: same.first], *middle, *before.rows[kept:]]
+    first = next(((number, row) for number, row in enumerate(rows, start=1) if row is not None), None)
+    if first is not None and not (isinstance(first[1], Line) and first[1].words[0] in ALLOWED):
+        word = first[1].line.words[0] if isinstance(first[1], Server) else first[1].words[0]
+        raise _refused(first[0], f"'{word}' starts no section that a load balancer may have")
+    return rows, same
+
+
+def _lines(text: str, same: Same) -> list[str]:
+    """The lines between those that are the same."""
+    between = text[same.begin : len(text) - same.end]
+    if not same.last:
+        return between.split("\n")
+    return between[:-1].split("\n") if between else []
 
 
 def _row(raw: str, number: int) -> Row:

@@ -17,8 +17,9 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.control import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-_SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream)", re.MULTILINE)
-_JOBS = re.compile(r"^(Jobs|Unstoppable Jobs|Stopping): (\d+)$", re.MULTILINE)
+# Those of clients: not ours, nor the one by which it looks for its peers.
+_SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
+_COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
 _LEVEL, _OUR_LEVEL = "show cli level", "admin"
 
@@ -138,6 +139,10 @@ class LeavingWorker:
         return True
 
     def jobs(self) -> int:
-        """Connections besides ours, and listeners: as long as it has any, it accepts more."""
-        found = {name: int(number) for name, number in _JOBS.findall(self.ask("show info"))}
-        return found.get("Jobs", 0) - found.get("Unstoppable Jobs", 0) - 1
+        """Connections of clients, and listeners: as long as it has any, it accepts more.
+
+        Its own word "Jobs" has more: who else asks it something, and, for three seconds if nobody comes after it, the
+        peers that it looks for.
+        """
+        found = {name: int(number) for name, number in _COUNTS.findall(self.ask("show info"))}
+        return found.get("CurrConns", 0) + max(0, found.get("Listeners", 0) - found.get("Unstoppable Jobs", 0))

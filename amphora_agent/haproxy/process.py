@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,11 +26,12 @@ from amphora_agent.errors import AgentError, HaproxyError, MachineError
 from amphora_agent.haproxy import abilities, document, forsaken, readback, server_state, tables, workers
 from amphora_agent.haproxy.abilities import Abilities
 from amphora_agent.haproxy.abridged import abridge
+from amphora_agent.haproxy.capacity import LARGEST_MAXCONN, LEAST_PATIENCE, largest_maxconn, patience
 from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.document import DRAIN_SECONDS, Document
 from amphora_agent.haproxy.held_files import HeldFiles
-from amphora_agent.haproxy.readback import State
+from amphora_agent.haproxy.readback import Loaded, State
 from amphora_agent.haproxy.refusal import ALERT, refusal
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
@@ -41,55 +41,27 @@ from amphora_agent.services import Care, Probe, Services
 
 _log = logging.getLogger(__name__)
 SERVICE = "haproxy"
-START_SECONDS = 20.0
-RELOAD_SECONDS = 30.0
-CHECK_SECONDS = 60.0
-LARGEST_MAXCONN = 50_000
 MOST_THREADS = 64
-TABLES_SECONDS = 6.0
+TABLES_SECONDS = 11.0
 STOP_SECONDS, LEAVING_SECONDS = 1.0, 2.0
 # A HAProxy that freezes is known to be frozen 0.6 to 0.75 s later.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _TABLES_POLL_SECONDS = 0.05
+# A master that was told to reload is busy at once, and answers again when it is done. One that answers after this time
+# as if nothing had been said was executing itself anew (2.6: when its worker has come up), and did not hear it.
+_UNHEARD_SECONDS = 2.0
 # Alerts that say only that an alert before them was fatal.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What HAProxy says it runs: listeners with their limits of connections, and servers."""
-
-    frontends: dict[str, int]
-    servers: dict[tuple[str, str], State]
-
-    def document(self) -> dict[str, object]:
-        return {"listeners": sorted(self.frontends), "members": len(self.servers)}
-
-
-NOTHING = Loaded({}, {})
-
-
-def largest_maxconn(configuration: Configuration) -> int:
-    """The connections that the limit on files leaves room for.
-
-    Two files each, half a file for the pipes of spliced connections (HAProxy sets aside a pipe for every fourth
-    connection, manual 3.2 "maxpipes"), and some for the rest.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY:
-        return LARGEST_MAXCONN
-    binds = sum(line.words[0] == "bind" for section in configuration.sections for line in section.lines)
-    spare = 500 + 2 * (len(configuration.servers) + binds)
-    return max(100, min(LARGEST_MAXCONN, (hard - spare) // 250 * 100))
 
 
 class Check:
     """A HAProxy that reads a file."""
 
-    def __init__(self, process: subprocess.Popen[str], refusal: Callable[[str], AgentError]) -> None:
+    def __init__(self, process: subprocess.Popen[str], refusal: Callable[[str], AgentError], seconds: float) -> None:
         self._process = process
         self._refusal = refusal
+        self._seconds = seconds
 
     def end(self) -> None:
         """Wait for its judgement.
@@ -98,9 +70,9 @@ class Check:
             ConfigurationRefused: it says no; with its own first line and the object it is about.
         """
         try:
-            output, _ = self._process.communicate(timeout=CHECK_SECONDS)
+            output, _ = self._process.communicate(timeout=self._seconds)
         except subprocess.TimeoutExpired as error:
-            raise MachineError("check the configuration", f"no answer within {CHECK_SECONDS:.0f} s") from error
+            raise MachineError("check the configuration", f"no answer within {self._seconds:.0f} s") from error
         if self._process.returncode != 0:
             raise self._refusal(output)
 
@@ -110,6 +82,9 @@ class Accounts(Protocol):
 
     def sample(self) -> None:
         """Read every worker that lives."""
+
+    def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """Read these of the present worker, by HAProxy's numbers of backend and server."""
 
     def hold(self, drain: float) -> None:
         """The present worker is about to be replaced, and may go on for so many seconds."""
@@ -140,6 +115,8 @@ class Haproxy:
         self.ended: list[int] = []
         self._bequeathed = True  # nobody knows what an agent before this one has seen
         self._abilities: Abilities | None = None
+        self._loaded: Loaded | None = None  # what was asked last, if that was as wanted
+        self._patience = LEAST_PATIENCE
         self.worker = Socket(paths.stats_socket)
         self.master = Socket(paths.master_socket, half_close=True)
         self._templates = Environment(  # noqa: S701 (HAProxy's language, not HTML)
@@ -164,6 +141,7 @@ class Haproxy:
         Args:
             directory: of the files that the text names.
         """
+        self._patience = patience(configuration)
         threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         return document.compose(
             text,
@@ -195,20 +173,21 @@ class Haproxy:
     def checking(
         self,
         wanted: Document,
+        place: Path,
         configuration: Configuration,
         files: Sequence[File],
         accepted: Configuration | None = None,
     ) -> Iterator[Check]:
-        """Have HAProxy read a document, beside what it runs now, and leave it in the candidate file, durably.
+        """Have HAProxy read a document, beside what it runs now.
 
         Within the block HAProxy reads; how it ends is what `Check.end` is for.
 
         Args:
+            place: where it is (`lay_down`).
             accepted: what HAProxy runs, if that differs in nothing that takes a new worker: servers that both have it
                 has read, and does not read again (`abridged`).
         """
         self.write_machine_configuration()
-        place = self._lay_down(wanted)
         short = wanted.text if accepted is None else abridge(wanted.text, configuration, accepted)
         if short != wanted.text:
             place = self._paths.abridged
@@ -216,19 +195,26 @@ class Haproxy:
         arguments = ["-f", str(self._paths.machine_configuration), "-f", str(place)]
         process = self._inner.run(_start, ["haproxy", "-c", *arguments])
         try:
-            yield Check(process, lambda output: refusal(output, wanted, configuration, files, place))
+            yield Check(process, lambda output: refusal(output, wanted, configuration, files, place), self._patience)
         finally:
             process.kill()
             process.communicate()
 
-    def _lay_down(self, wanted: Document) -> Path:
-        """Have a document on disk, durably. One that is there already takes no room: on a full disk this matters."""
-        if _content(self._paths.configuration) == wanted.content:
+    def lay_down(self, wanted: Document, serving: Document | None) -> Path:
+        """Have a document's file, with room on the disk; `sync` is left to do.
+
+        One that is there already takes no room: on a full disk this matters.
+
+        Args:
+            serving: what is in HAProxy's file.
+        """
+        if serving == wanted:
             return self._paths.configuration
         if _content(self._paths.previous) == wanted.content:  # a change was interrupted, and this one came before it
             self._paths.previous.replace(self._paths.candidate)
         else:
-            write(self._paths.candidate, wanted.content, durable=True)
+            self._paths.candidate.unlink(missing_ok=True)  # it may have another name: `amphora_agent.confirmed`
+            write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
 
     # -- the processes --------------------------------------------------------------------------------------
@@ -239,24 +225,32 @@ class Haproxy:
 
     def start(self) -> None:
         """Run HAProxy with the files as they are, until it answers."""
-        self._bequeathed = False
+        self._bequeathed, self._loaded = False, None
         self.write_machine_configuration()
         self._write_server_state(server_state.EMPTY)
-        master = f"{self._paths.master_socket},mode,600"
-        files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
         starts = self._starts()
-        self._services.start(SERVICE, ["haproxy", "-W", "-S", master, *files], inner=True, care=self._care())
-        deadline = time.monotonic() + START_SECONDS
+        self._services.start(SERVICE, self._arguments(), inner=True, care=self._care())
+        deadline = time.monotonic() + self._patience
         while self._worker_pid() is None:
             status = self._services.status(SERVICE)
             failed = status is None or status.pid is None or status.starts > starts + 1
             if failed or time.monotonic() > deadline:
-                why = self._last_alert() or f"no answer within {START_SECONDS:.0f} s"
+                why = self._last_alert() or f"no answer within {self._patience:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 announces its readiness to systemd only
         # Whoever asks for metrics is answered at once, and even if this agent dies now.
         self._accounts.sample()
+
+    def claim(self) -> None:
+        """Have a HAProxy that runs wanted: an agent that died while it ended it has left that half done."""
+        status = self._services.status(SERVICE)
+        if status is not None and status.pid is not None and not status.wanted:
+            self._services.start(SERVICE, self._arguments(), inner=True, care=self._care())
+
+    def _arguments(self) -> list[str]:
+        files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
+        return ["haproxy", "-W", "-S", f"{self._paths.master_socket},mode,600", *files]
 
     def _care(self) -> Care:
         """How its parent notices that it is dead or frozen, for whoever decides which node serves."""
@@ -302,7 +296,9 @@ class Haproxy:
         self._accounts.hold(drain)
         reach(Point.HANDED_OVER)
         old, reloads, starts = self._worker_pid(), self._workers().reloads, self._starts()
-        self.master.ask("reload")
+        self._loaded = None
+        # HAProxy 2.8 answers when it is done.
+        self.master.ask("reload", seconds=self._patience)
         reach(Point.RELOADING)
         try:
             self._await_reload(old, reloads, starts)
@@ -321,7 +317,7 @@ class Haproxy:
 
     def _await_worker(self) -> None:
         """Wait for a HAProxy that was started a moment ago: by us, or, after it had died, by who runs it."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self._patience
         while not self._is_up():
             if not self.is_running() or time.monotonic() > deadline:
                 raise HaproxyError("reload HAProxy", self._last_alert() or "it does not run")
@@ -344,9 +340,16 @@ class Haproxy:
                     break
                 time.sleep(_POLL_SECONDS)
 
-    def count(self) -> None:
-        """Have its counters read."""
-        self._accounts.sample()
+    def count(self, servers: Sequence[tuple[str, str]] | None) -> None:
+        """Have counters read.
+
+        Args:
+            servers: of these alone, by HAProxy's numbers of backend and server; None for all.
+        """
+        if servers is None:
+            self._accounts.sample()
+        else:
+            self._accounts.sample_servers(servers)
 
     def _await_tables(self) -> None:
         """Wait until the worker would hand over its stick tables, if there is anything in them."""
@@ -362,11 +365,15 @@ class Haproxy:
         return status.starts if status is not None else 0
 
     def _await_reload(self, old: int | None, reloads: int, starts: int) -> None:
-        deadline = time.monotonic() + RELOAD_SECONDS
+        deadline = time.monotonic() + self._patience
+        again = time.monotonic() + _UNHEARD_SECONDS
         while time.monotonic() < deadline:
             try:
                 found = self._workers()
                 count, worker = found.reloads, found.present
+                if count == reloads and time.monotonic() > again:
+                    self.master.ask("reload", seconds=self._patience)
+                    again = time.monotonic() + _UNHEARD_SECONDS
             except HaproxyError:
                 count, worker = reloads, None  # the master is executing itself anew, or has died
                 if self._starts() > starts + 1:
@@ -377,10 +384,11 @@ class Haproxy:
             if worker is not None and worker not in (None, old) and self._worker_pid() == worker:
                 return
             time.sleep(_POLL_SECONDS)  # HAProxy 2.6 answers 'reload' before it is done; 2.8 after
-        raise HaproxyError("reload HAProxy", f"no new worker within {RELOAD_SECONDS:.0f} s")
+        raise HaproxyError("reload HAProxy", f"no new worker within {self._patience:.0f} s")
 
     def _workers(self) -> Workers:
-        answer = self.master.ask("show proc")
+        # The master says nothing while it reads a configuration itself.
+        answer = self.master.ask("show proc", seconds=self._patience)
         found = workers.parse(answer)
         if found is None:
             raise HaproxyError("ask HAProxy's master for its workers", answer.strip() or "it said nothing")
@@ -392,7 +400,8 @@ class Haproxy:
         For some 50 ms after a start (2.6, 2.8 and 3.0).
         """
         with suppress(HaproxyError):
-            return self._worker_pid() is not None and self._workers().present is not None
+            self._workers()  # after a reload that failed none of them is the present one
+            return self._worker_pid() is not None
         return False
 
     def _worker_pid(self) -> int | None:
@@ -409,28 +418,54 @@ class Haproxy:
 
     # -- what it runs ---------------------------------------------------------------------------------------
 
-    def loaded(self) -> Loaded:
-        """What HAProxy itself says it runs."""
-        listeners = readback.limits(self.worker.ask(readback.LISTENERS))
-        return Loaded(listeners, readback.states(self.worker.ask(readback.SERVERS)))
-
-    def verify(self, wanted: Configuration, files: Path | None = None) -> Loaded:
+    def verify(
+        self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
+    ) -> Loaded:
         """Compare what HAProxy runs with what it should.
 
         Args:
             files: the directory of the files that it is to have read; None if nothing else was ever in its memory.
+            touched: the servers, by backend and name, that were changed since this found no difference the last time;
+                None for all.
 
         Raises:
             HaproxyError: naming the first difference.
         """
-        loaded = self.loaded()
-        if different := readback.difference(wanted, loaded.frontends, loaded.servers):
+        before, self._loaded = self._loaded, None
+        if touched is None or before is None:
+            found, different = self._whole(wanted)
+        else:
+            found, different = self._changed(wanted, touched, before)
+        if different:
             raise HaproxyError("confirm the configuration", different)
         if files is not None:
             held = HeldFiles(self.worker, files)
             held.expect(wanted)
             held.confirm()
-        return loaded
+        self._loaded = found
+        return found
+
+    def _whole(self, wanted: Configuration) -> tuple[Loaded, str]:
+        listeners = readback.limits(self.worker.ask(readback.PROXIES))
+        answer = self.worker.ask(readback.SERVERS)
+        servers = readback.states(answer)
+        loaded = Loaded(listeners, dict(Counter(backend for backend, _ in servers)))
+        return loaded, readback.difference(wanted, listeners, servers)
+
+    def _changed(
+        self, wanted: Configuration, touched: Collection[tuple[str, str]], before: Loaded
+    ) -> tuple[Loaded, str]:
+        proxies = self.worker.ask(readback.PROXIES)
+        members: dict[str, int] = {}
+        servers: dict[tuple[str, str], State] = {}
+        for backend in sorted({backend for backend, _ in touched}):
+            answer = self.worker.ask(f"{readback.SERVERS} {backend}")
+            names = {name for each, name in touched if each == backend}
+            members[backend], found = readback.some(answer, backend, names)
+            servers |= found
+        glance = readback.Glance(readback.limits(proxies), readback.backends(proxies), members, servers)
+        loaded = Loaded(glance.listeners, {**before.members, **members})
+        return loaded, readback.changed_difference(wanted, touched, glance)
 
     def abilities(self) -> Abilities:
         """What this HAProxy can do; asked once in the agent's life."""

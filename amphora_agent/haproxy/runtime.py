@@ -8,9 +8,10 @@ text like any other, so whatever is not recognised is an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.abilities import FEWEST, Abilities
@@ -40,6 +41,9 @@ REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
 _AT_ONCE = 50
 """Commands on one line: HAProxy reads at most 16 KiB."""
+MOST_COUNTED_APART = 10
+"""More servers than these are counted sooner together with all others."""
+Count = Callable[[Sequence[tuple[str, str]] | None], None]
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
 
@@ -49,14 +53,15 @@ def carry_out(
     worker: Socket,
     directory: Path = Path(),
     abilities: Abilities = FEWEST,
-    count: Callable[[], None] = lambda: None,
+    count: Count = lambda _: None,
 ) -> None:
     """Change the running worker.
 
     Args:
         directory: of the files that the new configuration names.
         abilities: what this HAProxy can do.
-        count: reads its counters; called before servers are deleted, which takes theirs along.
+        count: reads counters of servers, by HAProxy's numbers of backend and server, or (None) of all; called before
+            servers are deleted, which takes theirs along.
 
     Raises:
         HaproxyError: it did not do one of the steps; those before it are done.
@@ -71,9 +76,7 @@ def carry_out(
     files.confirm()
 
 
-def _change(
-    worker: Socket, steps: Iterable[Step], files: HeldFiles, abilities: Abilities, count: Callable[[], None]
-) -> None:
+def _change(worker: Socket, steps: Iterable[Step], files: HeldFiles, abilities: Abilities, count: Count) -> None:
     for step in steps:
         match step:
             case LoadFile() | ForgetFile() | ListCertificate() | UnlistCertificate() | AddTicketKeys():
@@ -129,7 +132,7 @@ def _add(worker: Socket, step: AddServer) -> None:
     worker.order("; ".join(commands), _ADDED)  # whatever fails says something else besides
 
 
-def _replace(worker: Socket, step: ReplaceServer, abilities: Abilities, count: Callable[[], None]) -> None:
+def _replace(worker: Socket, step: ReplaceServer, abilities: Abilities, count: Count) -> None:
     """Take a server away and add it again with other keywords, if nobody notices.
 
     It comes back as one that is up, so it has to be up now; and somebody else has to serve in the meantime.
@@ -160,35 +163,47 @@ def _name(worker: Socket, step: NameServers) -> None:
     _order_all(worker, [f"enable server {step.backend}/{name}" for name in step.names])
 
 
-def _remove(
-    worker: Socket, backend: str, steps: Sequence[RemoveServer], abilities: Abilities, count: Callable[[], None]
-) -> None:
+def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer], abilities: Abilities, count: Count) -> None:
     """Take servers out of a backend, waiting a moment for the requests they still answer.
 
     Draining comes first because maintenance closes the connections that are idle at that moment: one that becomes
     idle later would keep the server from being deleted for another five seconds. All of them go together: the question
     who is still busy is about the whole backend, and would be asked a thousand times for a thousand members.
     """
+    names = {step.name for step in steps}
     deadline = time.monotonic() + REMOVAL_SECONDS
     draining = [step.name for step in steps if not step.disabled]
-    if draining:
-        _order_all(worker, [f"set server {backend}/{name} state drain" for name in draining])
-        while not _busy(worker, backend).isdisjoint(draining) and time.monotonic() < deadline:
-            # The question is about all of them at once, which 'wait' (3.0) has no words for.
-            time.sleep(_POLL_SECONDS)
+    _order_all(worker, [f"set server {backend}/{name} state drain" for name in draining])
+    found = _uses(worker, backend, names)
+    while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
+        # The question is about all of them at once, which 'wait' (3.0) has no words for.
+        time.sleep(_POLL_SECONDS)
+        found = _uses(worker, backend, names)
     _order_all(worker, [f"set server {backend}/{step.name} state maint" for step in steps])
     deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
     if abilities.waiting:
         _await_removable(worker, backend, steps, deadline)
-    count()  # they get no more requests
+    # They get no more requests.
+    count([use.numbers for use in found.values()] if found and len(names) <= MOST_COUNTED_APART else None)
     deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
     for step in steps:
-        # Its idle connections are closed by the threads that own them: a moment after that answer.
-        command = f"del server {backend}/{step.name}"
-        while (answer := worker.ask(command).strip()) != _DELETED:
-            if time.monotonic() >= deadline:
-                raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
-            time.sleep(_POLL_SECONDS)
+        _delete(worker, f"{backend}/{step.name}", deadline)
+
+
+def _delete(worker: Socket, server: str, deadline: float) -> None:
+    """Delete a server that is in maintenance, as soon as the threads that own its idle connections have closed them.
+
+    One that was disabled while it answered may have connections that became idle after that. HAProxy 2.8 keeps them for
+    five seconds more, and the server with them, unless its maintenance begins once more.
+    """
+    command, tried = f"del server {server}", False
+    while (answer := worker.ask(command).strip()) != _DELETED:
+        if time.monotonic() >= deadline:
+            raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
+        if not tried:
+            worker.order(f"set server {server} state drain; set server {server} state maint")
+            tried = True
+        time.sleep(_POLL_SECONDS)
 
 
 def _await_removable(worker: Socket, backend: str, steps: Sequence[RemoveServer], deadline: float) -> None:
@@ -203,10 +218,25 @@ def _order_all(worker: Socket, commands: Sequence[str]) -> None:
         worker.order("; ".join(commands[first : first + _AT_ONCE]))
 
 
-def _busy(worker: Socket, backend: str) -> set[str]:
-    """The servers of a backend that answer a request now."""
-    lines = [line.split() for line in worker.ask(f"show servers conn {backend}").splitlines()]
-    if not lines or "used_cur" not in lines[0]:
-        return set()
-    column = lines[0].index("used_cur") - 1  # the first word of the head is its '#'
-    return {words[0].removeprefix(f"{backend}/") for words in lines[1:] if words and int(words[column])}
+class _Use(NamedTuple):
+    """HAProxy's numbers of a server and its backend, and how many connections to it are used now."""
+
+    numbers: tuple[str, str]
+    used: int
+
+
+def _uses(worker: Socket, backend: str, names: Collection[str]) -> dict[str, _Use]:
+    """What some servers of a backend do."""
+    lines = worker.ask(f"show servers conn {backend}").splitlines()
+    head = lines[0].split() if lines else []
+    if "used_cur" not in head:
+        return {}
+    column = head.index("used_cur") - 1  # the first word of the head is its '#'
+    found = {}
+    for line in lines[1:]:
+        name = line.partition(" ")[0].removeprefix(f"{backend}/")
+        if name in names:
+            words = line.split()
+            backend_number, _, number = words[1].partition("/")
+            found[name] = _Use((backend_number, number), int(words[column]))
+    return found

@@ -7,6 +7,7 @@ logged; who carries them out reads the content from the directory that the new c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,3 +165,19 @@ ServerStep = (
     | SetServerMaxconn
 )
 Step = FileStep | ServerStep | SetFrontendMaxconn
+
+
+def touched(steps: Iterable[Step]) -> set[tuple[str, str]]:
+    """The servers that steps change, by backend and name."""
+    found: set[tuple[str, str]] = set()
+    for step in steps:
+        match step:
+            case AddServer() | ReplaceServer():
+                found.add((step.backend, step.server.name))
+            case NameServers():
+                found |= {(step.backend, name) for name in step.names}
+            case RemoveServer() | SetWeight() | SetMaintenance() | SetAddress() | SetCheck() | SetServerMaxconn():
+                found.add((step.backend, step.name))
+            case _:
+                pass
+    return found

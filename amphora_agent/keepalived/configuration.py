@@ -16,9 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from amphora_agent.bundle import Address, Host, Interface, Vrrp
 
-# Not more often: a neighbour that was just reminded of the present holder may not believe the next one for a second
-# (Linux, arp(7), "locktime").
-REFRESH_SECONDS = 30
+# For as long, at most, a neighbour goes to the wrong node after two have had the VIPs. That the holder hears the other
+# one cannot be relied on: who has not sent to it for a while has to ask for its link-layer address first, and what it
+# says waits for the answer and is lost after three questions. Unless reminded, clients then go to a node without VIPs
+# for eight seconds, until their own neighbour tables doubt it (Linux, arp(7): five seconds, and three questions).
+# The price: while both have the VIPs, clients that hear both change sides every second.
+REFRESH_SECONDS = 1
 # Without a partner the advertisements go to this machine's own loopback. With nobody named keepalived would send them
 # to everybody on the network, where another load balancer may use the same number (manual, "unicast_peer").
 _NOBODY = {4: "127.0.0.1", 6: "::1"}
@@ -32,6 +35,7 @@ class Pair:
     vrrp: Vrrp
     vips: tuple[Address, ...]
     mtu: int
+    fixed: tuple[Address, ...] = ()
 
     @property
     def first(self) -> Host:
@@ -44,7 +48,7 @@ def pair(vrrp: Vrrp | None, interfaces: Sequence[Interface]) -> Pair | None:
     if vrrp is None:
         return None
     found = next((each for each in interfaces if each.name == vrrp.interface and each.vips), None)
-    return None if found is None else Pair(vrrp, found.vips, found.mtu)
+    return None if found is None else Pair(vrrp, found.vips, found.mtu, found.addresses)
 
 
 def render(wanted: Pair, health: Path, released: Path) -> str:

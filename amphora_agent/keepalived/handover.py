@@ -155,7 +155,7 @@ class Handover:
     def _look(self) -> None:
         with self._lock:
             now, before = time.monotonic(), asdict(self._until)
-            if self._until.expecting is not None and self._until.expecting <= now:
+            if self._until.expecting is not None and (self._until.expecting <= now or self._is_parted()):
                 self._inner.run(detour.stop_leading)
                 self._until.expecting = None
             if self._until.draining is not None and (self._until.draining <= now or self._is_drained()):
@@ -168,6 +168,11 @@ class Handover:
                 with suppress(FirewallError):
                     self._inner.run(detour.stop_guarding)
             self._keep()
+
+    def _is_parted(self) -> bool:
+        """Whether the one the tunnel leads to is no partner any more: what it had is answered with a reset now."""
+        pair, end = self._pair(), self._inner.run(detour.leads_to)
+        return pair is not None and end is not None and all(one.address != end for one in pair.vrrp.peers)
 
     def _is_drained(self) -> bool:
         """Whether no connection is left that came by the partner."""

@@ -12,18 +12,20 @@ import signal
 import subprocess
 from contextlib import suppress
 
-from amphora_agent.errors import KeepalivedError
+from amphora_agent.errors import InterfaceError, KeepalivedError
+from amphora_agent.keepalived import remains
 from amphora_agent.keepalived.configuration import Pair, render
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.network.netlink import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.pulse import ALIVE
 from amphora_agent.services import Care, Services
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# A partner that hears nothing takes over after three advertisements and a fraction of one (RFC 9568, 6.1).
-# Its first announcement of the VIPs may be overheard: Linux believes no other owner of an address for a second after it
-# has believed one (arp(7), "locktime"). The next one comes a second later (garp_master_delay), and is believed.
+# A partner that hears nothing takes over after three advertisements and a fraction of one (RFC 9568, 6.1), and a busy
+# machine is later. It announces the VIPs at once and again after a second (garp_master_delay); not before that are they
+# taken away here, for whoever missed the first announcement.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
 
@@ -68,6 +70,7 @@ class Keepalived:
         Raises:
             KeepalivedError: it refuses its file; it goes on as it was.
             ServiceError: it could not be started or stopped.
+            InterfaceError: it does not run, and what it left could not be taken away.
         """
         if wanted is None:
             self.stop()
@@ -82,6 +85,8 @@ class Keepalived:
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
                 file.write(ALIVE)
         before = self._services.status(SERVICE)
+        if before is None or before.pid is None:
+            self._tidy(wanted)
         self._start(wanted)
         if changed and before is not None and before.pid is not None:
             self._services.signal(SERVICE, signal.SIGHUP)
@@ -91,6 +96,12 @@ class Keepalived:
         if self.is_running():
             self._services.stop(SERVICE)
         self._paths.keepalived_configuration.unlink(missing_ok=True)
+
+    def _tidy(self, wanted: Pair) -> None:
+        try:
+            self._inner.run(remains.take_away, wanted)
+        except NetlinkError as error:
+            raise InterfaceError("take former VIPs away", f"the kernel refused: {error}") from error
 
     def _start(self, wanted: Pair) -> None:
         files = self._paths.keepalived_pid_files

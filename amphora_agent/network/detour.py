@@ -112,6 +112,17 @@ def keep(pair: Pair) -> None:
             route.addr("replace", index=_index(route), address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
 
 
+def leads_to() -> Host | None:
+    """Where the tunnel ends; None without one."""
+    with IPRoute() as route:
+        indexes = route.link_lookup(ifname=NAME)
+        if not indexes:
+            return None
+        data = route.get_links(indexes[0])[0].get_nested("IFLA_LINKINFO", "IFLA_INFO_DATA")
+        end = data and (data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6"))
+        return ipaddress.ip_address(end) if end else None
+
+
 def fill_in() -> None:
     """Without the tunnel, and the VIPs on it."""
     with IPRoute() as route:

@@ -14,12 +14,12 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from amphora_agent.bundle import Address, Bundle, Interface
+from amphora_agent.bundle import Address, Bundle, Host, Interface
 from amphora_agent.errors import InterfaceError
 from amphora_agent.network import links as linking
 from amphora_agent.network import routing
@@ -53,16 +53,35 @@ NOTHING = Wanted((), has_vips=True)
 
 
 @dataclass(frozen=True)
+class Taken:
+    """A VIP, and the interface that has it."""
+
+    interface: str
+    mac: str
+    vip: Host
+
+
+def vips_of(wanted: Wanted) -> tuple[Taken, ...]:
+    """The VIPs that are ours to take."""
+    every = wanted.interfaces if wanted.has_vips else ()
+    return tuple(Taken(one.name, one.mac, vip.ip) for one in every for vip in one.vips)
+
+
+@dataclass(frozen=True)
 class Done:
-    """How many things were made as wanted, how many are there and not wanted, and whether nothing is lacking."""
+    """How many things were made as wanted, how many are there and not wanted, and whether nothing is lacking.
+
+    ``taken`` are the VIPs that were not there before.
+    """
 
     changed: int
     left: int
     complete: bool
+    taken: tuple[Taken, ...] = ()
 
 
 def add(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
-    """Bring in what is wanted and not there.
+    """Bring in what is wanted and not there; nobody is told yet of VIPs that were taken.
 
     Args:
         may_lack: go without interfaces that are nowhere and have no VIP.
@@ -75,16 +94,29 @@ def add(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
 
 
 def settle(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
-    """Bring in what is wanted, and take away everything else.
+    """Bring in what is wanted, and take away everything else; the neighbours are told of VIPs that were taken.
 
     Raises:
         InterfaceError: as for `add`.
     """
     outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return _with_interfaces(inner, wanted, outer, may_lack=may_lack)
+        done = _with_interfaces(inner, wanted, outer, may_lack=may_lack)
     finally:
         os.close(outer)
+    tell(inner, done.taken)
+    return done
+
+
+def tell(inner: Namespace, taken: Iterable[Taken]) -> None:
+    """Tell the neighbours where VIPs are now.
+
+    Raises:
+        InterfaceError: the kernel refused something.
+    """
+    with _told():
+        for one in taken:
+            inner.run(announce, one.interface, one.mac, [one.vip])
 
 
 def _with_interfaces(inner: Namespace, wanted: Wanted, outer: int | None, *, may_lack: bool) -> Done:
@@ -136,6 +168,7 @@ class _Work:
         macs = {interface.mac for interface in self._interfaces}
         self._strangers = [link for mac, link in self._links.items() if mac not in macs]
         self._addresses: list[tuple[int, Address]] = []
+        self._taken: list[Taken] = []
         self._routes: tuple[routing.TableRoute, ...] = ()
         self._rules: frozenset[routing.Rule] = frozenset()
         self.is_complete = len(self._interfaces) == len(wanted.interfaces)
@@ -162,12 +195,12 @@ class _Work:
             if index not in strange and (self._wanted.has_vips or address.network.prefixlen != address.max_prefixlen)
         ]
         left = len(self._strangers) + len(self._addresses) + len(self._routes) + len(self._rules)
-        return Done(changed, left, complete=self.is_complete)
+        return Done(changed, left, self.is_complete, tuple(self._taken))
 
     def _add_addresses(
         self, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
     ) -> int:
-        """Add those that are missing, and tell the neighbours of VIPs."""
+        """Add those that are missing."""
         index, changed = self._links[interface.mac].index, 0
         for address in addresses:
             if (index, address) in present:
@@ -181,7 +214,7 @@ class _Work:
                 "replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more
             )
             if is_vip:
-                announce(interface.name, interface.mac, [address.ip])
+                self._taken.append(Taken(interface.name, interface.mac, address.ip))
             changed += 1
         return changed
 

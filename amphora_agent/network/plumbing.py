@@ -6,7 +6,8 @@ configuration uses is taken away before its successor runs. So
 
     begin      only those may connect whom both bundles let in; what the new one needs is added
     (HAProxy is changed)
-    finish     what nothing needs any more is taken away, and those whom the new bundle lets in may connect
+    finish     the neighbours are told of new VIPs, which another amphora may have served until now; what nothing needs
+               any more is taken away, and those whom the new bundle lets in may connect
     go_back    as it was, whether or not it was finished
 
 As long as the wanted network is the same and the kernel announces nothing, none of them asks it anything.
@@ -22,7 +23,7 @@ from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
 from amphora_agent.network import firewall, interfaces, nftables, watch
 from amphora_agent.network.firewall import OPEN, Restrictions
-from amphora_agent.network.interfaces import NOTHING, Wanted
+from amphora_agent.network.interfaces import NOTHING, Taken, Wanted
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Plumbing:
         self._plugged: Wanted | None = None
         self._restricted: Restrictions | None = None
         self._begun = False
+        # Where nobody listened yet when they were taken: the neighbours are not told before somebody does.
+        self._taken: dict[Taken, None] = {}
 
     def is_as(self, bundle: Bundle) -> bool:
         """Whether everything is as a bundle wants, and nobody has touched it since. A change begins by asking this."""
@@ -74,7 +77,9 @@ class Plumbing:
         wanted = interfaces.wanted_of(bundle)
         if self._plugged != wanted:
             self._plugged = None
-            interfaces.add(self._inner, wanted, may_lack=may_lack)
+            done = interfaces.add(self._inner, wanted, may_lack=may_lack)
+            # Where nothing was served before, those too that one took who died before he told it.
+            self._taken |= dict.fromkeys(done.taken if served is not None else interfaces.vips_of(wanted))
 
     def finish(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
         """Make the network exactly what a bundle wants.
@@ -89,6 +94,8 @@ class Plumbing:
         """
         self._begun = True
         wanted = interfaces.wanted_of(bundle)
+        interfaces.tell(self._inner, self._taken)
+        self._taken = {}
         if ending is not None:
             with ThreadPoolExecutor(1, "ending") as thread:
                 ended = thread.submit(ending)
@@ -103,6 +110,7 @@ class Plumbing:
         """Make the network what it was before; do nothing if nothing was begun."""
         if not self._begun:
             return
+        self._taken = {}
         wanted = NOTHING if served is None else interfaces.wanted_of(served)
         former = OPEN if served is None else firewall.restrictions_of(served)
         try:

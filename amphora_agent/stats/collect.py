@@ -7,7 +7,8 @@ Invariant: pure, and CSV only: HAProxy takes a minute to write ten thousand serv
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from amphora_agent.haproxy.configuration import OWN
 from amphora_agent.stats.columns import COUNTED
@@ -47,7 +48,7 @@ class Listener:
 class Sample:
     """One answer of one worker. ``other_jobs`` counts the connections besides the one that asked.
 
-    ``counts`` are those of all rows, each by `key`.
+    ``counts`` are those of all rows, each by `key`; ``known`` is what each of them looked like.
     """
 
     pid: int
@@ -57,6 +58,7 @@ class Sample:
     pools: dict[str, str]
     members: dict[str, dict[str, str]]
     counts: dict[str, Counts]
+    known: dict[tuple[str, ...], Counts] = field(default_factory=dict, repr=False)
 
 
 def key(proxy: str, name: str = "FRONTEND") -> str:
@@ -64,8 +66,12 @@ def key(proxy: str, name: str = "FRONTEND") -> str:
     return f"{proxy},{name}"
 
 
-def parse(answer: str) -> Sample | None:
-    """Read the answer to `QUESTION`; None if it is not one."""
+def parse(answer: str, before: Sample | None = None) -> Sample | None:
+    """Read the answer to `QUESTION`; None if it is not one.
+
+    Args:
+        before: an earlier sample. Of ten thousand members most have counted nothing since.
+    """
     info = dict(re.findall(r"^([A-Z][A-Za-z_ ]*): (\d+)$", answer, re.MULTILINE))
     head, separator, table = answer.partition("# pxname,")
     if not separator or "Pid" not in info or not head:
@@ -73,7 +79,9 @@ def parse(answer: str) -> Sample | None:
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
     # What one version does not count is 0, which the first column is made into.
-    places = [columns.get(name, 0) for name in COUNTED]
+    counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
+    former = before.known if before is not None else {}
+    known: dict[tuple[str, ...], Counts] = {}
     listeners: dict[str, Listener] = {}
     pools: dict[str, str] = {}
     members: dict[str, dict[str, str]] = {}
@@ -90,6 +98,8 @@ def parse(answer: str) -> Sample | None:
         else:
             members.setdefault(proxy, {})[name] = status
         row[0] = ""
-        counts[key(proxy, name)] = tuple([int(row[place] or 0) for place in places])
+        words = counted(row)
+        found = known.get(words) or former.get(words) or tuple([int(word or 0) for word in words])
+        counts[key(proxy, name)] = known[words] = found
     jobs = int(info.get("Jobs", 0)) - int(info.get("Unstoppable Jobs", 0)) - 1
-    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members, counts)
+    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members, counts, known)

@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,6 +103,20 @@ class Ledger:
         with self._lock:
             self._sample()
 
+    def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """Read these of the present worker, by HAProxy's numbers of backend and server."""
+        with self._lock, suppress(HaproxyError):
+            for backend, server in servers:
+                answer = self._worker.ask(f"show info;show stat {backend} 4 {server}")
+                if (found := collect.parse(answer)) is not None and (identity := _identity(found.pid)):
+                    self._totals.read_some(identity, found.counts)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there is so much to read that it is not read whenever something happens."""
+        latest = self._latest
+        return latest is not None and len(latest.counts) > FEW_ROWS
+
     def hold(self, drain: float) -> None:
         """Read the present worker, and keep it readable while it leaves.
 
@@ -175,9 +190,9 @@ class Ledger:
         held.close()
 
     def _sample(self) -> None:
-        self._latest = None
+        before, self._latest = self._latest, None
         with suppress(HaproxyError):  # no HAProxy is a state like any other; `document` then names no object
-            self._latest = collect.parse(self._worker.ask(collect.QUESTION))
+            self._latest = collect.parse(self._worker.ask(collect.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
         for held in list(self._held):
@@ -231,7 +246,8 @@ class Ledger:
         if self._latest is None:
             return
         present = _identity(self._latest.pid)
-        sums = {row: self._totals.visible(row, but=present) for row in self._latest.counts}
+        beside = self._totals.beside(present)
+        sums = {row: beside[row] for row in self._latest.counts if row in beside}
         text = earlier.compose(self._latest.pid, sums)
         if text != self._published:
             try:

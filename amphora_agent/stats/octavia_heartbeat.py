@@ -120,6 +120,9 @@ class OctaviaSender:
     def send_now(self) -> None:
         """Octavia's amphorae report at their interval and at no other time; so does this one."""
 
+    def send_soon(self) -> None:
+        """Neither after a change."""
+
     def errors(self) -> dict[str, dict[str, Any]]:
         """By target or task: how often it failed and how the last time."""
         return dict(self._errors)

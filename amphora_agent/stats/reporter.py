@@ -22,6 +22,8 @@ class Sends(Protocol):
 
     def send_now(self) -> None: ...
 
+    def send_soon(self) -> None: ...
+
     def errors(self) -> dict[str, dict[str, Any]]: ...
 
 
@@ -49,6 +51,10 @@ class Reporter:
     def send_now(self) -> None:
         """Report at once, where the format knows such a thing; returns without waiting."""
         self._sender.send_now()
+
+    def send_soon(self) -> None:
+        """Report a change; returns without waiting."""
+        self._sender.send_soon()
 
     def errors(self) -> dict[str, dict[str, Any]]:
         """By target or task: how often it failed and how the last time."""

@@ -59,7 +59,8 @@ class Sender:
         self._generation = generation
         self._holds_vip = holds_vip
         self._poke = threading.Event()
-        self._end = False
+        self._soon = False
+        self._ending = threading.Event()
         self._sequence = 0
         self._errors: dict[str, dict[str, Any]] = {}
         self._reported: dict[str, dict[str, str]] = {}
@@ -71,13 +72,22 @@ class Sender:
 
     def close(self) -> None:
         """End the thread."""
-        self._end = True
+        self._ending.set()
         self._poke.set()
         self._thread.join()
 
     def send_now(self) -> None:
         """Report at once; returns without waiting."""
         self._poke.set()
+
+    def send_soon(self) -> None:
+        """Report a change: at once, unless there is so much to report that it would take what the next change needs.
+
+        Then it is after the next sample, within `SAMPLE_SECONDS`. Returns without waiting.
+        """
+        self._soon = True
+        if not self._ledger.is_large:
+            self._poke.set()
 
     def errors(self) -> dict[str, dict[str, Any]]:
         """By target or task: how often it failed and how the last time."""
@@ -87,13 +97,14 @@ class Sender:
         step = min(SAMPLE_SECONDS, self._settings.interval)
         due = time.monotonic()
         epoch: int | None = None
-        while not self._end:
+        while not self._ending.is_set():
             try:
                 if epoch is None:
                     epoch = next_epoch(self._paths)
                 self._ledger.sample()
-                poked = self._poke.is_set()
+                poked = self._poke.is_set() or self._soon
                 self._poke.clear()
+                self._soon = False
                 if poked or time.monotonic() >= due or self._ledger.statuses() != self._reported:
                     due = time.monotonic() + self._settings.interval
                     self._send(epoch)

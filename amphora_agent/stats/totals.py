@@ -37,8 +37,15 @@ class Totals:
         known = self._living.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
             self._settle(row, known.pop(row))  # a member was removed at run time
+        self.read_some(identity, readings)
+
+    def read_some(self, identity: str, readings: Mapping[str, Counts]) -> None:
+        """Take note of what a living worker has counted so far in some rows."""
+        known = self._living.setdefault(identity, {})
         for row, counts in readings.items():
             before = known.get(row)
+            if before is counts:
+                continue
             if before is not None and before != counts and any(map(lt, counts, before)):
                 self._settle(row, before)  # somebody cleared its counters, or it was removed and came back
             known[row] = counts
@@ -66,6 +73,11 @@ class Totals:
             if identity != but and row in readings:
                 total = tuple(map(add, total, readings[row]))
         return total
+
+    def beside(self, identity: str) -> dict[str, Counts]:
+        """What was counted by others than this worker; rows in which nothing was are left out."""
+        rows = set(self._settled).union(*(rows for other, rows in self._living.items() if other != identity))
+        return {row: self.visible(row, but=identity) for row in rows}
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1

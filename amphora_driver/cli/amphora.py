@@ -36,6 +36,7 @@ _SHOW = {
     "Compute ID": amphora.c.compute_id,
     "Created": amphora.c.created_at,
     "Ready": amphora.c.ready_at,
+    "Drains until": amphora.c.drains_until,
     "Reason": amphora.c.reason,
     "Partners": amphora.c.partners,
     "Ports": amphora.c.plugged,
@@ -46,6 +47,7 @@ _SHAPES: dict[str, Callable[[Any], object]] = {
     "Certificate expires": Moment,
     "Created": Moment,
     "Ready": Moment,
+    "Drains until": lambda at: Moment(at or None),
     "Partners": lambda text: Partners(msgspec.json.decode(text) if text else []),
     "Ports": lambda text: Ports(msgspec.json.decode(text) if text else []),
 }

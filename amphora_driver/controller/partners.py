@@ -17,6 +17,9 @@ from amphora_driver.store.amphorae import Amphora, Partner, State
 # Every pair has its own: advertisements are sent to each partner's own address, so that two pairs on one network never
 # hear each other (RFC 9568 numbers virtual routers per network only because they share a multicast group).
 ROUTER_ID = 1
+# The priority of one whose VIPs have gone to its partner: whoever stays is quicker by nearly an advertisement
+# (RFC 9568, 6.1: Skew_Time).
+LAST_PRIORITY = 1
 # The VIP's network is always the first interface of the inner namespace (controller/bundle.py).
 _INTERFACE = "eth1"
 
@@ -99,7 +102,8 @@ def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) 
         said = None if one.id in quiet else one.holds_vip
         # Of two that say they have them, the last word counts: the other one may be dead, and its words old.
         last = (one.heard_at or 0.0) if said else 0.0
-        return (not one.handed_over, one.id not in quiet, said is True, last, said is not False, one.role == first_role)
+        kept = one.drains_until is None
+        return (kept, one.id not in quiet, said is True, last, said is not False, one.role == first_role)
 
     return max(serving, key=claim).id
 

@@ -40,6 +40,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         attempts: how often this was tried in vain since the last request.
         patience: seconds of silence after which an amphora is not waited for, if another one is heard.
         tickets: which TLS ticket keys it uses; None if it never needed any.
+        now: when this was seen (seconds since 1970).
     """
 
     load_balancer_id: str
@@ -58,6 +59,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 0
     patience: float = 15.0
     tickets: int | None = None
+    now: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -128,6 +130,17 @@ class HandOver(Step, frozen=True, kw_only=True):
     to: str
 
 
+class LookAfter(Step, frozen=True, kw_only=True):
+    """Ask an amphora that has given its VIPs away whether its connections have ended.
+
+    Attributes:
+        silent: it is not heard any more: if it does not answer either, it is dead.
+    """
+
+    amphora_id: str
+    silent: bool = False
+
+
 class Release(Step, frozen=True, kw_only=True):
     """Remove an amphora with all that was made for it, then its row."""
 
@@ -139,10 +152,28 @@ class ReleaseVip(Step, frozen=True, kw_only=True):
 
 
 class Await(Step, frozen=True, kw_only=True):
-    """Somebody else moves next and will wake us."""
+    """Nothing is left to do now: somebody else moves next and will wake us, or it is looked again at `until`."""
+
+    until: float | None = None
 
 
-AnyStep = Record | Boot | Plug | AwaitAgent | Renew | Push | Confirm | Unplug | HandOver | Release | ReleaseVip | Await
+AnyStep = (
+    Record
+    | Boot
+    | Plug
+    | AwaitAgent
+    | Renew
+    | Push
+    | Confirm
+    | Unplug
+    | HandOver
+    | LookAfter
+    | Release
+    | ReleaseVip
+    | Await
+)
+# Seconds between two looks at an amphora whose connections are to end.
+_LOOK_PAUSE = 2.0
 # Those that boot do so side by side: what takes long begins before anything is waited for.
 _STAGES = (Boot, Plug, AwaitAgent)
 
@@ -220,7 +251,7 @@ class _House:
         """Have those that are behind serve; those that are replaced learn who comes."""
         behind = self.behind(arrived)
         # The others hear it whatever they know.
-        told = self._leaving()
+        told = self._with_vips()
         return Push(
             waves=partners.waves([*behind, *told], self._holder, self._quiet)
             if self._several
@@ -233,7 +264,8 @@ class _House:
     def relief(self) -> list[AnyStep]:
         """Let those go that were replaced, and the VIPs move to the one that stays, before the next is replaced."""
         roles = {one.role for one in self.live}
-        replaced = [one for one in self.retiring if one.role in roles]
+        # VIPs are handed over between two. Who still has connections of a fail-over before this one is in the way.
+        replaced = [one for one in self.retiring if one.role in roles or one.drains_until is not None]
         if replaced:
             return [Release(amphora_id=one.id, reason="it was replaced") for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
@@ -244,12 +276,45 @@ class _House:
         ]
 
     def _leaving(self) -> list[Amphora]:
-        """The one that has the VIPs, if it is about to go and did not hand them over; one at most."""
-        return [
-            one
-            for one in self.retiring
-            if self._several and one.id == self._holder and not one.handed_over and one.id not in self._quiet
+        """The one that has the VIPs, if it is about to go and was not asked to hand them over; one at most."""
+        return [one for one in self._with_vips() if not one.handed_over]
+
+    def _with_vips(self) -> list[Amphora]:
+        """The one that has the VIPs, if it is about to go; one at most.
+
+        One that could not hand them over keeps them until it is gone: who comes has to hear it, or takes them too.
+        """
+        return [one for one in self.retiring if self._several and one.id == self._holder and one.id not in self._quiet]
+
+    def farewell(self) -> list[AnyStep]:
+        """Let those go that were replaced; one whose VIPs have moved stays while its connections go on."""
+        draining = [one for one in self.retiring if self._drains(one)]
+        steps: list[AnyStep] = [
+            Release(amphora_id=one.id, reason="it was replaced") for one in self.retiring if one not in draining
         ]
+        steps += [self._stand_down(one) for one in draining if set(self._partners(one, self.live)) - set(one.partners)]
+        steps += [
+            LookAfter(amphora_id=one.id, silent=one.id in self._quiet, reason="its connections may have ended")
+            for one in draining
+        ]
+        return steps
+
+    def patience(self) -> list[AnyStep]:
+        """Look again while connections go on."""
+        ends = [one.drains_until for one in self.retiring if self._drains(one) and one.drains_until is not None]
+        if not ends:
+            return []
+        return [Await(until=min(self._wanted.now + _LOOK_PAUSE, *ends), reason="connections go on until they end")]
+
+    def _drains(self, one: Amphora) -> bool:
+        """Whether it has connections that may go on, as far as is known."""
+        return one.drains_until is not None and one.drains_until > self._wanted.now
+
+    @staticmethod
+    def _stand_down(one: Amphora) -> Push:
+        """Have one whose VIPs have gone know those that stay, so that it takes them only if nobody else is there."""
+        reason = "it does not know everybody who stays"
+        return Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
 
     def tidying(self) -> list[AnyStep]:
         """Once those that were replaced are gone, nobody is to ask after them any more."""
@@ -298,11 +363,12 @@ def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
 
 def _cleaning(wanted: Wanted, house: _House) -> list[AnyStep]:
     """What is left over once the newest generation is served everywhere."""
-    steps: list[AnyStep] = [Release(amphora_id=one.id, reason="it was replaced") for one in house.retiring]
+    steps = house.farewell()
     steps += [
         Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member is there any more")
         for one in house.live
         for plugged in one.plugged
         if plugged.port.network_id not in wanted.networks
     ]
-    return steps
+    # The last one: who awaits takes the steps before it, and asks again later.
+    return steps + house.patience()

@@ -54,6 +54,8 @@ _MOST_CULPRITS = 16
 _ADVERTS_TO_WAIT = 4
 _VIP_PATIENCE = 3.0
 _VIP_PAUSE = 0.1
+# Seconds that one which is about to go may take for an answer.
+_FAREWELL_PATIENCE = 5.0
 
 
 class _Taken(Exception):
@@ -170,11 +172,15 @@ class Pushing:
             return dict(zip((one.id for one in round_.targets), pool.map(push, round_.targets), strict=True))
 
     def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
+        # One whose connections go on takes no VIPs from those that stay, and holds nobody up.
+        leaves = amphora.drains_until is not None
         priority = round_.priorities.get(amphora.role)
+        priority = partners.LAST_PRIORITY if leaves and priority is not None else priority
         interval = advert_interval(round_.tree, self._conf)
         pair = partners.vrrp(amphora, round_.everyone, round_.tree.vip, priority, interval)
         body = bundle(round_.tree, round_.generation, amphora.id, amphora.plugged, served, pair)
-        applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body)
+        deadline = time.monotonic() + _FAREWELL_PATIENCE if leaves else None
+        applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # A newer one that came from another controller while ours waited has taken its place.
         if applied.generation < round_.generation:
             wanted = f"have amphora {amphora.id} serve generation {round_.generation}"

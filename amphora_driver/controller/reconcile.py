@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from amphora_driver.network.interface import Network
 
 LOG = logging.getLogger(__name__)
+# Seconds between two looks at what goes on by itself, at the least.
+_REST = 1.0
 # After so many an amphora is not waited for before its partner is served.
 _MISSED_HEARTBEATS = 3
 
@@ -60,7 +63,7 @@ class Reconciler:
     def reconcile(self, lease: Lease) -> None:
         """Make the lease's load balancer as recorded; never raises."""
         try:
-            self._jobs.finish(lease, self._converge(lease))
+            self._jobs.finish(lease, *self._converge(lease))
         except LeaseLost as error:
             LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
         except AmphoraDriverError as error:
@@ -69,18 +72,22 @@ class Reconciler:
             LOG.exception("load balancer %s: unexpected failure", lease.load_balancer_id)
             self._failed(lease, error)
 
-    def _converge(self, lease: Lease) -> int:
-        """Take steps until none is left; returns the generation that was worked on last."""
+    def _converge(self, lease: Lease) -> tuple[int, float | None]:
+        """Take steps until none is left; returns the generation that was worked on last, and when to look again."""
         steps = Steps(self._backends, lease)
         while True:
             seen, observed = self._database.read(lambda connection: self._observe(connection, lease))
             if seen is None:
                 raise LeaseLost(f"work on load balancer {lease.load_balancer_id}", "it is not recorded any more")
             todo = planning.plan(seen, observed)
-            if not todo or isinstance(todo[0], planning.Await):
-                return int(seen.generation)
             for step in todo:
+                if isinstance(step, planning.Await):
+                    # The steps before it may have taken longer than that: others have their turn first.
+                    again_at = None if step.until is None else max(step.until, time.time() + _REST)
+                    return int(seen.generation), again_at
                 steps.take(step, seen, observed)
+            if not todo:
+                return int(seen.generation), None
             self._reported()
 
     def _observe(
@@ -116,6 +123,7 @@ class Reconciler:
             attempts=lease.attempts,
             patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
             tickets=row.tickets,
+            now=time.time(),
             compute=row.compute,
             network=row.network,
         ), observed

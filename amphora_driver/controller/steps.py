@@ -55,10 +55,10 @@ targets = {targets}
 """
 # Seconds after which somebody who waits for an agent looks whether its machine still runs.
 _LOOK_AT_MACHINE = 1.0
-# Seconds for which connections of an amphora that has handed the VIPs over go on, if it is there for so long; and how
-# much longer its partner is ready for them.
-_DRAIN = 300.0
+# How many seconds longer than connections may go on their new amphora is ready for them.
 _DRAIN_MARGIN = 5.0
+# Seconds that one which is about to go may take to say whether it is needed.
+_FAREWELL_PATIENCE = 5.0
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +110,7 @@ class Steps:
             planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted.generation),
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
             planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
+            planning.LookAfter: lambda step, _wanted, by_id: self._look_after(step, by_id[step.amphora_id]),
             planning.Release: lambda step, _wanted, by_id: self._release(by_id[step.amphora_id]),
             planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
             planning.Await: lambda _step, _wanted, _by_id: None,
@@ -241,14 +242,56 @@ class Steps:
     def _hand_over(self, amphora: Amphora, partner: Amphora) -> None:
         """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
 
-        Open connections go on by way of the partner for as long as this one is there: until its replacement serves.
+        Open connections go on by way of the partner. One that cannot let go of the VIPs keeps them until it is gone.
         """
+        drain = float(self._conf.controller.drain_timeout)
         try:
-            self._agents.expect_vips(partner.id, str(partner.management_address), _DRAIN + _DRAIN_MARGIN)
-            self._agents.release_vips(amphora.id, str(amphora.management_address), _DRAIN)
+            if drain:
+                self._agents.expect_vips(partner.id, str(partner.management_address), drain + _DRAIN_MARGIN)
         except AgentError as error:
-            LOG.warning("amphora %s goes without having handed the VIPs over: %s", amphora.id, error)
-        self._write(lambda connection: amphorae.change(connection, amphora.id, handed_over=True))
+            LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
+            drain = 0.0
+        left = self._let_go(amphora, drain)
+        until = None if left is None else time.time() + left
+        self._write(lambda connection: amphorae.change(connection, amphora.id, handed_over=True, drains_until=until))
+
+    def _let_go(self, amphora: Amphora, drain: float) -> float | None:
+        """Have it give the VIPs away, if need be without its connections.
+
+        Returns:
+            For how many seconds these may go on; None if the VIPs may still be there.
+        """
+        address = str(amphora.management_address)
+        for seconds in dict.fromkeys((drain, 0.0)):
+            try:
+                self._agents.release_vips(amphora.id, address, seconds)
+            except AgentError as error:
+                LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
+            else:
+                return seconds
+            try:
+                said = self._agents.vrrp(amphora.id, address)
+            except AgentError as error:
+                LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
+                return None
+            if said.holds_vip is False:
+                # They went before: what another controller began and did not write down, or the answer was lost.
+                return float(said.draining or 0.0)
+        return None
+
+    def _look_after(self, step: planning.LookAfter, amphora: Amphora) -> None:
+        """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
+        try:
+            deadline = time.monotonic() + _FAREWELL_PATIENCE
+            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
+        except AgentError as error:
+            LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
+            over, why = step.silent, "it is neither heard nor answers"
+        else:
+            over, why = said.draining is None or bool(said.holds_vip), str(said)
+        if over:
+            LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
+            self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
 
     def _release(self, amphora: Amphora) -> None:
         self._compute.destroy(amphora.id)

@@ -110,11 +110,23 @@ class Jobs:
             )
         )
 
-    def finish(self, lease: Lease, generation: int) -> None:
-        """Give a lease back: the load balancer is as `generation` records it, or waits for somebody else."""
+    def finish(self, lease: Lease, generation: int, again_at: float | None = None) -> None:
+        """Give a lease back: the load balancer is as `generation` records it, or waits for somebody else.
+
+        Args:
+            lease: whose.
+            generation: the newest one that was looked at.
+            again_at: when somebody is to look again (seconds since 1970), whatever happens until then; None if
+                nothing is left to do.
+        """
 
         def write(connection: sa.Connection) -> None:
             guard(connection, lease)
+            # Due again if more is wanted by now, or if what this job waited for has come meanwhile.
+            due = sa.or_(
+                work.c.generation > generation,
+                sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
+            )
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == lease.load_balancer_id)
@@ -123,12 +135,8 @@ class Jobs:
                     leased_until=None,
                     attempts=0,
                     error=None,
-                    free_at=0.0,
-                    # Due again if more is wanted by now, or if what this job waited for has come meanwhile.
-                    dirty=sa.or_(
-                        work.c.generation > generation,
-                        sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
-                    ),
+                    free_at=0.0 if again_at is None else sa.case((due, 0.0), else_=again_at),
+                    dirty=due if again_at is None else True,
                 )
             )
 

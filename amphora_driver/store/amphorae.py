@@ -60,6 +60,8 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
         heard_at: when it was heard last (seconds since 1970); None if never.
         holds_vip: what it said then; None if it did not say.
         handed_over: it was asked to give the VIPs to its partner, because it is about to go.
+        drains_until: it did, and until then connections it still has may go on (seconds since 1970); None while the
+            VIPs may still be there.
     """
 
     id: str
@@ -74,6 +76,7 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     heard_at: float | None = None
     holds_vip: bool | None = None
     handed_over: bool = False
+    drains_until: float | None = None
 
 
 class Serving(msgspec.Struct, kw_only=True):
@@ -172,6 +175,7 @@ def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[
             heard_at=row.seen_at,
             holds_vip=row.holds_vip,
             handed_over=row.handed_over,
+            drains_until=row.drains_until,
         )
         for row in rows
     )

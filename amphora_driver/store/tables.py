@@ -186,6 +186,8 @@ amphora = Table(
     Column("partners", Body, nullable=True),
     # It was asked to give the VIPs to its partner, because it is about to go.
     Column("handed_over", Boolean, nullable=False, default=False),
+    # It did, and connections it still has may go on until then; empty while its VIPs may still be there.
+    Column("drains_until", Double, nullable=True),
     Column("certificate_expires_at", Double, nullable=True),
     Column("created_at", Double, nullable=False),
     Column("ready_at", Double, nullable=True),

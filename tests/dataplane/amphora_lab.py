@@ -345,8 +345,8 @@ class Amphora:
 
     def connection(self, context: ssl.SSLContext) -> http.client.HTTPSConnection:
         """Connect by address and expect the amphora's id in the certificate, as a controller does."""
-        connection = http.client.HTTPSConnection(self.id, 9443, timeout=30, context=context)
-        connection._create_connection = lambda *_: socket.create_connection((self.address, 9443), 30)
+        connection = http.client.HTTPSConnection(self.id, 9443, timeout=180, context=context)
+        connection._create_connection = lambda *_: socket.create_connection((self.address, 9443), 180)
         return connection
 
     def _disconnect(self) -> None:

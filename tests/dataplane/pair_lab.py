@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two amphorae that share VIPs, a switch whose cables can be pulled, and a client that measures outages.
+"""Two amphorae that share VIPs, a switch whose cables can be pulled, and clients that measure outages.
 
 Invariant: what a test pushes takes the way it takes in production, from the model through `render` and the controller's
 bundle to two real agents, each with its own HAProxy and keepalived. Whatever a test breaks is mended by the fixture.
+
+    cl (a client) ── the VIPs' switch ── rt (a router) ── far (a client behind it)
+                        │        │
+                       amp      bmp
 
     with pair.asking() as asker:
         pair.holder.kill("haproxy")
@@ -46,7 +50,7 @@ FAST, USUAL = 0.2, 1.0
 INNER = "run/netns/amphora-haproxy"
 _SUBNETS = (
     Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1"),
-    Subnet(id=SUBNET6, network_id=NETWORK, cidr="2001:db8:1::/64", gateway=None),
+    Subnet(id=SUBNET6, network_id=NETWORK, cidr="2001:db8:1::/64", gateway="2001:db8:1::1"),
 )
 
 
@@ -128,8 +132,9 @@ class Node(Amphora):
         return self._process is not None and bool(children(self._process.pid))
 
     def is_well(self) -> bool:
-        """Whether HAProxy answers and keepalived runs."""
-        return self.health() == "0" and bool(self.processes("keepalived"))
+        """Whether HAProxy answers and keepalived runs. A child that outlives its parent for a second does not count."""
+        known = self.status("keepalived")
+        return self.health() == "0" and known is not None and known["pid"] is not None
 
     def health(self) -> str:
         with suppress(FileNotFoundError):
@@ -150,10 +155,35 @@ class PairNetwork(Network):
             self._made.append(place.namespace)
             ip(f"-n {self.name(place.namespace)} link set lo up")
             self.connect(place.namespace, "mgmt", [f"{place.management}/24"])
+        self._route()
         for short, addresses in (("mem", MEMBER_ADDRESSES), ("cl", CLIENT_ADDRESSES)):
             for address in addresses:
                 more = " nodad preferred_lft 0" if ":" in address else ""
                 ip(f"-n {self.name(short)} addr replace {address} dev eth0{more}")
+
+    def _route(self) -> None:
+        """A router on the VIPs' network, and a client behind it."""
+        for short in ("rt", "far"):
+            ip(f"netns add {self.name(short)}")
+            self._made.append(short)
+            ip(f"-n {self.name(short)} link set lo up")
+        self.connect("rt", "vip", ["198.51.100.1/24", "2001:db8:1::1/64"])
+        router, far = self.name("rt"), self.name("far")
+        ip(f"-n {router} link add eth1 type veth peer name eth0 netns {far}")
+        for namespace, link, host in ((router, "eth1", 1), (far, "eth0", 20)):
+            ip(
+                f"-n {namespace} link set {link} up",
+                f"-n {namespace} addr add 192.0.2.{host}/24 dev {link}",
+                f"-n {namespace} addr add 2001:db8:2::{host}/64 dev {link} nodad",
+            )
+        ip(f"-n {far} route add default via 192.0.2.1", f"-n {far} route add default via 2001:db8:2::1")
+        self.thread("rt").run(_forward)
+
+    def neighbour(self, short: str, address: str) -> str:
+        """The link-layer address at which somebody believes another one to be; empty if he does not know."""
+        command = ["ip", "-j", "-n", self.name(short), "neigh", "show", address]
+        listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout or "[]")
+        return next((each.get("lladdr", "") for each in listed), "")
 
     def plug_in(self, place: Place) -> None:
         amphora, switch = self.name(place.namespace), self.name("sw")
@@ -183,8 +213,8 @@ class PairNetwork(Network):
 class Asker:
     """A client's view of a VIP; `outage` (seconds) is from the first request that failed to the last one."""
 
-    def __init__(self, network: Network, address: str, port: int, interval: float, patience: float) -> None:
-        where = f"--net=/run/netns/{network.name('cl')}"
+    def __init__(self, network: Network, place: str, address: str, port: int, interval: float, patience: float) -> None:
+        where = f"--net=/run/netns/{network.name(place)}"
         program = [sys.executable, str(ROOT / "tests/dataplane/asker.py")]
         arguments = [address, str(port), str(interval), str(patience)]
         self._process = subprocess.Popen(
@@ -213,6 +243,7 @@ class Pair:
     def __init__(self, network: PairNetwork, directory: Path, authority, advert: float = FAST) -> None:
         self.network = network
         self.advert = advert
+        self.six = False  # whether the VIPs' network has IPv6 only
         self.generations = itertools.count(1)
         self.members = Room(network.thread("mem"))
         self.visitor = Visitor(Room(network.thread("cl")))
@@ -285,7 +316,9 @@ class Pair:
         given = Given(text=rendered.text if tree.listeners else None, files=files, pings=dict(rendered.pings))
         generation, found = next(self.generations), []
         for node in to or self.nodes:
-            document = bundle(tree, generation, node.id, (_plugged(node.where),), given, self._vrrp(node, vrrp))
+            document = bundle(
+                tree, generation, node.id, (_plugged(node.where, six=self.six),), given, self._vrrp(node, vrrp)
+            )
             status, answer = node.call("PUT", "/v2/bundle", document)
             assert status == 200, f"{node}: {status}: {json.dumps(answer, indent=1)}\n{rendered.text}"
             found.append(Pushed(status, answer, rendered))
@@ -298,17 +331,24 @@ class Pair:
             router_id=1,
             priority=node.where.priority,
             advert_interval=self.advert,
-            local=BundlePartner(name=node.id, address=node.where.fixed),
-            peers=tuple(BundlePartner(name=one.id, address=one.where.fixed) for one in others),
+            local=self._partner(node),
+            peers=tuple(map(self._partner, others)),
         )
         return (
             vrrp if not changes else type(vrrp)(**{**{f: getattr(vrrp, f) for f in vrrp.__struct_fields__}, **changes})
         )
 
+    def _partner(self, node: Node) -> BundlePartner:
+        return BundlePartner(name=node.id, address=node.where.fixed6 if self.six else node.where.fixed)
+
+    @property
+    def vip(self) -> str:
+        return VIP6 if self.six else VIP
+
     # -- who has the VIPs --------------------------------------------------------------------------------------
 
     def holders(self) -> list[Node]:
-        return [node for node in self.nodes if node.holds()]
+        return [node for node in self.nodes if node.holds(self.vip)]
 
     def settled(self, seconds: float = 15.0) -> Node:
         """The one node that has the VIPs, as soon as there is exactly one."""
@@ -322,7 +362,7 @@ class Pair:
 
     def serves(self) -> bool:
         with suppress(OSError, EOFError):
-            return self.visitor.fetch(timeout=0.5).status == 200
+            return self.visitor.fetch(address=self.vip, timeout=0.5).status == 200
         return False
 
     @property
@@ -340,8 +380,15 @@ class Pair:
     # Patience is below the second after which a lost SYN is sent again: none is overlooked, and on a busy machine an
     # answer may take a while.
     @contextmanager
-    def asking(self, address: str = VIP, port: int = 80, interval: float = 0.01, patience: float = 0.9):
-        asker = Asker(self.network, address, port, interval, patience)
+    def asking(
+        self,
+        address: str | None = None,
+        port: int = 80,
+        interval: float = 0.01,
+        patience: float = 0.9,
+        place: str = "cl",
+    ):
+        asker = Asker(self.network, place, address or self.vip, port, interval, patience)
         try:
             yield asker
         finally:
@@ -374,19 +421,25 @@ def _echo(address: str) -> bool:
             return False
 
 
-def _plugged(place: Place) -> Plugged:
+def _forward() -> None:
+    for setting in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        Path("/proc/sys/net", setting).write_text("1")
+
+
+def _plugged(place: Place, *, six: bool) -> Plugged:
+    addresses = (
+        FixedAddress(subnet_id=SUBNET, address=place.fixed),
+        FixedAddress(subnet_id=SUBNET6, address=place.fixed6),
+    )
     return Plugged(
         port=Port(
             id=str(uuid.uuid5(uuid.NAMESPACE_OID, place.mac)),
             network_id=NETWORK,
             mac=place.mac,
             mtu=1500,
-            addresses=(
-                FixedAddress(subnet_id=SUBNET, address=place.fixed),
-                FixedAddress(subnet_id=SUBNET6, address=place.fixed6),
-            ),
+            addresses=addresses[six:],
         ),
-        subnets=_SUBNETS,
+        subnets=_SUBNETS[six:],
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -93,7 +94,9 @@ def test_the_agent_may_die_at_any_point_of_a_change(amphora, by):
         assert settled(amphora, generation)
         assert expected[1] == number
     left = {file.name for file in amphora.var.iterdir() if not file.name.startswith(".")}
-    assert left == {"haproxy.cfg", "machine.cfg", "confirmed.json", "totals.json", "epoch"}
+    text = json.loads((amphora.var / "confirmed.json").read_text())["text"]
+    assert left == {"haproxy.cfg", "machine.cfg", "confirmed.json", text, "totals.json", "epoch"}
+    assert (amphora.var / text).samefile(amphora.var / "haproxy.cfg")
 
 
 @pytest.mark.parametrize("victim", ["master", "worker", "both"])

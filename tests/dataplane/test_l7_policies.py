@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from haproxy_versions import HAProxy
 from pki import named
 from visitors import VIPS, Reply, trusting
 from wanted import VIP, VIP6, id_of, listener, load_balancer, member, policy, pool, rule
@@ -20,6 +21,13 @@ pytestmark = pytest.mark.root
 
 URL = "https://elsewhere.example/"
 REDIRECTS = {"redirect_url": URL, "redirect_prefix": "https://moved.example"}
+
+
+@pytest.fixture
+def pcre2():
+    """For regular expressions, which are PCRE2's: those of every distribution's HAProxy."""
+    if not HAProxy("system").pcre2:
+        pytest.skip("the HAProxy that comes first in PATH was built without PCRE2")
 
 
 @dataclass(frozen=True)
@@ -191,12 +199,14 @@ def pools(served):
     "l7rule.key",
     "l7rule.value",
 )
+@pytest.mark.usefixtures("pcre2")
 @pytest.mark.parametrize("vip", VIPS)
 def test_rules(served, pools, vip):
     served.push(load_balancer(served_at_once(EVERY), *pools))
     ask_all(served, EVERY, address=vip)
 
 
+@pytest.mark.usefixtures("pcre2")
 def test_rules_in_http_2(served, pools, tenant):
     """The host is a pseudo-header there, names are in lower case, and cookies may come in pieces."""
     cases = [*HOSTS, *PATHS[:5], *FIELDS[:6]]
@@ -207,6 +217,7 @@ def test_rules_in_http_2(served, pools, tenant):
     ask_all(served, cases, port=443, tls=trusting(tenant, alpn=("h2",)))
 
 
+@pytest.mark.usefixtures("pcre2")
 @pytest.mark.feature("l7rule.type.SSL_CONN_HAS_CERT", "l7rule.type.SSL_VERIFY_RESULT", "l7rule.type.SSL_DN_FIELD")
 @pytest.mark.parametrize("alpn", ["http/1.1", "h2"])
 @pytest.mark.parametrize("vip", VIPS)
@@ -405,6 +416,7 @@ def test_a_prefix_is_followed_by_path_and_query(served, pools, vip):
 # -- regular expressions that find no end --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("pcre2")
 def test_no_answer_of_a_regular_expression_lets_nobody_in(served, pools):
     """Effort grows with the square of the path: it ends at the limit, and then a policy that rejects rejects."""
     pattern = "(?:a|b|ab)(?:.|b)*q"
@@ -430,6 +442,7 @@ def test_no_answer_of_a_regular_expression_lets_nobody_in(served, pools):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.usefixtures("pcre2")
 def test_a_pattern_whose_effort_explodes_is_refused_and_its_listener_with_it(served, pools):
     bad = policy("REJECT", 1, rule("PATH", "REGEX", "^/(a+)+$"))
     good = listener(81, policy("REDIRECT_TO_POOL", 2, rule("PATH", "REGEX", "^/a+$"), to_pool="other"))

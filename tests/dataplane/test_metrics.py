@@ -272,6 +272,8 @@ def exported(place):
     for family in text_string_to_metric_families(body):
         for sample in family.samples:
             _, subject, rest = sample.name.split("_", 2)
+            if subject not in subjects:  # "resolver" (3.0)
+                continue
             name = f"octavia_{subjects[subject]}_{rest}".replace("loadbalancer_pool_", "memory_pool_")
             name = renamed.get(name, name)
             labels = dict(sample.labels)

@@ -16,7 +16,9 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 import uuid
+from contextlib import closing
 
 import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, eventually
@@ -30,7 +32,7 @@ from amphora_agent.stats.codec import decode
 pytestmark = pytest.mark.root
 
 HEALED = 2.0
-"""Seconds after which there is one holder again."""
+"""Seconds after which there is one holder again, and clients go to it."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def booted(pair_network, authority, tmp_path_factory):
 def pair(booted):
     """Two nodes that serve, and one of them has the VIPs."""
     booted.mend()
-    booted.advert = FAST
+    booted.advert, booted.six = FAST, False
     booted.push(plain(booted))
     booted.calm()
     return booted
@@ -96,43 +98,58 @@ def test_handed_over_without_cutting(pair):
     """The VIPs move, and connections that are open go on: by way of the new holder, to the former one."""
     echo = EchoServer(pair.members, "echo")
     try:
-        _hand_over(pair, echo)
+        _hand_over(pair, echo, pair.peers)
     finally:
         echo.close()
 
 
-def _hand_over(pair, echo):
+def _hand_over(pair, echo, peers, **more):
     tree = load_balancer(
         listener(80),
         listener(81, protocol="TCP", pool="tcp"),
-        pool("pool", *[member(peer) for peer in pair.peers]),
+        pool("pool", *[member(peer) for peer in peers]),
         pool("tcp", member(echo), protocol="TCP"),
+        **more,
     )
     pair.push(tree)
+    pair.calm()
     holder, standby = pair.holder, pair.standby
     connections = _greeted(pair)
     with pair.asking() as asker:
         assert standby.call("POST", "/v2/vrrp/expect", {"seconds": 30})[0] == 200
         status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 20})
         assert (status, answer["holds_vip"]) == (200, False), answer
-        eventually(standby.holds, "the partner has the VIPs", 2.0)
+        eventually(lambda: standby.holds(pair.vip), "the partner has the VIPs", 5.0)
         _talk(connections, 10, 200_000)
         later = _greeted(pair)
     assert asker.failed == []
-    assert holder.call("GET", "/v2/vrrp")[1]["connections"] == len(connections)
+    eventually(  # those of the asker end in a moment
+        lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(connections), "its connections are counted"
+    )
     assert standby.call("GET", "/v2/vrrp")[1]["connections"] >= len(later)
     pair.push(tree)  # what is pushed meanwhile leaves the detour alone
     _talk((*connections, *later), 10)
+    if not pair.six:
+        _kill_agents(pair)
+    _talk((*connections, *later), 10, 200_000)
+    assert holder.call("GET", "/v2/vrrp")[1]["draining"] > 0
     for each in connections:
         each.close()
     eventually(lambda: holder.call("GET", "/v2/vrrp")[1]["draining"] is None, "the last connection has ended")
-    assert "handover0" not in holder.inside("ip", "link")
+    eventually(lambda: "handover0" not in holder.inside("ip", "link"), "the tunnel is gone")
     _talk(later, 10)
     assert pair.holder is standby
+    assert "amphora_handover" in standby.inside("nft", "list", "tables")
+    pair.push(tree, to=[standby], peers=())
+    eventually(
+        lambda: "amphora_handover" not in standby.inside("nft", "list", "tables"), "who is no partner is sent nothing"
+    )
+    pair.push(tree)
+    pair.settled()
 
 
 def _greeted(pair):
-    made = [pair.visitor.connect(81, address) for address in (VIP, VIP6)]
+    made = [pair.visitor.connect(81, address) for address in ((VIP6,) if pair.six else (VIP, VIP6))]
     for each in made:
         assert each.recv(100) == b"echo\n"
     return made
@@ -155,7 +172,7 @@ def takes_over(pair: Pair, break_it, bound: float = 1.0):
     holder, standby = pair.holder, pair.standby
     with pair.asking() as asker:
         break_it(holder)
-        eventually(standby.holds, "the standby has the VIPs", 10 * pair.advert + 5)
+        eventually(lambda: standby.holds(pair.vip), "the standby has the VIPs", 10 * pair.advert + 5)
         eventually(pair.serves, "it serves")
     assert asker.outage < bound, asker.failed
     return asker
@@ -170,23 +187,42 @@ def test_killed_processes(pair, programs):
     assert pair.settled(HEALED) is not holder
 
 
-@pytest.mark.parametrize("which", [slice(None), slice(1), slice(1, 2)], ids=["both", "parent", "child"])
+@pytest.mark.parametrize("which", ["both", "child"])
 def test_keepalived_that_died_alone(pair, which):
-    """The VIPs stay where they are until the other node has them: nobody notices."""
-    holder = pair.holder
-
-    def die(node):
-        for pid in node.processes("keepalived")[which]:
+    """The VIPs stay until the other node has them, and go when keepalived is started again: nobody notices either."""
+    third = "198.51.100.6"
+    pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
+    holder, standby = pair.settled(), pair.standby
+    eventually(lambda: holder.holds(third), "the new VIP is up")
+    with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
+        # The child first: it ends in order, and takes the VIPs away, as soon as its parent is dead.
+        for pid in reversed(holder.processes("keepalived")[slice(None) if which == "both" else slice(1, 2)]):
             os.kill(pid, signal.SIGKILL)
-        if which == slice(None):  # a push does not have it started any sooner
-            pair.push(plain(pair))
+        eventually(lambda: not holder.is_well(), "it is dead")
+        pair.push(plain(pair))  # that does not have it started any sooner, and one VIP is not wanted any more
+        eventually(lambda: not holder.holds(third), "what is not wanted is gone")
+        eventually(standby.holds, "the standby has the VIPs")
+        eventually(holder.is_well, "keepalived is started again")
+        eventually(lambda: not holder.holds(), "and gives the VIPs up")
+        for short in ("cl", "rt"):
+            assert pair.network.neighbour(short, VIP) == standby.where.mac
+    assert pair.holder is standby
+    for asker in (near, far):
+        _only_cut(asker)
 
-    asker = takes_over(pair, die)
-    # A request that is under way in the very moment in which the VIPs move is cut: on a busy machine one or two are. A
-    # parent's death is told to the child, which ends in order: it takes the VIPs away and says so to the partner.
-    assert len(asker.failed) <= (20 if which == slice(1) else 2), asker.failed
-    eventually(holder.is_well, "keepalived is started again")
-    eventually(lambda: not holder.holds(), "and gives the VIPs up")
+
+def _only_cut(asker) -> None:
+    """What was under way in the one moment in which the VIPs moved is reset; everything else is answered."""
+    assert len(asker.failed) <= 3, asker.failed
+    if asker.failed:
+        last_began, first_ended = max(f[0] for f in asker.failed), min(f[0] + f[1] for f in asker.failed)
+        assert last_began <= first_ended, asker.failed
+
+
+def test_keepalived_whose_parent_died(pair):
+    """It is told to the child, which ends in order: it takes the VIPs away, and says so to the partner."""
+    holder = pair.holder
+    takes_over(pair, lambda node: os.kill(node.processes("keepalived")[0], signal.SIGKILL), bound=0.5)
     assert pair.settled(HEALED) is not holder
 
 
@@ -252,14 +288,34 @@ def test_cut_cable(pair):
     assert asker.failed == []
 
 
-def test_partition(pair):
-    """Nodes that do not hear each other both take the VIPs; when they do again, one gives them up."""
-    places = [node.where for node in pair.nodes]
-    pair.network.part(*places)
-    eventually(lambda: len(pair.holders()) == 2, "both have the VIPs")
-    pair.network.part(*places, apart=False)
-    pair.settled(HEALED)
-    eventually(pair.serves, "it serves", 2 * HEALED)  # each attempt may take half a second
+@pytest.mark.parametrize("silent", [False, True], ids=["heard", "silent"])
+def test_partition(pair, silent):
+    """Nodes that do not hear each other both take the VIPs; when they do again one gives them up, and clients follow.
+
+    Also if the one that gives up is not heard: its last words wait for the other one's link-layer address, and are lost
+    when nobody has told it within three seconds.
+    """
+    first, second = pair.nodes  # of higher and lower priority
+    if pair.holder is not first:
+        pair.holder.kill("haproxy")
+        eventually(first.holds, "the first one has the VIPs")
+        pair.calm()
+    if silent:
+        second.inside("nft", "add table inet mute; add chain inet mute out { type filter hook output priority 0; }")
+        second.inside("nft", "add rule inet mute out meta l4proto vrrp drop")
+    with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
+        pair.network.part(first.where, second.where)
+        eventually(second.holds, "both have the VIPs")
+        for short in ("cl", "rt"):
+            eventually(lambda s=short: pair.network.neighbour(s, VIP) == second.where.mac, "clients go to the second")
+        assert pair.holders() == [first, second]
+        pair.network.part(first.where, second.where, apart=False)
+        healed = time.monotonic()
+        assert pair.settled(HEALED) is first
+        eventually(lambda: time.monotonic() > healed + HEALED + 0.5, "clients have asked for a while")
+    second.inside("nft", "destroy table inet mute")
+    for asker in (near, far):
+        assert all(began < healed + HEALED for began, _, _ in asker.failed), asker.failed
 
 
 def test_a_vip_is_added(pair):
@@ -279,13 +335,21 @@ def test_a_vip_is_added(pair):
 def test_an_agent_that_starts_again_moves_nothing(pair):
     holder = pair.holder
     with pair.asking() as asker:
-        for node in pair.nodes:
-            starts = node.status("amphora-agent")["starts"]
-            node.supervisor(op="signal", name="amphora-agent", signal=int(signal.SIGKILL))
-            eventually(lambda n=node, s=starts: n.status("amphora-agent")["starts"] > s, "it is started again")
-            eventually(node.answers, "the agent answers")
+        holder.supervisor(op="dismiss", name="haproxy")  # one of them died when it was about to end HAProxy
+        _kill_agents(pair)
+        eventually(lambda: holder.status("haproxy")["wanted"], "it is wanted again")
     assert asker.failed == []
     assert pair.holder is holder
+    takes_over(pair, lambda node: node.kill("haproxy"))
+
+
+def _kill_agents(pair):
+    starts = {node: node.status("amphora-agent")["starts"] for node in pair.nodes}
+    for node in pair.nodes:
+        node.supervisor(op="signal", name="amphora-agent", signal=int(signal.SIGKILL))
+    for node in pair.nodes:
+        eventually(lambda n=node: n.status("amphora-agent")["starts"] > starts[n], "it is started again")
+        eventually(node.answers, "the agent answers")
 
 
 def test_a_change_that_keepalived_refuses(pair):
@@ -317,6 +381,20 @@ def test_released_by_who_does_not_hold(pair):
     status, answer = pair.standby.call("POST", "/v2/vrrp/release", {})
     assert (status, answer["error"]["happened"]) == (409, "they are not here")
     assert pair.standby.call("POST", "/v2/vrrp/expect", {"seconds": -1})[0] == 400
+
+
+def test_a_network_of_ipv6_only(pair):
+    """Nodes speak IPv6 with each other; they take over, and hand over."""
+    pair.six = True
+    with closing(EchoServer(pair.members, "echo", MEMBER6)) as echo, closing(pair.web("six", MEMBER6)) as web:
+        pair.peers.remove(web)
+        tree = load_balancer(listener(80), pool("pool", member(web)), vip=vip(VIP6), additional_vips=())
+        pair.push(tree)
+        eventually(lambda: not any(node.holds(VIP) for node in pair.nodes), "the former instance is gone")
+        pair.calm()
+        takes_over(pair, lambda node: node.kill("haproxy"))
+        pair.calm()
+        _hand_over(pair, echo, [web], vip=vip(VIP6), additional_vips=())
 
 
 def test_usual_interval(pair):

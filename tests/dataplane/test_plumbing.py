@@ -254,6 +254,24 @@ def test_every_vip_is_announced_once_when_it_is_taken(wire):
         assert tap.heard() == []
 
 
+def test_no_neighbour_is_told_of_a_vip_before_it_is_served(wire):
+    """Another amphora may serve it until then; whoever came here would be refused."""
+    first = bundle(eth1())
+    with Tap(wire) as tap:
+        assert not wire.plumbing.is_as(first)
+        wire.outside(wire.plumbing.begin, first, None)
+        assert {VIP, VIP6} <= addresses(wire)
+        assert tap.heard() == []
+        again = Plumbing(wire.inner)  # the agent has died before it told anybody
+        try:
+            wire.outside(again.begin, first, None)
+            assert tap.heard() == []
+            wire.outside(again.finish, first)
+            assert tap.heard() == announced(VIP, VIP6)
+        finally:
+            again.close()
+
+
 def test_vips_of_a_pair_are_keepaliveds(wire):
     """They are not added, not announced and, once keepalived has added them, not removed; what leads them is there."""
     with Tap(wire) as tap:

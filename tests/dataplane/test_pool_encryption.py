@@ -7,6 +7,7 @@ import ssl
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from haproxy_versions import HAProxy
 from peers import MEMBER, MEMBER6, Answer
 from pki import Authority
 from visitors import VIPS, ask, ask_h2, serving, trusting
@@ -187,6 +188,12 @@ def test_the_name_that_members_are_asked_for(served, certificates, secrets):
         names = [served.visitor.fetch("/x", port=8000 + n).seen.tls.sni]
         names += [served.visitor.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
         found[name] = names
+    if HAProxy("system").version.startswith("3."):
+        # For a client that names nobody it asks for a name that somebody has asked for before: TLS sessions with
+        # members are resumed with their name (3.0.11; haproxy/haproxy#3195).
+        for name in ("nothing", "monitor"):
+            assert found[name].pop() in ASKED
+            found[name].append(None)
     assert found == {
         "nothing": [None, *ASKED],
         "monitor": [NAME, *ASKED],

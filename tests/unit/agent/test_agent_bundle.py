@@ -190,7 +190,11 @@ def test_a_name_that_is_none(name):
 def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     bundle = parse(json.dumps(GOOD).encode())
     file = tmp_path / "confirmed.json"
-    confirmed.Draft(file, confirmed.as_of_now(bundle, digest(b"body"))).confirm()
+    serving = tmp_path / "haproxy.cfg"
+    serving.write_text(bundle.haproxy)
+    draft = confirmed.Draft(file, confirmed.as_of_now(bundle, digest(b"body")))
+    draft.reserve(serving)
+    draft.confirm()
     assert "s3cret" not in file.read_text()
     found = confirmed.read(file)
     assert found.bundle == bundle

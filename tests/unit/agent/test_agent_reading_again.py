@@ -75,6 +75,10 @@ def many(backend="b", count=FEWEST, more=""):
         pytest.param("", "    server new 192.0.2.1:1 track b/s1\n", "all", id="one looks at another"),
         pytest.param("", "    server new 192.0.2.1:1 cookie s1\n", "all", id="one has something of its own"),
         pytest.param("", "    use-server s1 if TRUE\n", "all", id="a rule names a server"),
+        pytest.param(
+            "    server-template s 3 x:80\n", "    server-template s 3 x:80\n", "all", id="a line makes servers"
+        ),
+        pytest.param("", "    acl up srv_is_up(b/s1)\n", "all", id="a rule asks for a server"),
     ],
 )
 def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
@@ -83,10 +87,10 @@ def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
     wanted = parse(text, before)
     short = abridge(text, wanted, before)
     assert short.count("\n") == text.count("\n"), "each line keeps its number"
-    left = [line.split()[1] for line in short.split("\n") if line.strip().startswith("server")]
+    left = [line.split()[1] for line in short.split("\n") if line.strip().startswith("server ")]
     assert left == ([s.name for s in wanted.backends["b"].servers] if kept == "all" else kept)
     others = [
-        [line for line in each.split("\n") if line and not line.startswith("    server")] for each in (text, short)
+        [line for line in each.split("\n") if line and not line.startswith("    server ")] for each in (text, short)
     ]
     assert others[0] == others[1]
 
@@ -96,6 +100,13 @@ def test_servers_of_another_backend_were_not_read():
     text = HEAD + many("c") + many("b", more=" weight 2")
     assert abridge(text, parse(text, before), before).count("weight 2") == FEWEST
     assert abridge(text, parse(text, before), before).count("server s") == FEWEST
+
+
+@pytest.mark.parametrize("keywords", ["track b/s1", "guid s1"])
+def test_a_server_that_is_about_one_elsewhere_has_all_of_them_read(keywords):
+    before = parse(HEAD + many("b") + many("c"))
+    text = HEAD + many("b") + many("c") + f"    server new 192.0.2.1:1 {keywords}\n"
+    assert abridge(text, parse(text, before), before) == text
 
 
 def test_few_are_not_worth_it():

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from amphora_driver.agent_client import AgentClient, Applied, Loaded
+from amphora_driver.agent_client import AgentClient, Applied, Loaded, Vrrp
 from amphora_driver.certificates.authority import Authority, create_authority
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
 
@@ -69,6 +69,8 @@ def test_handing_the_vips_over(world):
     assert [(method, path, json.loads(sent)) for method, path, sent, _ in agent.requests] == [
         ("POST", "/v2/vrrp/expect", {"seconds": 65.0}), ("POST", "/v2/vrrp/release", {"drain": 60.0}),
     ]
+    agent.answer = (200, {"holds_vip": False, "connections": 3, "draining": 12.5, "expecting": None})
+    assert client.vrrp(AMPHORA, HOST) == Vrrp(holds_vip=False, connections=3, draining=12.5)
     agent.answer = (409, {"error": {"happened": "they are not here"}})
     with pytest.raises(AgentRefused, match="they are not here"):
         client.release_vips(AMPHORA, HOST, 60.0)
@@ -308,8 +310,8 @@ def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
     thread = threading.Thread(target=deaf)
     thread.start()
     begin = time.monotonic()
-    with pytest.raises(AgentUnreachable):
-        world.client(plain.getsockname()[1], request_timeout=0.5).put_bundle(AMPHORA, HOST, b"x" * (32 << 20))
+    with pytest.raises(AgentUnreachable):  # for a body of this size it has five times as long
+        world.client(plain.getsockname()[1], request_timeout=0.1).put_bundle(AMPHORA, HOST, b"x" * (32 << 20))
     assert time.monotonic() - begin < 2
     release.set()
     thread.join()

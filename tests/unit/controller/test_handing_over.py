@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that moves the VIPs: in which order the two are asked, and that nothing depends on what they say."""
+"""The steps that move the VIPs and see connections off: in which order the two are asked, what is made of answers."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from amphora_driver import config
+from amphora_driver.agent_client import Vrrp
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.errors import AgentRefused, AgentUnreachable
@@ -24,11 +26,12 @@ STEP = planning.HandOver(amphora_id=OLD, to=NEW, reason="a test")
 
 
 class Agents:
-    """What is asked of whom; `trouble` is raised instead of an answer, by name of the question."""
+    """What is asked of whom; `trouble` is raised instead of an answer, by name of the question; a list: in turn."""
 
-    def __init__(self, trouble):
+    def __init__(self, trouble, says):
         self.asked = []
         self.trouble = trouble
+        self.says = says
 
     def expect_vips(self, amphora_id, _address, seconds):
         self._ask("expect", amphora_id, seconds)
@@ -36,10 +39,21 @@ class Agents:
     def release_vips(self, amphora_id, _address, drain):
         self._ask("release", amphora_id, drain)
 
+    def vrrp(self, amphora_id, _address, *, deadline=None):
+        self._ask("vrrp", amphora_id, deadline)
+        return self.says
+
     def _ask(self, what, amphora_id, seconds):
         self.asked.append((what, amphora_id, seconds))
-        if what in self.trouble:
-            raise self.trouble[what]
+        trouble = self.trouble.get(what)
+        if isinstance(trouble, list):
+            trouble = trouble.pop(0) if trouble else None
+        if trouble is not None:
+            raise trouble
+
+    @property
+    def order(self):
+        return [what for what, _, _ in self.asked]
 
 
 @pytest.fixture
@@ -61,9 +75,8 @@ def database(conf):
     database.dispose()
 
 
-def hand_over(conf, database, trouble):
-    """Take the step; what was asked, and the old one as it is recorded then."""
-    agents = Agents(trouble)
+def take(conf, database, step, agents):
+    """Take the step; the old one as it is recorded then."""
     backends = SimpleNamespace(network=lambda _: None, compute=lambda *_: None)
     everything = Backends(conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None)
     lease = Jobs(database, "me", 60.0).claim()
@@ -71,20 +84,89 @@ def hand_over(conf, database, trouble):
     wanted = planning.Wanted(
         load_balancer_id=LB, generation=1, applied=0, gone=False, readable=True, tree=TREE, networks={}
     )
-    Steps(everything, lease).take(STEP, wanted, observed)
+    Steps(everything, lease).take(step, wanted, observed)
     after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
-    return agents.asked, next(one for one in after if one.id == OLD)
+    return next(one for one in after if one.id == OLD)
+
+
+HOLDS, GONE, EMPTY = Vrrp(holds_vip=True), Vrrp(holds_vip=False, draining=12.0), Vrrp(holds_vip=False)
+REFUSED, AWAY = AgentRefused("ask", "no", status=409), AgentUnreachable("ask", "away")
 
 
 def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database):
-    asked, old = hand_over(conf, database, {})
-    assert [(what, who) for what, who, _ in asked] == [("expect", NEW), ("release", OLD)]
-    assert asked[0][2] > asked[1][2], "it is ready for longer than the connections may go on"
+    agents = Agents({}, HOLDS)
+    before = time.time()
+    old = take(conf, database, STEP, agents)
+    assert [(what, who) for what, who, _ in agents.asked] == [("expect", NEW), ("release", OLD)]
+    drain = conf.controller.drain_timeout
+    assert agents.asked[1][2] == drain
+    assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
     assert old.handed_over
+    assert before + drain <= old.drains_until <= time.time() + drain
     assert old.state is State.RETIRING
 
 
-@pytest.mark.parametrize("question", ["expect", "release"])
-@pytest.mark.parametrize("error", [AgentRefused("ask", "no", status=404), AgentUnreachable("ask", "away")])
-def test_what_they_say_changes_nothing(conf, database, question, error):
-    assert hand_over(conf, database, {question: error})[1].handed_over, "it was asked, and is replaced now"
+@pytest.mark.parametrize(
+    ("trouble", "says", "order", "left"),
+    [
+        ({"expect": REFUSED}, HOLDS, ["expect", "release"], 0.0),
+        ({"expect": AWAY}, HOLDS, ["expect", "release"], 0.0),
+        ({"release": [REFUSED]}, HOLDS, ["expect", "release", "vrrp", "release"], 0.0),
+        ({"release": REFUSED}, HOLDS, ["expect", *["release", "vrrp"] * 2], None),
+        ({"release": REFUSED}, GONE, ["expect", "release", "vrrp"], 12.0),
+        ({"release": AWAY}, GONE, ["expect", "release", "vrrp"], 12.0),
+        ({"release": REFUSED}, EMPTY, ["expect", "release", "vrrp"], 0.0),
+        ({"release": AWAY, "vrrp": AWAY}, HOLDS, ["expect", "release", "vrrp"], None),
+        ({"expect": AWAY, "release": AWAY, "vrrp": AWAY}, HOLDS, ["expect", "release", "vrrp"], None),
+    ],
+    ids=[
+        "the partner cannot",
+        "the partner is away",
+        "not with its connections",
+        "not at all",
+        "done before",
+        "the answer was lost",
+        "done before, and drained",
+        "away",
+        "both are away",
+    ],
+)
+def test_what_is_made_of_answers(conf, database, trouble, says, order, left):
+    agents = Agents(trouble, says)
+    old = take(conf, database, STEP, agents)
+    assert agents.order == order
+    assert old.handed_over, "it was asked, and is replaced now"
+    if left is None:
+        assert old.drains_until is None, "its VIPs may be there still"
+    else:
+        assert old.drains_until == pytest.approx(time.time() + left, abs=5.0)
+
+
+def test_connections_may_be_cut_at_once(conf, database):
+    conf.set_override("drain_timeout", 0.0, group="controller")
+    agents = Agents({}, HOLDS)
+    old = take(conf, database, STEP, agents)
+    assert agents.asked == [("release", OLD, 0.0)], "nobody is to expect anything"
+    assert old.drains_until <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says", "silent", "over"),
+    [
+        ({}, GONE, False, False),
+        ({}, GONE, True, False),
+        ({}, EMPTY, False, True),
+        ({}, Vrrp(holds_vip=True, draining=12.0), False, True),
+        ({"vrrp": AWAY}, EMPTY, False, False),
+        ({"vrrp": REFUSED}, EMPTY, False, False),
+        ({"vrrp": AWAY}, EMPTY, True, True),
+    ],
+    ids=["they go on", "slow", "they have ended", "it has the VIPs again", "away", "refused", "dead"],
+)
+def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over):
+    ends = time.time() + 60
+    database.write(lambda c: amphorae.change(c, OLD, handed_over=True, drains_until=ends))
+    agents = Agents(trouble, says)
+    old = take(conf, database, planning.LookAfter(amphora_id=OLD, silent=silent, reason="a test"), agents)
+    assert agents.order == ["vrrp"]
+    assert old.drains_until == (0.0 if over else ends)

@@ -51,6 +51,8 @@ class Agents:
     def __init__(self):
         self.given = []
         self.answers = {}
+        # How long each may take, where that is said.
+        self.deadlines = {}
         # What each says about the VIPs, one answer after the other; the last one for ever.
         self.vips = {}
 
@@ -58,7 +60,8 @@ class Agents:
         said = self.vips.get(amphora_id, [None])
         return SimpleNamespace(holds_vip=said.pop(0) if len(said) > 1 else said[0])
 
-    def put_bundle(self, amphora_id, _address, body):
+    def put_bundle(self, amphora_id, _address, body, *, deadline=None):
+        self.deadlines[amphora_id] = deadline
         document = json.loads(body)
         self.given.append((amphora_id, document))
         answer = self.answers.get(amphora_id, lambda document: None)(document)
@@ -271,3 +274,15 @@ def test_a_seed_no_key_opens_any_more_is_made_anew(house):
     assert number == 1
     assert len(house.vault.open(found[name].content).reveal()) == 32
     assert house.database.read(lambda c: secrets.of_load_balancer(c, LB)) == found
+
+
+def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):
+    house.push(((B,), (M,)))
+    house.change(M, state=State.RETIRING, handed_over=True, drains_until=time.time() + 60)
+    house.agents.given.clear()
+    house.push(((M,),), optional=frozenset((M,)), whole=False)
+    ((who, document),) = house.agents.given
+    assert (who, document["vrrp"]["priority"]) == (M, 1)
+    assert [peer["name"] for peer in document["vrrp"]["peers"]] == [B]
+    assert house.agents.deadlines[M] - time.monotonic() < 10
+    assert house.agents.deadlines[B] is None

@@ -1,16 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real SQLite database with the real schema."""
+"""Real databases with the real schema: SQLite everywhere, and MariaDB where statements mean something else there."""
 
+import os
+import shutil
+
+import mariadb
 import pytest
 
 from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import metadata
+
+
+@pytest.fixture(scope="session")
+def mariadb_url():
+    """A database of MariaDB's with the schema; one server for all tests."""
+    if os.geteuid() != 0 or not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
+        pytest.skip("needs root and mariadbd")
+    with mariadb.server("store") as (url,):
+        migrate.upgrade(url)
+        yield url
 
 
 @pytest.fixture
-def database(tmp_path):
+def sqlite_database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
     migrate.upgrade(url)
     database = Database(url)
     yield database
+    database.dispose()
+
+
+@pytest.fixture
+def database(sqlite_database):
+    return sqlite_database
+
+
+@pytest.fixture(params=["sqlite", "mariadb"])
+def any_database(request):
+    """The one, then the other; empty."""
+    if request.param == "sqlite":
+        yield request.getfixturevalue("sqlite_database")
+        return
+    database = Database(request.getfixturevalue("mariadb_url"))
+    yield database
+    database.write(
+        lambda connection: [connection.execute(table.delete()) for table in reversed(metadata.sorted_tables)]
+    )
     database.dispose()

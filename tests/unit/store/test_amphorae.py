@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is written in bulk about amphorae."""
 
+import msgspec
+import pytest
 import sqlalchemy as sa
 
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Heard
 from amphora_driver.store.tables import amphora_seen, work
+
+
+@pytest.fixture
+def database(any_database):
+    return any_database
 
 
 def record(database, *amphora_ids, load_balancer_id="lb"):
@@ -34,6 +41,27 @@ def test_real_epochs_fit(database):
     record(database, "a")
     largest = 2**63 - 1
     assert seen(database, heard("a", 1_900_000_000_000_000_000, largest)) == {"a": (1_900_000_000_000_000_000, largest)}
+
+
+def test_who_has_the_vips_is_what_was_said_last(database):
+    record(database, "a", "b")
+    for sequence, said in enumerate((True, False, None, True)):
+        at = msgspec.structs.replace(heard("a", 1, sequence, at=1000.5 + sequence), holds_vip=said)
+        seen(database, at, heard("b", 1, sequence))
+        one, other = database.read(lambda c: amphorae.of_load_balancer(c, "lb"))
+        assert (one.holds_vip, one.heard_at) == (said, 1000.5 + sequence)
+        assert other.holds_vip is None
+    seen(database, msgspec.structs.replace(heard("a", 1, 0), holds_vip=False))
+    assert database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0].holds_vip, "that came late"
+
+
+def test_how_long_connections_go_on(database):
+    record(database, "a")
+    assert database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0].drains_until is None
+    until = 1795291234.123456
+    database.write(lambda c: amphorae.change(c, "a", handed_over=True, drains_until=until))
+    one = database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0]
+    assert (one.handed_over, one.drains_until) == (True, until)
 
 
 def test_an_amphora_that_is_gone_leaves_no_row(database):

@@ -12,6 +12,11 @@ from amphora_driver.store import amphorae
 from amphora_driver.store.tables import work
 
 
+@pytest.fixture
+def database(any_database):
+    return any_database
+
+
 def add(database, load_balancer_id="lb", **more):
     values = {"load_balancer_id": load_balancer_id, "op": "apply", "generation": 1, "free_at": 0.0, "epoch": 0}
     database.write(lambda c: c.execute(work.insert().values(**{**values, **more})))
@@ -88,6 +93,27 @@ def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
     database.write(lambda c: amphorae.change(c, "am", confirmed=1))
     one.finish(again, 1)
     assert one.claim() is None
+
+
+def test_somebody_looks_again_at_the_time_that_was_said(database):
+    add(database, applied=1)
+    one = jobs.Jobs(database, "one", 30)
+    later = time.time() + 60
+    one.finish(one.claim(), 1, later)
+    assert one.claim() is None
+    assert one.next_due() == later
+    database.write(lambda c: c.execute(work.update().values(free_at=time.time() - 1)))
+    one.finish(one.claim(), 1)
+    assert one.claim() is None, "and not for ever"
+
+
+def test_what_users_want_meanwhile_does_not_wait_for_that_time(database):
+    add(database, applied=1)
+    one = jobs.Jobs(database, "one", 30)
+    lease = one.claim()
+    database.write(lambda c: c.execute(work.update().values(generation=2)))
+    one.finish(lease, 1, time.time() + 60)
+    assert one.claim() is not None
 
 
 def test_only_what_is_worked_on_is_renewed(database):

@@ -24,6 +24,7 @@ def upgrade() -> None:
     sa.Column('plugged', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mariadb').with_variant(mysql.MEDIUMTEXT(), 'mysql'), nullable=True),
     sa.Column('partners', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mysql', 'mariadb'), nullable=True),
     sa.Column('handed_over', sa.Boolean(), nullable=False),
+    sa.Column('drains_until', sa.Double(), nullable=True),
     sa.Column('certificate_expires_at', sa.Double(), nullable=True),
     sa.Column('created_at', sa.Double(), nullable=False),
     sa.Column('ready_at', sa.Double(), nullable=True),

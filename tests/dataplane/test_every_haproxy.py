@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nobody may lose, whichever HAProxy it is: requests, clients' members, counters and states over new workers.
+
+The rest of this ring runs on the system's HAProxy, or on another one that comes first in PATH (README, "Test it").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+
+import pytest
+from amphora_lab import alive, eventually
+from counted import metrics, total
+from every_haproxy import lab_with, worker
+from haproxy_versions import VERSIONS
+from mishaps import haproxy_pids
+from peers import MEMBER, MEMBER6
+from served import Served
+from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, answer, ask
+from wanted import VIP, id_of, listener, load_balancer, member, monitor, pool
+
+pytestmark = pytest.mark.root
+FOREVER = 60_000
+"""Milliseconds; each number more is a change that takes a new worker."""
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids=str)
+def lab(request, authority, tmp_path_factory):
+    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(lab):
+    made = Served(lab)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def renewed(served):
+    """Push something with one word that is another one each time; the worker has to be another one."""
+
+    def pushed(number: int, *pools, port: int = 80, **more):
+        before = worker(served)
+        found = served.push(load_balancer(listener(port, timeout_client_data=FOREVER + number, **more), *pools))
+        assert (found.how, bool(found.reason)) == ("reload", True), found.answer
+        assert worker(served) != before
+        return found
+
+    return pushed
+
+
+def first(served, *pools, **more) -> None:
+    served.push(load_balancer(listener(80, timeout_client_data=FOREVER, **more), *pools))
+
+
+def test_clients_keep_their_members_over_reloads(served, renewed):
+    """Stick tables go from worker to worker, also where one follows the other at once.
+
+    The first test: HAProxy up to 2.8 keeps a change waiting for five seconds after its start, and longer when young
+    workers have followed each other.
+    """
+    peers = [served.web(name, (MEMBER, MEMBER6)[place % 2]) for place, name in enumerate("abc")]
+    sticky = pool("pool", *map(member, peers), persistence=("SOURCE_IP", None))
+    first(served, sticky)
+
+    def homes():
+        return {
+            source: served.visitor.fetch(address=VIPS[":" in source], source=source).member
+            for source in (CLIENT, CLIENT6, OTHER, OTHER6)
+        }
+
+    before = homes()
+    assert len(set(before.values())) == 3
+    for number in range(1, 4):
+        renewed(number, sticky)
+        served.until_learned(4)
+        assert homes() == before
+    renewed(4, sticky)
+    renewed(5, sticky)
+    served.until_learned(4)
+    assert homes() == before
+
+
+def test_a_reload_right_after_a_start(served, renewed):
+    """HAProxy's master refuses everybody for some moments after its worker has begun to serve."""
+    for _ in range(3):
+        served.push(load_balancer())
+        first(served, pool("pool", member(served.web("web"))))
+        renewed(1, pool("pool", member(served.web("web"))))
+
+
+def test_reloads_cost_no_request(served, renewed):
+    """Neither of clients that come anew, nor of one that keeps its connection, nor one that is in the middle of it."""
+    web = served.web()
+    first(served, pool("pool", member(web)))
+    kept, waiting = served.visitor.connect(), served.visitor.connect()
+    assert ask(kept).status == 200
+    with served.visitor.load() as load:
+        for number in range(1, 4):
+            waiting.sendall(b"GET / HTTP/1.1\r\nHost: www.example.com\r\n")
+            renewed(number, pool("pool", member(web)))
+            load.goes_on()
+            waiting.sendall(b"\r\n")
+            assert answer(waiting).status == 200
+            waiting = served.visitor.connect()
+            assert ask(kept).status == 200
+            kept = served.visitor.connect()
+            assert ask(kept).status == 200
+    assert load.failures == []
+
+
+def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
+    """A port is taken: HAProxy reads the file without a complaint, and only the new worker notices."""
+    web = served.web()
+    first(served, pool("pool", member(web)))
+    before = worker(served)
+    squat = f"import socket; s = socket.create_server(('{VIP}', 81)); print('bound', flush=True); s.accept()"
+    served.amphora.supervisor(op="start", name="squatter", argv=["python3", "-c", squat], inner=True, restart=False)
+    try:
+        log = lambda: served.amphora.supervisor(op="log", name="squatter")["lines"]  # noqa: E731
+        eventually(lambda: "bound" in log(), "the port is taken")
+        more = load_balancer(listener(80), listener(81), pool("pool", member(web)))
+        failed = served.push(more, status=500)
+        assert ":81" in failed.answer["error"]["happened"]
+        assert served.visitor.fetch().member == "web"
+    finally:
+        served.amphora.supervisor(op="stop", name="squatter")
+    assert worker(served) == before
+    assert served.push(more).how == "reload"
+    assert served.visitor.fetch(port=81).member == "web"
+
+
+def test_what_haproxy_refuses_is_named(served):
+    web = served.web()
+    first(served, pool("pool", member(web)))
+    status, said = served.amphora.push(10**6, "frontend x\n    bind 127.0.0.1:1 nonsense\n")
+    assert (status, "nonsense" in said["error"]["happened"]) == (422, True), said
+    assert served.visitor.fetch().member == "web"
+
+
+def test_members_that_are_down_stay_down_over_reloads(served, renewed):
+    """What checks have found out goes from worker to worker: nobody is sent to a member that is dead."""
+    good, dead = served.web("good"), served.web("dead", MEMBER6)
+    watched = monitor("TCP", delay=1, max_retries=2)
+    both = pool("pool", member(good), member(dead), monitor=watched)
+    first(served, both)
+    served.until_states("pool", {"good": "UP", "dead": "UP"})
+    dead.stop()
+    served.until_states("pool", {"good": "UP", "dead": "DOWN"})
+    # The next worker's first check comes so late that what it says before is what it was told.
+    for number in (1, 2):
+        renewed(number, pool("pool", member(good), member(dead), monitor=monitor("TCP", delay=30, timeout=2)))
+        assert served.status(id_of("member", "dead")) == {"DOWN"}
+        assert {served.visitor.fetch().member for _ in range(4)} == {"good"}
+
+
+def test_counters_go_on_over_reloads(served, renewed):
+    """Sums over workers that were replaced, one of which still has a client for a while."""
+    parts = pool("counted", member(served.web("a")), member(served.web("b", MEMBER6)))
+    first(served, parts, pool="counted")
+    asked: Counter[str] = Counter()
+    lasting = served.visitor.connect()
+    asked[ask(lasting).member] += 1
+    before = eventually(lambda: metrics(served.amphora), "metrics are told")
+    for number in range(1, 4):
+        asked.update(served.visitor.fetch().member for _ in range(5))
+        renewed(number, parts, pool="counted")
+    asked[ask(lasting).member] += 1
+    lasting.close()
+    asked.update(served.visitor.fetch().member for _ in range(5))
+
+    def told() -> bool:
+        after = metrics(served.amphora)
+        assert {name for name, value in before.items() if after and after[name] < value} == set()
+        labels = f'pool="{id_of("pool", "counted")}:'
+        return asked == {
+            name: total(after, "member_sessions_total", labels, id_of("member", name)) for name in ("a", "b")
+        }
+
+    eventually(told, f"{asked} are told")
+
+
+def test_a_worker_that_is_killed(served):
+    """Its master ends with it, and all begins again from the file, which has what was changed at run time too."""
+    a, b = served.web("a"), served.web("b", MEMBER6)
+    first(served, pool("pool", member(a)))
+    found = served.push(load_balancer(listener(80, timeout_client_data=FOREVER), pool("pool", member(a), member(b))))
+    assert found.how == "runtime"
+    master, victim = haproxy_pids(served.amphora)
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: not alive(master) and not alive(victim), "both are gone")
+    eventually(lambda: not served.visitor.refused(), "somebody answers")
+    assert {served.visitor.fetch().member for _ in range(4)} == {"a", "b"}
+    assert haproxy_pids(served.amphora)[0] != master
+    found = served.push(load_balancer(listener(80, timeout_client_data=FOREVER + 1), pool("pool", member(a))))
+    assert found.how == "reload"
+    assert served.visitor.fetch().member == "a"
+
+
+def test_operators_are_not_warned(served, renewed, tenant):
+    """Of what is deprecated or dangerous in the whole of what HAProxy reads: the machine's part, the head, the text."""
+    certificate = tenant.issue("www.example.com")
+    web = served.web("web")
+    parts = (
+        listener(80),
+        listener(443, protocol="TERMINATED_HTTPS", default_tls_container_ref="own"),
+        pool("pool", member(web), persistence=("HTTP_COOKIE", None), monitor=monitor("HTTP")),
+    )
+    served.push(load_balancer(*parts), {"own": certificate.pem})
+    kept = (*parts[:2], pool("pool", member(web), persistence=("SOURCE_IP", None), monitor=monitor("PING")))
+    served.push(load_balancer(*kept), {"own": certificate.pem})
+    said = served.amphora.ask_haproxy("show startup-logs")
+    lines = [*said.splitlines(), *served.amphora.supervisor(op="log", name="haproxy")["lines"]]
+    # What a worker says of a member that it was told is down looks like a complaint about the configuration too.
+    complaints = [line for line in lines if re.search(r"deprecated|parsing \[|config : (?!Server )", line)]
+    assert complaints == []

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair in the plan's eyes. `House` takes the steps as the real ones would, in memory, so that stories can be told."""
+
+import msgspec
+
+from amphora_driver.controller import partners
+from amphora_driver.controller import plan as planning
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.store.amphorae import Amphora, Partner, Plugged, State
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+ROLES = ("MASTER", "BACKUP")
+NOW, DRAIN = 1000.0, 30.0
+
+
+def wanted(**more):
+    values = {
+        "load_balancer_id": "lb",
+        "generation": 4,
+        "applied": 4,
+        "gone": False,
+        "readable": True,
+        "tree": TREE,
+        "networks": {"n1": ("s1",)},
+        "roles": ROLES,
+        "priorities": {"MASTER": 254, "BACKUP": 253},
+        "now": NOW,
+    }
+    return planning.Wanted(**{**values, **more})
+
+
+def port(address):
+    return Plugged(
+        port=Port(
+            id=f"p-{address}",
+            network_id="n1",
+            mac="fa:16:3e:00:00:01",
+            mtu=1500,
+            addresses=(FixedAddress(subnet_id="s1", address=address),),
+        ),
+        subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),),
+    )
+
+
+def amphora(name, role, number, **more):
+    """One that is there, well, and has confirmed generation 4."""
+    values = {
+        "id": name,
+        "load_balancer_id": "lb",
+        "role": role,
+        "state": State.READY,
+        "compute_id": name,
+        "management_address": "203.0.113.11",
+        "confirmed": 4,
+        "plugged": (port(f"198.51.100.{number}"),),
+    }
+    return Amphora(**{**values, **more})
+
+
+def knows(name, number):
+    return Partner(id=name, address=f"198.51.100.{number}")
+
+
+M = amphora("m", "MASTER", 21, partners=(knows("b", 22),))
+B = amphora("b", "BACKUP", 22, partners=(knows("m", 21),))
+
+
+def but(one, **changes):
+    return msgspec.structs.replace(one, **changes)
+
+
+class House:
+    """What the store would say, after each step; `log` has what was done, in order."""
+
+    def __init__(self, want, *observed):
+        self.want = want
+        self.observed = {one.id: one for one in observed}
+        self.log = []
+        self.unreachable = set()
+        # What the amphorae would answer: whether one can give its VIPs away, and how many looks its connections last.
+        self.stubborn = set()
+        self.lasting = {}
+        self.never_fewer = len([one for one in observed if one.confirmed])
+
+    def run(self):
+        """Take steps until none is left."""
+        for _ in range(50):
+            todo = planning.plan(self.want, tuple(self.observed.values()))
+            if not todo:
+                return self.log
+            for step in todo:
+                if isinstance(step, planning.Await):
+                    self.want = but(self.want, now=step.until)
+                    break
+                self.take(step)
+                serving = [one for one in self.observed.values() if one.confirmed]
+                assert len(serving) >= min(1, self.never_fewer), f"nobody serves after {step}"
+        raise AssertionError("it never ends")
+
+    def change(self, name, **changes):
+        self.observed[name] = but(self.observed[name], **changes)
+
+    def take(self, step):
+        getattr(self, f"take_{type(step).__name__.lower()}")(step)
+
+    def take_record(self, step):
+        name = f"{step.role[0].lower()}{len(self.log)}"
+        fresh = amphora(name, step.role, 0, state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+        self.observed[name] = fresh
+        self.log.append(f"Record {step.role}")
+
+    def take_boot(self, step):
+        self.change(step.amphora_id, management_address="203.0.113.12")
+
+    def take_plug(self, step):
+        self.change(step.amphora_id, plugged=(port(f"198.51.100.{len(self.log) + 50}"),))
+
+    def take_awaitagent(self, step):
+        self.change(step.amphora_id, state=State.READY)
+
+    def take_renew(self, _step):
+        self.want = but(self.want, generation=self.want.generation + 1)
+        self.log.append("Renew")
+
+    def take_confirm(self, _step):
+        self.want = but(self.want, applied=self.want.generation)
+        self.log.append("Confirm")
+
+    def take_handover(self, step):
+        self.log.append(f"HandOver {step.amphora_id} to {step.to}")
+        known = {one.id for one in self.observed[step.to].partners}
+        assert known == {step.amphora_id}, "between two that know nobody else"
+        until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN
+        self.change(step.amphora_id, handed_over=True, drains_until=until)
+
+    def take_lookafter(self, step):
+        self.log.append(f"LookAfter {step.amphora_id}")
+        self.lasting[step.amphora_id] = self.lasting.get(step.amphora_id, 0) - 1
+        if self.lasting[step.amphora_id] < 0:
+            self.change(step.amphora_id, drains_until=0.0)
+
+    def take_release(self, step):
+        self.log.append(f"Release {self.observed[step.amphora_id].role} {step.amphora_id}")
+        del self.observed[step.amphora_id]
+
+    def take_push(self, step):
+        everyone = tuple(self.observed.values())
+        for name in (name for wave in step.waves for name in wave):
+            known = partners.partners(self.observed[name], everyone, VIP)
+            self.change(name, confirmed=self.want.generation, partners=known)
+        self.log.append("Push " + " ".join("+".join(wave) for wave in step.waves))
+        if step.whole:
+            self.want = but(self.want, applied=self.want.generation)
+            self.log.append("ACTIVE")
+
+
+def retiring(*ones):
+    return tuple(but(one, state=State.RETIRING) for one in ones)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan while connections go on by way of an amphora whose VIPs have moved: nobody waits for them but itself."""
+
+import pytest
+from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
+
+from amphora_driver.controller import partners
+from amphora_driver.controller import plan as planning
+from amphora_driver.store.amphorae import State
+
+NEW_B = amphora("b2", "BACKUP", 23, partners=(knows("m", 21), knows("m2", 24)))
+NEW_M = amphora("m2", "MASTER", 24, partners=(knows("b2", 23), knows("m", 21)))
+
+
+def draining(**changes):
+    """The former holder of the VIPs, which knows those that stay."""
+    known = (knows("b2", 23), knows("m2", 24))
+    (old,) = retiring(but(M, holds_vip=False, partners=known))
+    return but(old, **{"handed_over": True, "drains_until": NOW + DRAIN, **changes})
+
+
+def kinds(steps):
+    return [type(step).__name__ for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ({}, ["LookAfter", "Await"]),
+        ({"partners": (knows("b2", 23),)}, ["Push", "LookAfter", "Await"]),
+        ({"drains_until": NOW}, ["Release"]),
+        ({"drains_until": 0.0}, ["Release"]),
+        ({"drains_until": None}, ["Release"]),
+    ],
+    ids=["it drains", "it does not know all", "time is over", "ended", "could not let go"],
+)
+def test_the_former_holder(old, expected):
+    stays = but(NEW_B, heard_at=NOW)
+    found = planning.plan(wanted(), (draining(**old), stays, NEW_M))
+    assert kinds(found) == expected
+
+
+@pytest.mark.parametrize(("heard_at", "silent"), [(NOW - 100, True), (NOW - 1, False)])
+def test_one_that_is_not_heard_has_to_answer(heard_at, silent):
+    look, _ = planning.plan(wanted(), (draining(heard_at=heard_at), but(NEW_B, heard_at=NOW), NEW_M))
+    assert look.silent is silent
+
+
+@pytest.mark.parametrize(("left", "expected"), [(DRAIN, 2.0), (1.5, 1.5)])
+def test_when_it_is_looked_again(left, expected):
+    found = planning.plan(wanted(), (draining(drains_until=NOW + left), NEW_B, NEW_M))
+    assert found[-1].until == NOW + expected
+
+
+def test_it_learns_who_stays_and_nothing_depends_on_it():
+    (push, *_) = planning.plan(wanted(), (draining(partners=(knows("b2", 23),)), NEW_B, NEW_M))
+    assert (push.waves, push.optional, push.whole) == ((("m",),), {"m"}, False)
+
+
+def test_a_change_of_the_users_does_not_wait_and_is_not_told_to_who_leaves():
+    (push,) = planning.plan(wanted(generation=5), (draining(partners=()), NEW_B, NEW_M))
+    assert push.waves == (("b2",), ("m2",))
+    assert not push.optional
+    assert push.whole, "with this it is ACTIVE"
+
+
+def test_a_network_that_nobody_needs_is_unplugged_meanwhile():
+    more = but(NEW_B.plugged[0], port=but(NEW_B.plugged[0].port, network_id="n2"))
+    plugged = but(NEW_B, plugged=(*NEW_B.plugged, more))
+    assert kinds(planning.plan(wanted(), (draining(), plugged, NEW_M))) == ["LookAfter", "Unplug", "Await"]
+
+
+def test_it_is_active_before_the_connections_end():
+    house = House(wanted(generation=5), *retiring(M, B))
+    house.lasting = {"m": 3}
+    log = house.run()
+    assert log[log.index("ACTIVE") :][:6] == ["ACTIVE", "Push m", *["LookAfter m"] * 4]
+    assert log[-4:-2] == ["Release MASTER m", "Renew"]
+    assert log[-1] == "ACTIVE"
+
+
+def test_those_that_never_end_are_over_with_their_time():
+    house = House(wanted(generation=5), *retiring(M, B))
+    house.lasting = {"m": 1000}
+    log = house.run()
+    assert "Release MASTER m" in log
+    assert log.count("LookAfter m") == DRAIN / 2
+    assert house.want.now == NOW + DRAIN
+
+
+def test_the_one_that_stood_by_goes_at_once():
+    house = House(wanted(generation=5), *retiring(M, B))
+    assert "LookAfter b" not in house.run()
+
+
+def test_one_on_its_own_goes_at_once():
+    alone = wanted(roles=("STANDALONE",), priorities={})
+    old = but(amphora("old", "STANDALONE", 21), state=State.RETIRING)
+    assert kinds(planning.plan(alone, (old, amphora("new", "STANDALONE", 22)))) == ["Release"]
+
+
+def test_its_load_balancer_is_deleted():
+    found = planning.plan(wanted(gone=True, tree=None, generation=5), (draining(), NEW_B, NEW_M))
+    assert kinds(found) == ["Release", "Release", "Release"]
+
+
+@pytest.mark.parametrize("holder", ["b2", "m2"])
+def test_fail_over_again_meanwhile(holder):
+    """Three that are to go: the one that drains is not in the way, and none is handed over among more than two."""
+    both = [but(one, holds_vip=one.id == holder, heard_at=NOW) for one in (NEW_B, NEW_M)]
+    house = House(wanted(generation=5), draining(heard_at=NOW), *retiring(*both))
+    house.lasting = {"m": 1000}
+    log = house.run()
+    assert sorted(one.role for one in house.observed.values()) == sorted(ROLES)
+    assert not {"m", "b2", "m2"} & house.observed.keys()
+    assert next(one for one in log if "HandOver" in one).startswith(f"HandOver {holder}")
+    assert log[-1] == "ACTIVE"
+
+
+def test_one_that_cannot_let_go_of_the_vips_hears_of_who_comes_and_goes_at_once():
+    """Told of nobody it would go on to advertise to its one partner only, and who comes would take the VIPs too."""
+    held = but(M, holds_vip=True, heard_at=NOW)
+    house = House(wanted(generation=5), *retiring(held, but(B, holds_vip=False, heard_at=NOW)))
+    house.stubborn = {"m"}
+    log = house.run()
+    after = log[log.index("HandOver m to b0") + 1 :]
+    assert log.count("HandOver m to b0") == 1, "asked once"
+    assert after[:4] == ["Record MASTER", "Renew", "Push b0 m m6", "ACTIVE"]
+    assert after[4:] == ["Release MASTER m", "Renew", "Push b0 m6", "ACTIVE"]
+
+
+def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_serves():
+    held = but(M, holds_vip=True, heard_at=NOW - 100, handed_over=True)
+    served = but(NEW_M, confirmed=5, partners=(knows("b2", 23), knows("m", 21)))
+    stays = but(NEW_B, confirmed=5, heard_at=NOW)
+    found = planning.plan(wanted(generation=5, applied=5), (*retiring(held), stays, served))
+    assert [(type(step).__name__, step.amphora_id) for step in found] == [("Release", "m")]
+
+
+def test_who_has_let_go_is_not_taken_for_the_holder_whatever_heartbeats_say():
+    old = draining(holds_vip=True, heard_at=NOW)
+    assert partners.holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
+    stubborn = draining(drains_until=None, holds_vip=True, heard_at=NOW)
+    assert partners.holder((stubborn, NEW_B, NEW_M), "MASTER", frozenset()) == "m"
+
+
+@pytest.mark.parametrize("dead", ["m", "b"])
+def test_a_dead_one_is_replaced_and_everything_is_active_again(dead):
+    """After the load balancer was in ERROR because one of the two confirmed nothing any more."""
+    well = {"holds_vip": True, "heard_at": NOW, "confirmed": 5}
+    gone = {"holds_vip": True, "heard_at": NOW - 100, "confirmed": 4}
+    pair = [but(one, **(gone if one.id == dead else well)) for one in (M, B)]
+    (push,) = planning.plan(wanted(generation=5, attempts=8), tuple(pair))
+    assert push.waves == ((dead,),), "before that it is tried for ever"
+    house = House(wanted(generation=6, applied=4), *retiring(*pair))
+    log = house.run()
+    assert log[-1] == "ACTIVE"
+    assert house.want.applied == house.want.generation
+    assert log[2] == f"Release {'MASTER' if dead == 'm' else 'BACKUP'} {dead}"
+    assert {one.role for one in house.observed.values()} == set(ROLES)
