@@ -311,6 +311,7 @@ class Haproxy:
         """Have replaced workers send nothing to members that the present one has no more."""
         # One that ends meanwhile says nothing, or the master says that there is none.
         with suppress(HaproxyError):
+            self._await_worker()  # for a moment after a reload the master hears nobody
             for pid in self._workers().replaced:
                 for order in forsaken.orders(wanted, readback.states(self.master.ask(f"@!{pid} {readback.SERVERS}"))):
                     self.master.ask(f"@!{pid} {order}")

@@ -2,9 +2,9 @@
 """Stick tables, and whether a worker would hand them to the next one.
 
 Invariant: pure. A worker teaches its successor only after it has learned itself: from its own predecessor (some
-100 ms after a reload), or, as the first one, after waiting five seconds for a predecessor in vain. One whose predecessor
-had not learned yet waits five seconds for it, and as long for others (HAProxy 2.6 and 2.8, not 3.0; source: ``show
-peers`` before and after reloads).
+100 ms after a reload), or, as the first one, after waiting five seconds for a predecessor in vain. One whose
+predecessor had not learned yet waits five seconds for it, and as long for others (HAProxy 2.6 and 2.8, not 3.0;
+source: ``show peers`` before and after reloads).
 """
 
 from __future__ import annotations

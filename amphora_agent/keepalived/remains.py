@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """VIPs that a dead keepalived has left behind, and that nobody wants any more.
 
-Invariant: only called while no keepalived runs. One that runs takes a VIP away itself when it reads that it is not
-wanted; if somebody else does, it believes to have lost its VIPs and gives all of them up. One that starts takes away
-what its new file names, and nothing else.
+Invariant: only called while no keepalived runs, or when it has just let go of the VIPs. One that has them takes a VIP
+away itself when it reads that it is not wanted; if somebody else does, it believes to have lost its VIPs and gives all
+of them up. One that starts takes away what its new file names, and nothing else.
 """
 
 from __future__ import annotations

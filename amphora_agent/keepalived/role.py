@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from amphora_agent.errors import AgentError
+from amphora_agent.keepalived import remains
 from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.netlink import IPRoute, NetlinkError
@@ -58,9 +59,18 @@ class Role:
             pair, before = self._pair(), self._holds
             self._holds = None if pair is None else self._inner.run(_has, pair)
             changed = self._holds != before
+            if changed and pair is not None and not self._holds:
+                self._tidy(pair)
         if changed:
             _log.info("VIPs: %s", {None: "on its own", True: "here", False: "with a partner"}[self._holds])
             self._changed()
+
+    def _tidy(self, pair: Pair) -> None:
+        """Take away what keepalived has not let go of with the rest: it died before it had read its new file."""
+        try:
+            self._inner.run(remains.take_away, pair)
+        except NetlinkError as error:
+            _log.warning("Taking former VIPs away: %s", error)
 
     def _run(self) -> None:
         patience: float | None = 0.0

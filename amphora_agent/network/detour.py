@@ -60,8 +60,11 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
     with Path(f"/proc/thread-self/net/tcp{'' if version == 4 else '6'}").open(encoding="ascii") as lines:
         next(lines)
         for line in lines:
-            _, local, remote, state, *_ = line.split(None, 4)
-            if int(state, 16) in _LIVING:
+            _, local, remote, word, *_, inode = line.split(None, 10)[:10]
+            state = int(word, 16)
+            # One that no process has any more, and whose client has received everything, has nothing to lose: it waits
+            # for a minute for an end that may have got lost when the VIPs moved.
+            if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
                     yield Connection(*_endpoint(remote), vip, port)

@@ -10,6 +10,7 @@ import pytest
 
 from amphora_agent.bundle import Interface, Partner, Vrrp
 from amphora_agent.keepalived.configuration import Pair, pair, render
+from amphora_agent.keepalived.remains import unwanted
 
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
 HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))
@@ -80,3 +81,10 @@ def test_what_a_bundle_says():
     assert pair(None, interfaces) is None
     assert pair(vrrp(), interfaces) == Pair(vrrp(), (VIP,), 1450)
     assert pair(vrrp(), interfaces[:1]) is None
+
+
+def test_what_a_dead_keepalived_left():
+    fixed = ip_interface("198.51.100.11/24"), ip_interface("198.51.100.12/32")
+    mine = Pair(vrrp(), (VIP, VIP6), 1500, fixed)
+    former, former6 = ip_interface("198.51.100.6/32"), ip_interface("2001:db8::6/128")
+    assert unwanted(mine, (VIP, former, *fixed, VIP6, former6)) == [former, former6]
