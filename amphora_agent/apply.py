@@ -364,7 +364,6 @@ class Applier:
         if before != document:
             self._switch.go()
         outcome = self._bring_about(verdict, wanted, early, bundle.limits, directory)
-        self._haproxy.spare(wanted)
         if not plumbed:
             self._finish_plumbing(bundle, may_lack=draft is None)
         self._read = text, wanted

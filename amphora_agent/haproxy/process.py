@@ -291,30 +291,38 @@ class Haproxy:
         self._await_worker()
         self._make_room(most)
         self._await_tables()
-        state = server_state.rewrite(self.worker.ask("show servers state"), configuration)
-        self._write_server_state(state)
+        states = self.worker.ask(readback.SERVERS)
+        self._write_server_state(server_state.rewrite(states, configuration))
         self._accounts.hold(drain)
         reach(Point.HANDED_OVER)
         old, reloads, starts = self._worker_pid(), self._workers().reloads, self._starts()
         self._loaded = None
-        # HAProxy 2.8 answers when it is done.
-        self.master.ask("reload", seconds=self._patience)
-        reach(Point.RELOADING)
+        told = self._forsake(states, configuration)
         try:
+            # HAProxy 2.8 answers when it is done.
+            self.master.ask("reload", seconds=self._patience)
+            reach(Point.RELOADING)
             self._await_reload(old, reloads, starts)
+        except HaproxyError:
+            self._take_back(told)
+            raise
         finally:
             # A start after a crash must not take these states, by then old, for those of the members.
             self._write_server_state(server_state.EMPTY)
             self._accounts.sample()
 
-    def spare(self, wanted: Configuration) -> None:
-        """Have replaced workers send nothing to members that the present one has no more."""
-        # One that ends meanwhile says nothing, or the master says that there is none.
-        with suppress(HaproxyError):
-            self._await_worker()  # for a moment after a reload the master hears nobody
-            for pid in self._workers().replaced:
-                for order in forsaken.orders(wanted, readback.states(self.master.ask(f"@!{pid} {readback.SERVERS}"))):
-                    self.master.ask(f"@!{pid} {order}")
+    def _forsake(self, states: str, wanted: Configuration) -> list[str]:
+        """Have the worker that is about to be replaced send nothing new to members that its successor has no more."""
+        told = []
+        for order in forsaken.orders(wanted, readback.states(states)):
+            self.worker.order(order)
+            told.append(order)
+        return told
+
+    def _take_back(self, told: Sequence[str]) -> None:
+        with suppress(HaproxyError):  # it has died, and the next one knows nothing of it
+            for order in told:
+                self.worker.order(forsaken.taken_back(order))
 
     def _await_worker(self) -> None:
         """Wait for a HAProxy that was started a moment ago: by us, or, after it had died, by who runs it."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replaced worker is told of members that are not wanted any more."""
+"""What a worker that is about to be replaced is told of members that are not wanted any more."""
 
 from __future__ import annotations
 
 import pytest
 
 from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.forsaken import orders
+from amphora_agent.haproxy.forsaken import orders, taken_back
 from amphora_agent.haproxy.readback import State
 
 UP = State(True, 1, False, False, "192.0.2.1", 80, "-", 0)
-MAINT = "set server b/x state maint"
+MAINT, DRAIN = "set server b/x state maint", "set server b/x state drain"
 
 
 def wanted(*servers, backend="b"):
@@ -23,7 +23,7 @@ def wanted(*servers, backend="b"):
         pytest.param(("x 192.0.2.1:80", "y 192.0.2.1:80"), [], id="both stay"),
         pytest.param(("y 192.0.2.1:80",), [MAINT], id="removed"),
         pytest.param(("x 192.0.2.1:80 disabled", "y 192.0.2.1:80"), [MAINT], id="disabled"),
-        pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [MAINT], id="without a weight"),
+        pytest.param(("x 192.0.2.1:80 weight 0", "y 192.0.2.1:80"), [DRAIN], id="without a weight"),
         pytest.param(("x 192.0.2.1:81", "y 192.0.2.1:80"), [MAINT], id="on another port"),
         pytest.param(("x [2001:db8::1]:80", "y 192.0.2.1:80"), [MAINT], id="elsewhere"),
         pytest.param(("z 192.0.2.1:80",), [], id="nobody else would be left to it"),
@@ -50,3 +50,7 @@ def test_addresses_are_compared_without_brackets():
 
 def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
     assert orders(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []
+
+
+def test_it_is_taken_back():
+    assert taken_back(MAINT) == "set server b/x state ready"
