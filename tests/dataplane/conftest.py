@@ -11,6 +11,7 @@ from pathlib import Path
 import pki
 import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
+from pair_lab import FAST, PLACES, Pair, PairNetwork, plain
 from served import Lab, Served
 from throwaway_authority import Authority
 from wire import Wire
@@ -123,3 +124,32 @@ def wire():
     made = Wire()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def pair_network():
+    made = PairNetwork(f"pr{os.getpid()}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def booted(pair_network, authority, tmp_path_factory):
+    made = Pair(pair_network, tmp_path_factory.mktemp("pair"), authority)
+    try:
+        for place in PLACES[:2]:
+            made.boot(place)
+        made.web()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def pair(booted):
+    """Two nodes that serve, and one of them has the VIPs."""
+    booted.mend()
+    booted.advert, booted.six = FAST, False
+    booted.push(plain(booted))
+    booted.calm()
+    return booted

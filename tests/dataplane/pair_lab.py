@@ -33,7 +33,7 @@ from amphora_lab import ROOT, Amphora, Network, children, descendants, eventuall
 from peers import MEMBER, Room, WebServer
 from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES, Pushed, _content
 from visitors import Visitor
-from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6
+from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6, listener, load_balancer, member, pool
 
 from amphora_driver.controller.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
 from amphora_driver.controller.bundle import Served as Given
@@ -444,3 +444,7 @@ def _plugged(place: Place, *, six: bool) -> Plugged:
 
 
 __all__ = ["FAST", "PLACES", "USUAL", "VIP", "VIP6", "Asker", "Node", "Pair", "PairNetwork", "Place"]
+
+
+def plain(pair: Pair, **more):
+    return load_balancer(listener(80), pool("pool", *[member(peer) for peer in pair.peers]), **more)

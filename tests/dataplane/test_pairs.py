@@ -10,62 +10,22 @@ One pair serves all tests; each begins with it whole again.
 from __future__ import annotations
 
 import os
-import re
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import closing
 
 import pytest
-from amphora_lab import CONTROLLER, HEARTBEATS, eventually
-from pair_lab import FAST, PLACES, USUAL, VIP, VIP6, Pair, PairNetwork
-from peers import MEMBER, MEMBER6, EchoServer, WebServer
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, trusting
+from amphora_lab import eventually
+from pair_lab import FAST, USUAL, VIP, VIP6, Pair, plain
+from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
-
-from amphora_agent.stats.codec import decode
 
 pytestmark = pytest.mark.root
 
 HEALED = 2.0
 """Seconds after which there is one holder again, and clients go to it."""
-
-
-@pytest.fixture(scope="module")
-def pair_network():
-    made = PairNetwork(f"pr{os.getpid()}")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def booted(pair_network, authority, tmp_path_factory):
-    made = Pair(pair_network, tmp_path_factory.mktemp("pair"), authority)
-    try:
-        for place in PLACES[:2]:
-            made.boot(place)
-        made.web()
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture
-def pair(booted):
-    """Two nodes that serve, and one of them has the VIPs."""
-    booted.mend()
-    booted.advert, booted.six = FAST, False
-    booted.push(plain(booted))
-    booted.calm()
-    return booted
-
-
-def plain(pair: Pair, **more):
-    return load_balancer(listener(80), pool("pool", *[member(peer) for peer in pair.peers]), **more)
 
 
 def test_the_vips_are_up_before_a_listener_is(booted):
@@ -398,120 +358,3 @@ def test_usual_interval(pair):
     pair.push(plain(pair))
     pair.calm()
     takes_over(pair, lambda node: node.everything(signal.SIGKILL), bound=4.0)
-
-
-# -- what clients are remembered by ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def members(pair):
-    made = {
-        name: WebServer(pair.members, name, address)
-        for name, address in zip("abcd", (MEMBER, MEMBER6) * 2, strict=True)
-    }
-    yield made
-    for each in made.values():
-        each.close()
-
-
-def _secure(members, secrets):
-    kept = {"persistence": ("SOURCE_IP", None)}
-    return load_balancer(
-        listener(80, pool="address"),
-        listener(81, pool="cookie"),
-        listener(443, protocol="TERMINATED_HTTPS", pool="cookie", default_tls_container_ref="cert"),
-        pool("address", *[member(each) for each in members.values()], **kept),
-        pool("cookie", *[member(each) for each in members.values()], persistence=("HTTP_COOKIE", None)),
-    )
-
-
-def test_sessions_stick(pair, members, tenant):
-    """Addresses, cookies and TLS sessions are known to the partner: after a crash nobody has to begin again."""
-    secrets = {"cert": tenant.issue("www.example.com").pem}
-    pair.push(_secure(members, secrets), secrets)
-    clients = (CLIENT, CLIENT6, OTHER, OTHER6)
-
-    def homes():
-        return {
-            source: pair.visitor.fetch(address=VIP6 if ":" in source else VIP, source=source).member
-            for source in clients
-        }
-
-    before = homes()
-    assert len(set(before.values())) == len(clients)  # in turns
-    first = pair.visitor.fetch(port=81)
-    cookie = first.values("Set-Cookie")[0].partition(";")[0]
-    resumed, session = _resume(pair, trusting(), None)
-    assert not resumed
-    standby = pair.standby
-    eventually(lambda: _remembered(standby) >= len(clients), "the partner has learned the clients")
-    pair.holder.kill("haproxy", "keepalived")
-    eventually(standby.holds, "the standby has the VIPs")
-    assert homes() == before
-    assert pair.visitor.fetch(port=81, headers=[("Cookie", cookie)]).member == first.member
-    assert _resume(pair, session[0], session[1])[0]
-
-
-def _remembered(node) -> int:
-    return sum(map(int, re.findall(r"^# table: .*used:(\d+)", node.ask_haproxy("show table"), re.MULTILINE)))
-
-
-def _resume(pair, tls, session):
-    """Whether a session was resumed, and what is needed to resume the next one (TLS 1.2: the ticket comes at once)."""
-    tls.maximum_version = ssl.TLSVersion.TLSv1_2
-    connection = pair.visitor.tls(443, tls=tls, session=session)
-    try:
-        return connection.session_reused, (tls, connection.session)
-    finally:
-        connection.close()
-
-
-def test_a_partner_is_replaced(pair, members):
-    """The one that holds is told of a new partner: HAProxy reloads, nothing moves, and the new one learns."""
-    tree = load_balancer(
-        listener(80, pool="address"),
-        pool("address", *[member(each) for each in members.values()], persistence=("SOURCE_IP", None)),
-    )
-    pair.push(tree)
-    home = pair.visitor.fetch(source=CLIENT).member
-    holder, gone = pair.holder, pair.standby
-    pair.lose(gone)
-    with pair.asking() as asker:
-        fresh = pair.boot(PLACES[2])
-        eventually(fresh.answers, "the agent answers")
-        first, second = pair.push(tree)
-        assert (first.how, second.how) == ("reload", "start")
-        assert "who shares its stick tables changed" in first.reason
-        eventually(lambda: _remembered(fresh) >= 1, "it has learned the clients")
-    assert pair.holder is holder
-    assert asker.failed == []
-    holder.kill("haproxy", "keepalived")
-    eventually(fresh.holds, "the new one has the VIPs")
-    assert pair.visitor.fetch(source=CLIENT).member == home
-
-
-def test_heartbeats_say_who_holds(pair):
-    """At once, when it changes."""
-    holder, standby = pair.holder, pair.standby
-    mailbox = pair.network.thread("ctl").run(_open_mailbox)
-    try:
-        holder.kill("haproxy")
-        heard = {holder.id: None, standby.id: None}
-
-        def listen():
-            header = mailbox.recv(65536)
-            for node in (holder, standby):
-                if header[4:20] == uuid.UUID(node.id).bytes:
-                    heard[node.id] = decode(header, node.key).document["holds_vip"]
-            return heard == {holder.id: False, standby.id: True}
-
-        eventually(listen, "heartbeats of both", 4.0)  # regular ones come every five seconds
-    finally:
-        mailbox.close()
-
-
-def _open_mailbox():
-    opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    opened.bind((CONTROLLER, HEARTBEATS))
-    opened.settimeout(10)
-    return opened
