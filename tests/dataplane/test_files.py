@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import ssl
+import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -311,15 +312,18 @@ def test_nothing_of_the_amphora_lives_on(amphora, tenant):
 def test_a_kill_at_any_moment_of_a_push_is_healed(amphora, tenant, removed):
     """Swept over the time a push takes; whatever was reached, what is confirmed and what is served agree again."""
     pairs = [tenant.issue("www.example.com", number=number) for number in (0, 1)]
-    assert amphora.push(1, secure(), files(pairs[1]))[0] == 200
-    generation, interrupted = 1, 0
+    assert amphora.push(1, secure(), files(pairs[0]))[0] == 200
+    began = time.monotonic()
+    assert amphora.push(2, secure(), files(pairs[1]))[0] == 200
+    usual = time.monotonic() - began
+    generation, interrupted = 2, 0
     for step in range(12):
         generation += 1
         pair = pairs[step % 2]
         content = files(pair) if not removed else {**files(pair), f"tls/{POOL}/{step}.pem": pair.pem}
         pushing = Thread(target=push_quietly, args=(amphora, generation, content))
         pushing.start()
-        pushing.join(step * 0.015)
+        pushing.join(step * usual / 10)
         interrupted += pushing.is_alive()
         kill_agent(amphora)
         pushing.join()
