@@ -315,8 +315,9 @@ class Haproxy:
         """Have the worker that is about to be replaced send nothing new to members that its successor has no more."""
         told = []
         for order in forsaken.orders(wanted, readback.states(states)):
-            self.worker.order(order)
-            told.append(order)
+            with suppress(HaproxyError):  # at the worst a client is sent there once more
+                self.worker.order(order)
+                told.append(order)
         return told
 
     def _take_back(self, told: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from every_haproxy import lab_with, worker
 from haproxy_versions import VERSIONS
 from mishaps import haproxy_pids
 from peers import MEMBER, MEMBER6
-from served import Served
 from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, answer, ask
 from wanted import VIP, id_of, listener, load_balancer, member, monitor, pool
 
@@ -30,13 +29,6 @@ FOREVER = 60_000
 @pytest.fixture(scope="module", params=VERSIONS, ids=str)
 def lab(request, authority, tmp_path_factory):
     made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def served(lab):
-    made = Served(lab)
     yield made
     made.close()
 

@@ -7,7 +7,6 @@ import pytest
 from every_haproxy import Words, lab_with, worker
 from haproxy_versions import VERSIONS
 from peers import MEMBER, MEMBER6
-from served import Served
 from visitors import PATIENCE, answer, ask
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.root
 def lab(request, authority, tmp_path_factory):
     made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
     made.series = request.param.series
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def served(lab):
-    made = Served(lab)
     yield made
     made.close()
 

@@ -11,7 +11,6 @@ import pytest
 from every_haproxy import lab_with, worker
 from haproxy_versions import VERSIONS
 from pki import Authority
-from served import Served
 from visitors import ask, serving, trusting
 from wanted import id_of, listener, load_balancer, member, pool
 
@@ -22,13 +21,6 @@ TLS12, TLS13 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 @pytest.fixture(scope="module", params=VERSIONS, ids=str)
 def lab(request, authority, tmp_path_factory):
     made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def served(lab):
-    made = Served(lab)
     yield made
     made.close()
 
