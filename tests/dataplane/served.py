@@ -202,7 +202,9 @@ class Served:
         found = {}
         for name in names:
             row = rows[backend, id_of("member", name)]
-            unknown = row["check_status"].removeprefix("* ") in ("", "INI")
+            # A check that goes on tells what its connection came to; until its first has ended, a member counts as up.
+            begun = row["status"] == "UP" and row["check_status"] in ("* L4OK", "* L6OK")
+            unknown = begun or row["check_status"].removeprefix("* ") in ("", "INI")
             found[name] = "" if unknown and row["status"] not in ("no check", "MAINT") else row["status"]
         return found
 
