@@ -141,9 +141,11 @@ class _SqliteQueue:
         if connection.get_execution_options().get("amphora_read_only"):
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
-        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        connection.info["amphora_write_lock"] = descriptor
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if "amphora_write_lock" not in connection.info:
+            # Several transactions of one connection, one after the other (a migration each), are one turn.
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            connection.info["amphora_write_lock"] = descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     def _checkin(self, _dbapi_connection: Any, record: Any) -> None:

@@ -83,6 +83,8 @@ work = Table(
     Column("applied", BigInteger, nullable=False, default=0),
     Column("read_back", Boolean, nullable=False, default=False),
     Column("reread", Body, nullable=True),
+    # What the VIPs' port was given last besides addresses (JSON: QoS policy, security groups); empty if never anything.
+    Column("vip_applied", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
     # Which TLS ticket keys it uses, counted from 1, and when the next ones are due; both empty until it needs some.
     Column("tickets", BigInteger, nullable=True),
@@ -190,6 +192,8 @@ amphora = Table(
     Column("drains_until", Double, nullable=True),
     Column("certificate_expires_at", Double, nullable=True),
     Column("created_at", Double, nullable=False),
+    # When its machine was ordered: its agent is waited for from then on.
+    Column("booted_at", Double, nullable=True),
     Column("ready_at", Double, nullable=True),
     Column("reason", Text, nullable=True),
     Index("ix_amphora_load_balancer_id", "load_balancer_id"),
@@ -230,6 +234,21 @@ vip_claim = Table(
     # The network backend (entry point) they were taken from.
     Column("network", String(64), nullable=True),
     Column("claimed_at", Double, nullable=False),
+    Column("project_id", String(64), nullable=True),
+    # Where the backend needs time: what was asked of it (JSON), until it has answered; and what has kept it so far.
+    Column("wanted", Body, nullable=True),
+    Column("reason", Text, nullable=True),
+)
+
+# What a backend has and no row of ours owns: a machine, a port. When it was noticed first, because a crash between two
+# systems looks the same as a step that is being taken.
+orphan = Table(
+    "orphan",
+    metadata,
+    Column("kind", String(16), primary_key=True),
+    Column("backend", String(64), primary_key=True),
+    Column("id", String(128), primary_key=True),
+    Column("found_at", Double, nullable=False),
 )
 
 # --- the embedded network backend (network/local.py) ----------------------------------------------------------------
