@@ -13,10 +13,10 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
-from amphora_agent import reboot
 from amphora_agent import services as service_managers
 from amphora_agent.api import bundle, certificate, diagnostics, info, v1, v1_machine, vrrp
-from amphora_agent.apply import Applier
+from amphora_agent.applying import reboot
+from amphora_agent.applying.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.document import RESPONDER_PORT

@@ -17,7 +17,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent import machine
 from amphora_agent.api.info import agent_version, program_version
-from amphora_agent.apply import Applier
+from amphora_agent.applying.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.diagnosis import Clock, Part, document, errors_without_content, sessions
 from amphora_agent.haproxy.control import Socket

@@ -15,7 +15,7 @@ from functools import cache
 from flask import Blueprint
 from flask.typing import ResponseReturnValue
 
-from amphora_agent.apply import Applier
+from amphora_agent.applying.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.identity import Identity
 from amphora_agent.keepalived.role import Role

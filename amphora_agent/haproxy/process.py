@@ -11,32 +11,31 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from amphora_agent.applying.points import Point, reach
 from amphora_agent.bundle import File, Limits, Vrrp
-from amphora_agent.errors import AgentError, HaproxyError, MachineError
+from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.haproxy import abilities, document, forsaken, readback, server_state, tables, workers
 from amphora_agent.haproxy.abilities import Abilities
 from amphora_agent.haproxy.abridged import abridge
+from amphora_agent.haproxy.accounts import Accounts
 from amphora_agent.haproxy.capacity import LARGEST_MAXCONN, LEAST_PATIENCE, largest_maxconn, patience
+from amphora_agent.haproxy.checking import Check, read
 from amphora_agent.haproxy.configuration import Configuration
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.document import DRAIN_SECONDS, Document
-from amphora_agent.haproxy.held_files import HeldFiles
-from amphora_agent.haproxy.readback import Loaded, State
+from amphora_agent.haproxy.inspection import Inspection
+from amphora_agent.haproxy.readback import Loaded
 from amphora_agent.haproxy.refusal import ALERT, refusal
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
-from amphora_agent.points import Point, reach
 from amphora_agent.services import Care, Probe, Services
 
 _log = logging.getLogger(__name__)
@@ -53,47 +52,6 @@ _TABLES_POLL_SECONDS = 0.05
 _UNHEARD_SECONDS = 2.0
 # Alerts that say only that an alert before them was fatal.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
-
-
-class Check:
-    """A HAProxy that reads a file."""
-
-    def __init__(self, process: subprocess.Popen[str], refusal: Callable[[str], AgentError], seconds: float) -> None:
-        self._process = process
-        self._refusal = refusal
-        self._seconds = seconds
-
-    def end(self) -> None:
-        """Wait for its judgement.
-
-        Raises:
-            ConfigurationRefused: it says no; with its own first line and the object it is about.
-        """
-        try:
-            output, _ = self._process.communicate(timeout=self._seconds)
-        except subprocess.TimeoutExpired as error:
-            raise MachineError("check the configuration", f"no answer within {self._seconds:.0f} s") from error
-        if self._process.returncode != 0:
-            raise self._refusal(output)
-
-
-class Accounts(Protocol):
-    """Who reads what workers have counted, to the end (`amphora_agent.stats.ledger`)."""
-
-    def sample(self) -> None:
-        """Read every worker that lives."""
-
-    def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
-        """Read these of the present worker, by HAProxy's numbers of backend and server."""
-
-    def hold(self, drain: float) -> None:
-        """The present worker is about to be replaced, and may go on for so many seconds."""
-
-    def finish(self, pid: int, grace: float) -> int:
-        """End a replaced worker; the connections it still has after so many seconds are closed, and counted."""
-
-    def finish_all(self, grace: float) -> int:
-        """Have all that leave close their connections; somebody else will end them."""
 
 
 class Haproxy:
@@ -115,9 +73,9 @@ class Haproxy:
         self.ended: list[int] = []
         self._bequeathed = True  # nobody knows what an agent before this one has seen
         self._abilities: Abilities | None = None
-        self._loaded: Loaded | None = None  # what was asked last, if that was as wanted
         self._patience = LEAST_PATIENCE
         self.worker = Socket(paths.stats_socket)
+        self._inspection = Inspection(self.worker)
         self.master = Socket(paths.master_socket, half_close=True)
         self._templates = Environment(  # noqa: S701 (HAProxy's language, not HTML)
             loader=FileSystemLoader(Path(__file__).parent.parent / "templates"),
@@ -193,7 +151,7 @@ class Haproxy:
             place = self._paths.abridged
             write(place, wanted.head + short, durable=False)
         arguments = ["-f", str(self._paths.machine_configuration), "-f", str(place)]
-        process = self._inner.run(_start, ["haproxy", "-c", *arguments])
+        process = self._inner.run(read, ["haproxy", "-c", *arguments])
         try:
             yield Check(process, lambda output: refusal(output, wanted, configuration, files, place), self._patience)
         finally:
@@ -213,7 +171,8 @@ class Haproxy:
         if _content(self._paths.previous) == wanted.content:  # a change was interrupted, and this one came before it
             self._paths.previous.replace(self._paths.candidate)
         else:
-            self._paths.candidate.unlink(missing_ok=True)  # it may have another name: `amphora_agent.confirmed`
+            # It may have another name: `amphora_agent.applying.confirmed`.
+            self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
 
@@ -225,7 +184,8 @@ class Haproxy:
 
     def start(self) -> None:
         """Run HAProxy with the files as they are, until it answers."""
-        self._bequeathed, self._loaded = False, None
+        self._bequeathed = False
+        self._inspection.forget()
         self.write_machine_configuration()
         self._write_server_state(server_state.EMPTY)
         starts = self._starts()
@@ -296,7 +256,7 @@ class Haproxy:
         self._accounts.hold(drain)
         reach(Point.HANDED_OVER)
         old, reloads, starts = self._worker_pid(), self._workers().reloads, self._starts()
-        self._loaded = None
+        self._inspection.forget()
         told = self._forsake(states, configuration)
         try:
             # HAProxy 2.8 answers when it is done.
@@ -431,51 +391,8 @@ class Haproxy:
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Compare what HAProxy runs with what it should.
-
-        Args:
-            files: the directory of the files that it is to have read; None if nothing else was ever in its memory.
-            touched: the servers, by backend and name, that were changed since this found no difference the last time;
-                None for all.
-
-        Raises:
-            HaproxyError: naming the first difference.
-        """
-        before, self._loaded = self._loaded, None
-        if touched is None or before is None:
-            found, different = self._whole(wanted)
-        else:
-            found, different = self._changed(wanted, touched, before)
-        if different:
-            raise HaproxyError("confirm the configuration", different)
-        if files is not None:
-            held = HeldFiles(self.worker, files)
-            held.expect(wanted)
-            held.confirm()
-        self._loaded = found
-        return found
-
-    def _whole(self, wanted: Configuration) -> tuple[Loaded, str]:
-        listeners = readback.limits(self.worker.ask(readback.PROXIES))
-        answer = self.worker.ask(readback.SERVERS)
-        servers = readback.states(answer)
-        loaded = Loaded(listeners, dict(Counter(backend for backend, _ in servers)))
-        return loaded, readback.difference(wanted, listeners, servers)
-
-    def _changed(
-        self, wanted: Configuration, touched: Collection[tuple[str, str]], before: Loaded
-    ) -> tuple[Loaded, str]:
-        proxies = self.worker.ask(readback.PROXIES)
-        members: dict[str, int] = {}
-        servers: dict[tuple[str, str], State] = {}
-        for backend in sorted({backend for backend, _ in touched}):
-            answer = self.worker.ask(f"{readback.SERVERS} {backend}")
-            names = {name for each, name in touched if each == backend}
-            members[backend], found = readback.some(answer, backend, names)
-            servers |= found
-        glance = readback.Glance(readback.limits(proxies), readback.backends(proxies), members, servers)
-        loaded = Loaded(glance.listeners, {**before.members, **members})
-        return loaded, readback.changed_difference(wanted, touched, glance)
+        """Compare what HAProxy runs with what it should: `amphora_agent.haproxy.inspection`."""
+        return self._inspection.verify(wanted, files, touched)
 
     def abilities(self) -> Abilities:
         """What this HAProxy can do; asked once in the agent's life."""
@@ -489,9 +406,3 @@ def _content(file: Path) -> str | None:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-
-
-def _start(argv: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )

@@ -108,7 +108,6 @@ class Handover:
                 raise NotElected("release the VIPs", "they are not here")
             if drain:
                 self._dig(pair)
-                self._inner.run(detour.keep, pair)
                 self._until.draining = time.monotonic() + drain
                 self._keep()
             # keepalived sees a fault, and says so in its last advertisement (priority 0, RFC 9568, 6.4.3): the partner
@@ -138,6 +137,7 @@ class Handover:
         try:
             self._inner.run(detour.guard, pair)
             self._inner.run(detour.dig, pair)
+            self._inner.run(detour.keep, pair)
         except NetlinkError as error:
             raise InterfaceError("dig a tunnel to the partner", f"the kernel refused: {error}") from error
 

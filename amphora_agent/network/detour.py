@@ -7,14 +7,19 @@ Called in the inner namespace.
 
     client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
 
-A tunnel, because networks drop packets whose sender is not one of the machine's own addresses. The former holder keeps
-the VIPs on the tunnel's interface: they are its own for answering, and it answers no neighbour's question for them.
+A tunnel, because networks drop packets whose sender is not one of the machine's own addresses. Both have the VIPs on
+the tunnel's interface: they are the machine's own, and it answers no neighbour's question for them. So the former
+holder keeps them when keepalived takes them off the other interface; and the new one takes the first packet to them,
+where the kernel needs a while with an address of IPv6 that keepalived has added, and has announced already.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 import struct
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +27,7 @@ from pathlib import Path
 from amphora_agent.bundle import Host
 from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.network import nftables
-from amphora_agent.network.netlink import IPRoute
+from amphora_agent.network.netlink import IPRoute, NetlinkError
 
 NAME = "handover0"
 PORT = 4789
@@ -30,7 +35,9 @@ PORT = 4789
 _MAC = "0a:00:00:00:00:01"
 _TABLE = "amphora_handover"
 _MOST_CONNECTIONS = 1_000_000
-_NODAD = 0x02
+# linux/if_addr.h
+_NODAD, _TENTATIVE = 0x02, 0x40
+_READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
 _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
@@ -108,11 +115,22 @@ def dig(pair: Pair) -> None:
 
 
 def keep(pair: Pair) -> None:
-    """Keep the VIPs as addresses of the tunnel."""
+    """Have the VIPs as addresses of the tunnel; returns when packets to them are taken.
+
+    Raises:
+        NetlinkError: the kernel refused it, or is not done in time.
+    """
     with IPRoute() as route:
+        index = _index(route)
         for vip in pair.vips:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
-            route.addr("replace", index=_index(route), address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
+            route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
+        deadline = time.monotonic() + _READY_SECONDS
+        # Also without a search for duplicates an address of IPv6 begins in a queue of the kernel's.
+        while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
+            if time.monotonic() > deadline:
+                raise NetlinkError(errno.ETIMEDOUT, "an address of IPv6 is not ready")
+            time.sleep(_POLL_SECONDS)
 
 
 def leads_to() -> Host | None:

@@ -11,6 +11,9 @@ listens: it knows at once, instead of trying for two minutes and taking the load
 Families are apart: networks of IPv4 let nobody in by IPv6. The responder on the loopback is HAProxy's and stays open.
 
 Advertisements of VRRP, and entries of stick tables, come from the partners alone.
+
+Partners that speak IPv6 ask clients for segments that fit into the tunnel between them (`detour`): Linux takes a packet
+of IPv6 that is too large for its way apart for nobody but a socket, and no client would hear of it. Over IPv4 it does.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from amphora_agent.bundle import Bundle, Host, Network
+from amphora_agent.bundle import Bundle, Host, Interface, Network, Vrrp
 
 FAMILY, TABLE = "inet", "amphora"
 PEERS_PORT = 1025
@@ -45,9 +48,18 @@ _BEGINNING = """		meta l4proto 6 exthdr frag 1 counter drop
 		iif "lo" ip daddr 127.0.0.0/8 accept
 		iif "lo" ip6 daddr ::1 accept
 """
+_LEAVING = """	}
+
+	chain leaving {
+		type filter hook output priority 0; policy accept;
+"""
 _TAIL = """	}
 }
 """
+# In front of a client's packet in the tunnel: headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
+_TUNNEL_BYTES = 40 + 8 + 8 + 14
+# Headers that are no part of a segment (RFC 9293, section 3.7.1).
+_HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 
 @dataclass(frozen=True)
@@ -64,10 +76,14 @@ class Port:
 
 @dataclass(frozen=True)
 class Pair:
-    """This amphora's address among its partners, and theirs; all of one family."""
+    """This amphora's address among its partners, and theirs; all of one family.
+
+    ``mtu`` is that of the network they are on, in bytes; None if it is not known.
+    """
 
     local: Host
     peers: tuple[Host, ...]
+    mtu: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +104,13 @@ def restrictions_of(bundle: Bundle) -> Restrictions:
             Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6))
             for one in sorted(bundle.allowed, key=lambda one: one.port)
         ),
-        None
-        if bundle.vrrp is None
-        else Pair(bundle.vrrp.local.address, tuple(sorted((peer.address for peer in bundle.vrrp.peers), key=int))),
+        None if bundle.vrrp is None else _pair(bundle.vrrp, bundle.interfaces),
     )
+
+
+def _pair(vrrp: Vrrp, interfaces: Iterable[Interface]) -> Pair:
+    mtu = next((each.mtu for each in interfaces if each.name == vrrp.interface), None)
+    return Pair(vrrp.local.address, tuple(sorted((peer.address for peer in vrrp.peers), key=int)), mtu)
 
 
 def _ranges(networks: Iterable[Network], version: int) -> Ranges:
@@ -160,7 +179,8 @@ def render(wanted: Restrictions) -> str:
     pair = list(_vrrp(wanted.pair)) if wanted.pair is not None else []
     rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
     rules += [rule for port in wanted.ports for rule in _rules(port)]
-    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), _TAIL])
+    leaving = [_LEAVING, *map(_line, fitting)] if (fitting := list(_fitting(wanted.pair))) else []
+    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), *leaving, _TAIL])
 
 
 def _line(rule: str) -> str:
@@ -222,6 +242,14 @@ def _vrrp(pair: Pair) -> Iterator[str]:
     if pair.peers:
         yield f"meta l4proto 112 {_WORDS[pair.local.version]} saddr {_among(pair.peers)} accept"
     yield "meta l4proto 112 counter drop"
+
+
+def _fitting(pair: Pair | None) -> Iterator[str]:
+    """What we say in a SYN with ACK is lowered, and never raised: a client may have a reason of its own."""
+    if pair is not None and pair.mtu is not None and pair.local.version == 6:
+        for version, header in _HEADER_BYTES.items():
+            size = pair.mtu - _TUNNEL_BYTES - header
+            yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
 
 
 def _peers(pair: Pair) -> Iterator[str]:

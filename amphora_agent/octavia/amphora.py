@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from amphora_agent.apply import Applier
+from amphora_agent.applying.apply import Applier
+from amphora_agent.applying.outcome import Outcome
 from amphora_agent.bundle import Bundle, Interface, Limits, parse_stored
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused
@@ -30,7 +31,6 @@ from amphora_agent.octavia import text as text_of
 from amphora_agent.octavia.state import OCTAVIA, State
 from amphora_agent.octavia.text import Translation
 from amphora_agent.octavia.uploads import Uploads
-from amphora_agent.outcome import Outcome
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pki
 import pytest
 from amphora_lab import CONTROLLER, HEARTBEATS, Amphora, Network, eventually
+from every_haproxy import lab_with
+from haproxy_versions import VERSIONS
 from pair_lab import FAST, PLACES, Pair, PairNetwork, plain
-from served import Lab, Served
+from served import Served
 from throwaway_authority import Authority
 from wire import Wire
 
@@ -98,9 +100,9 @@ def mailbox(amphora):
 
 
 @pytest.fixture(scope="session")
-def lab(authority, tmp_path_factory):
-    """The amphora of all tests that are about what a load balancer can say (`served.py`)."""
-    made = Lab(f"dl{os.getpid()}", tmp_path_factory.mktemp("lab"), authority)
+def lab(request, authority, tmp_path_factory):
+    """The amphora of all tests that are about what a load balancer can say (`served.py`); the system's HAProxy."""
+    made = lab_with(getattr(request, "param", VERSIONS[0]), authority, tmp_path_factory.mktemp("lab"))
     yield made
     made.close()
 
@@ -149,7 +151,8 @@ def booted(pair_network, authority, tmp_path_factory):
 def pair(booted):
     """Two nodes that serve, and one of them has the VIPs."""
     booted.mend()
-    booted.advert, booted.six = FAST, False
+    booted.advert = FAST
+    booted.speak_ipv4()
     booted.push(plain(booted))
     booted.calm()
     return booted

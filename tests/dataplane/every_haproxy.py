@@ -13,17 +13,22 @@ import re
 from pathlib import Path
 
 import pytest
+from haproxy_versions import VERSIONS, HAProxy
 from served import Lab
 
+on_every_haproxy = pytest.mark.parametrize("lab", VERSIONS, ids=str, indirect=True, scope="module")
+"""Of a file's tests: they are run with each of them."""
 _labs = itertools.count()
 
 
-def lab_with(version, authority, directory: Path) -> Lab:
+def lab_with(version: HAProxy, authority, directory: Path) -> Lab:
     """A lab whose amphora runs this HAProxy."""
     with pytest.MonkeyPatch.context() as patch:
         if version.here().series != "system":
             patch.setenv("PATH", f"{Path(version.program).parent}:{os.environ['PATH']}")
-        return Lab(f"dv{os.getpid()}n{next(_labs)}", directory, authority)
+        made = Lab(f"dl{os.getpid()}n{next(_labs)}", directory, authority)
+    made.series = version.series
+    return made
 
 
 class Words:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from amphora_lab import VIP, alive, descendants, eventually, get
 
+from amphora_agent.applying.points import Point
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.points import Point
 
 
 def agents(amphora) -> list[int]:

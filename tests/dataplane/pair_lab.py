@@ -24,6 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from amphora_driver.store.amphorae import Plugged
 _SEED = Secret(bytes(range(SEED_LENGTH)))
 FAST, USUAL = 0.2, 1.0
 """Advertisement intervals in seconds: the fast setting, and what everybody has who says nothing."""
+_STEADY_ADVERTS = 5
 INNER = "run/netns/amphora-haproxy"
 _SUBNETS = (
     Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1"),
@@ -243,7 +245,7 @@ class Pair:
     def __init__(self, network: PairNetwork, directory: Path, authority, advert: float = FAST) -> None:
         self.network = network
         self.advert = advert
-        self.six = False  # whether the VIPs' network has IPv6 only
+        self.speak_ipv4()
         self.generations = itertools.count(1)
         self.members = Room(network.thread("mem"))
         self.visitor = Visitor(Room(network.thread("cl")))
@@ -252,6 +254,14 @@ class Pair:
         self.peers: list[WebServer] = []
         self.nodes: list[Node] = []
         self.partners: tuple[Place, ...] = PLACES[:2]
+
+    def speak_ipv4(self) -> None:
+        """Among each other; VIPs may be of both families."""
+        self._speaks6 = self._alone6 = False
+
+    def speak_ipv6(self, *, alone: bool) -> None:
+        """Args: alone: whether the VIPs' network has nothing else."""
+        self._speaks6, self._alone6 = True, alone
 
     def boot(self, place: Place) -> Node:
         """Plug and start a node."""
@@ -317,7 +327,7 @@ class Pair:
         generation, found = next(self.generations), []
         for node in to or self.nodes:
             document = bundle(
-                tree, generation, node.id, (_plugged(node.where, six=self.six),), given, self._vrrp(node, vrrp)
+                tree, generation, node.id, (_plugged(node.where, six=self._alone6),), given, self._vrrp(node, vrrp)
             )
             status, answer = node.call("PUT", "/v2/bundle", document)
             assert status == 200, f"{node}: {status}: {json.dumps(answer, indent=1)}\n{rendered.text}"
@@ -339,11 +349,11 @@ class Pair:
         )
 
     def _partner(self, node: Node) -> BundlePartner:
-        return BundlePartner(name=node.id, address=node.where.fixed6 if self.six else node.where.fixed)
+        return BundlePartner(name=node.id, address=node.where.fixed6 if self._speaks6 else node.where.fixed)
 
     @property
     def vip(self) -> str:
-        return VIP6 if self.six else VIP
+        return VIP6 if self._speaks6 else VIP
 
     # -- who has the VIPs --------------------------------------------------------------------------------------
 
@@ -359,6 +369,19 @@ class Pair:
         eventually(lambda: all(node.is_well() for node in self.nodes), "all nodes are well")
         self.settled()
         eventually(self.serves, "it serves")
+
+    def steady(self) -> None:
+        """As `calm`, after a change of how nodes speak: until both have it, each one takes the other for dead."""
+        self.calm()
+        seen = [time.monotonic(), self.holders()]
+
+        def lasts() -> bool:
+            now, holders = time.monotonic(), self.holders()
+            if len(holders) != 1 or holders != seen[1]:
+                seen[:] = now, holders
+            return now - seen[0] > _STEADY_ADVERTS * self.advert
+
+        eventually(lasts, "one node has the VIPs, and keeps them")
 
     def serves(self) -> bool:
         with suppress(OSError, EOFError):

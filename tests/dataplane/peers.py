@@ -30,7 +30,7 @@ from cryptography import x509
 from proxy_header import Proxied, read_proxy_header
 
 MEMBER, MEMBER6 = "198.51.100.110", "2001:db8:1::110"
-PATIENCE = 10.0
+PATIENCE = 20.0
 
 
 class Room:

@@ -25,7 +25,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from amphora_lab import FIXED, FIXED6, MAC, Amphora, Network, eventually, ip
+from amphora_lab import DEADLINE, FIXED, FIXED6, MAC, Amphora, Network, eventually, ip
 from peers import MEMBER, EchoServer, FullServer, Peer, Room, SilentServer, WebServer
 from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, id_of
@@ -208,7 +208,7 @@ class Served:
             found[name] = "" if unknown and row["status"] not in ("no check", "MAINT") else row["status"]
         return found
 
-    def until_states(self, pool: str, wanted: dict[str, str], *, port: int = 80, seconds: float = 15.0) -> None:
+    def until_states(self, pool: str, wanted: dict[str, str], *, port: int = 80, seconds: float = DEADLINE) -> None:
         """Wait until members of a pool behind one listener have these states, found by a check."""
         try:
             eventually(lambda: self.states(pool, *wanted, port=port) == wanted, "states", seconds)
@@ -227,7 +227,7 @@ class Served:
             f"{entries} clients are remembered",
         )
 
-    def until(self, member_id: str, *wanted: str, seconds: float = 10.0) -> None:
+    def until(self, member_id: str, *wanted: str, seconds: float = DEADLINE) -> None:
         """Wait until a member has one of these states everywhere."""
         eventually(
             lambda: (found := self.status(member_id)) and found <= set(wanted),

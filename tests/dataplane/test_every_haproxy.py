@@ -14,23 +14,15 @@ from collections import Counter
 import pytest
 from amphora_lab import alive, eventually
 from counted import metrics, total
-from every_haproxy import lab_with, worker
-from haproxy_versions import VERSIONS
+from every_haproxy import on_every_haproxy, worker
 from mishaps import haproxy_pids
 from peers import MEMBER, MEMBER6
 from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, answer, ask
 from wanted import VIP, id_of, listener, load_balancer, member, monitor, pool
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, on_every_haproxy]
 FOREVER = 60_000
 """Milliseconds; each number more is a change that takes a new worker."""
-
-
-@pytest.fixture(scope="module", params=VERSIONS, ids=str)
-def lab(request, authority, tmp_path_factory):
-    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

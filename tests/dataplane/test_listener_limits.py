@@ -86,6 +86,7 @@ def test_a_connection_limit_is_changed_and_taken_away(served):
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_client_data")
 @pytest.mark.parametrize(("protocol", "vip"), [("TCP", VIP), ("TCP", VIP6), ("HTTP", VIP)])
 def test_the_client_is_given_its_time(served, protocol, vip):
@@ -101,6 +102,7 @@ def test_the_client_is_given_its_time(served, protocol, vip):
     assert lasts(ended(connection), 0.5)
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("listener.timeout-member-data")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
 def test_the_member_is_given_its_time(served, protocol):
@@ -123,6 +125,7 @@ def test_the_member_is_given_its_time(served, protocol):
     assert lasts(time.monotonic() - begin, 0.5)
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_member_connect")
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 def test_a_connection_to_a_member_is_given_its_time(served, address):
@@ -134,6 +137,7 @@ def test_a_connection_to_a_member_is_given_its_time(served, address):
     assert lasts(time.monotonic() - begin, 4 * 0.2)
 
 
+@pytest.mark.quiet
 @pytest.mark.feature_partly("listener.timeout-tcp-inspect")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
 def test_what_comes_late_is_served(served, protocol):
@@ -159,6 +163,7 @@ def test_what_comes_late_is_served(served, protocol):
         assert ask(connection).status == 200
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_client_data")
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_upgraded_connection_has_a_time_of_its_own(served, tenant, tls):

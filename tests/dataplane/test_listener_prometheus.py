@@ -97,6 +97,7 @@ def test_it_may_be_read_over_tls(served, tenant):
     assert b"octavia_" not in plain.recv(4096)
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
 def test_a_thousand_members_are_told_of_at_once(served):
     web = served.web()

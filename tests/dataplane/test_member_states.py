@@ -56,6 +56,7 @@ def test_nobody_is_left_when_all_are_drained(served, protocol):
     assert peer.connections == 0
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS"])
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
 def test_a_dead_member_that_nobody_watches_delays_nobody(served, protocol, algorithm):

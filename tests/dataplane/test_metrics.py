@@ -177,6 +177,7 @@ def processor_time(amphora) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.quiet
 def test_a_thousand_members_in_well_under_a_tenth_of_a_second(amphora, client):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} 198.51.100.101:{1024 + n} weight 1\n" for n in range(1000)

@@ -201,7 +201,8 @@ def test_rise_and_fall_are_counted_exactly(served):
     for asked, delay in ((patients[3, 2].times, 1), (times, 3)):
         pauses = [after - before for before, after in itertools.pairwise(asked)]
         assert len(pauses) >= 2
-        assert all(delay * 0.9 <= pause for pause in pauses), pauses
+        # All of them together: one that is noted late makes the pause after it short.
+        assert sum(pauses) >= delay * 0.9 * len(pauses), pauses
         assert sorted(pauses)[len(pauses) // 2] <= delay * 1.5, pauses
 
 
@@ -222,9 +223,12 @@ def test_who_takes_too_long_is_down(served, tenant, kind):
 
     try:
         push("short", 1)
-        began = time.monotonic()
         served.until_states("pool", {f"short {kind}": "DOWN"})
-        assert time.monotonic() - began >= 0.9
+        # HAProxy's own clock: whoever looks from outside may look late.
+        backend = f"{id_of('pool', 'pool')}:{id_of('listener', 80)}"
+        checked = served.statistics()[backend, id_of("member", f"short {kind}")]
+        assert checked["check_status"].endswith("TOUT"), checked["check_status"]
+        assert int(checked["check_duration"]) >= 900
         push("long", 3)
         served.until_states("pool", {f"long {kind}": "UP"})
     finally:

@@ -48,7 +48,7 @@ def test_who_is_alive(served, tenant, kind, address):
     served.push(
         load_balancer(
             listener(80, protocol="TCP"),
-            pool("pool", *members, protocol="TCP", monitor=monitor(kind, url_path="/check")),
+            pool("pool", *members, protocol="TCP", monitor=monitor(kind, url_path="/check", timeout=1)),
         )
     )
     alive = ALIVE[kind]

@@ -22,7 +22,8 @@ from pair_lab import FAST, USUAL, VIP, VIP6, Pair, plain
 from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
 
-pytestmark = pytest.mark.root
+# Nodes take over after 0.6 s of silence, and outages are measured.
+pytestmark = [pytest.mark.root, pytest.mark.quiet]
 
 HEALED = 2.0
 """Seconds after which there is one holder again, and clients go to it."""
@@ -54,60 +55,80 @@ def test_exactly_one_has_both_vips(pair):
         assert said is node.holds()
 
 
-def test_handed_over_without_cutting(pair):
-    """The VIPs move, and connections that are open go on: by way of the new holder, to the former one."""
-    echo = EchoServer(pair.members, "echo")
-    try:
-        _hand_over(pair, echo)
-    finally:
-        echo.close()
-
-
-def _hand_over(pair, echo):
-    tree = load_balancer(
+def _balancer(web, echo, **more):
+    """HTTP at port 80, and connections that last at port 81."""
+    return load_balancer(
         listener(80),
         listener(81, protocol="TCP", pool="tcp"),
-        pool("pool", *[member(peer) for peer in pair.peers]),
+        pool("pool", member(web)),
         pool("tcp", member(echo), protocol="TCP"),
+        **more,
     )
-    pair.push(tree)
-    pair.calm()
+
+
+def test_handed_over_without_cutting(pair):
+    """The VIPs move, and connections that are open go on: by way of the new holder, to the former one."""
+    with closing(EchoServer(pair.members, "echo")) as echo:
+        tree = _balancer(pair.peers[0], echo)
+        pair.push(tree)
+        pair.calm()
+        holder, standby = pair.holder, pair.standby
+        open_ones, later = _hand_over(pair, VIP, VIP6)
+        assert standby.call("GET", "/v2/vrrp")[1]["connections"] >= len(later)
+        pair.push(tree)  # what is pushed meanwhile leaves the detour alone
+        _talk((*open_ones, *later), 10)
+        _kill_agents(pair)
+        _talk((*open_ones, *later), 10, 200_000)
+        assert holder.call("GET", "/v2/vrrp")[1]["draining"] > 0
+        _ended(holder, open_ones)
+        _talk(later, 10)
+        assert pair.holder is standby
+        assert "amphora_handover" in standby.inside("nft", "list", "tables")
+        pair.push(tree, to=[standby], peers=())
+        eventually(
+            lambda: "amphora_handover" not in standby.inside("nft", "list", "tables"),
+            "who is no partner is sent nothing",
+        )
+        eventually(lambda: "handover0" not in standby.inside("ip", "link"), "the tunnel's other end is gone")
+        assert {VIP, VIP6} <= set(standby.addresses())  # it has them on one interface now
+        _close(later)
+        pair.push(tree)
+        pair.settled()
+
+
+def _hand_over(pair, *vips):
+    """Connections that were open before, and later ones."""
     holder, standby = pair.holder, pair.standby
-    connections = _greeted(pair)
+    open_ones = _greeted(pair, vips)
     with pair.asking() as asker:
         assert standby.call("POST", "/v2/vrrp/expect", {"seconds": 30})[0] == 200
         status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 20})
         assert (status, answer["holds_vip"]) == (200, False), answer
         eventually(lambda: standby.holds(pair.vip), "the partner has the VIPs", 5.0)
-        _talk(connections, 10, 200_000)
-        later = _greeted(pair)
+        _talk(open_ones, 10, 200_000)
+        for each in vips:  # before they have heard of it, the former one would take them
+            eventually(lambda v=each: pair.network.neighbour("cl", v) == standby.where.mac, "clients go to the partner")
+        later = _greeted(pair, vips)
     assert asker.failed == []
     eventually(  # those of the asker end in a moment
-        lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(connections), "its connections are counted"
+        lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(open_ones), "its connections are counted"
     )
-    assert standby.call("GET", "/v2/vrrp")[1]["connections"] >= len(later)
-    pair.push(tree)  # what is pushed meanwhile leaves the detour alone
-    _talk((*connections, *later), 10)
-    _kill_agents(pair)
-    _talk((*connections, *later), 10, 200_000)
-    assert holder.call("GET", "/v2/vrrp")[1]["draining"] > 0
-    for each in connections:
-        each.close()
+    return open_ones, later
+
+
+def _ended(holder, connections):
+    _close(connections)
     eventually(lambda: holder.call("GET", "/v2/vrrp")[1]["draining"] is None, "the last connection has ended")
     eventually(lambda: "handover0" not in holder.inside("ip", "link"), "the tunnel is gone")
-    _talk(later, 10)
-    assert pair.holder is standby
-    assert "amphora_handover" in standby.inside("nft", "list", "tables")
-    pair.push(tree, to=[standby], peers=())
-    eventually(
-        lambda: "amphora_handover" not in standby.inside("nft", "list", "tables"), "who is no partner is sent nothing"
-    )
-    pair.push(tree)
-    pair.settled()
 
 
-def _greeted(pair):
-    made = [pair.visitor.connect(81, address) for address in (VIP, VIP6)]
+def _close(connections):
+    for each in connections:
+        each.close()
+
+
+def _greeted(pair, vips):
+    made = [pair.visitor.connect(81, address) for address in vips]
     for each in made:
         assert each.recv(100) == b"echo\n"
     return made
@@ -341,20 +362,29 @@ def test_released_by_who_does_not_hold(pair):
     assert pair.standby.call("POST", "/v2/vrrp/expect", {"seconds": -1})[0] == 400
 
 
-def test_a_network_of_ipv6_only(pair):
-    """Nodes speak IPv6 with each other, and take over."""
-    pair.six = True
-    with closing(pair.web("six", MEMBER6)) as web:
+@pytest.mark.parametrize("dual", [False, True], ids=["alone", "dual"])
+def test_nodes_that_speak_ipv6(pair, dual):
+    """They take over, and hand over without cutting; alone or with VIPs of IPv4 beside, packets fit into the tunnel."""
+    vips = (VIP6, VIP) if dual else (VIP6,)
+    pair.speak_ipv6(alone=not dual)
+    with closing(pair.web("six", MEMBER6)) as web, closing(EchoServer(pair.members, "echo", MEMBER6)) as echo:
         pair.peers.remove(web)
-        tree = load_balancer(listener(80), pool("pool", member(web)), vip=vip(VIP6), additional_vips=())
-        pair.push(tree)
-        eventually(lambda: not any(node.holds(VIP) for node in pair.nodes), "the former instance is gone")
-        pair.calm()
+        pair.push(_balancer(web, echo, vip=vip(VIP6), additional_vips=tuple(map(vip, vips[1:]))))
+        if not dual:
+            eventually(lambda: not any(node.holds(VIP) for node in pair.nodes), "the former instance is gone")
+        pair.steady()
         takes_over(pair, lambda node: node.kill("haproxy"))
+        pair.steady()
+        holder = pair.holder
+        open_ones, later = _hand_over(pair, *vips)
+        assert pair.holder is not holder
+        _ended(holder, open_ones)
+        _talk(later, 200_000)
+        _close(later)
 
 
 def test_usual_interval(pair):
     pair.advert = USUAL
     pair.push(plain(pair))
-    pair.calm()
+    pair.steady()
     takes_over(pair, lambda node: node.everything(signal.SIGKILL), bound=4.0)

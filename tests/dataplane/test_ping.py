@@ -316,6 +316,7 @@ def test_a_failure_within_is_a_new_beginning(network, responder):
     assert client(ping, MEMBER) == 200
 
 
+@pytest.mark.quiet
 def test_a_thousand_members_cost_little(network, responder):
     def many():
         for _ in range(500):

@@ -217,6 +217,7 @@ class Presence:
         self._inner.close()
 
 
+@pytest.mark.quiet
 def test_an_amphora_that_stops_being_one_of_several_keeps_its_vips(amphora):
     """keepalived takes the VIPs away when it ends; a moment later the agent has them. Nothing is done in between."""
     advert = 0.2

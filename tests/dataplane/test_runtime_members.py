@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from every_haproxy import Words, lab_with, worker
-from haproxy_versions import VERSIONS
+from every_haproxy import Words, on_every_haproxy, worker
 from peers import MEMBER, MEMBER6
 from visitors import PATIENCE, answer, ask
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 from amphora_agent.haproxy import abilities
 
-pytestmark = pytest.mark.root
-
-
-@pytest.fixture(scope="module", params=VERSIONS, ids=str)
-def lab(request, authority, tmp_path_factory):
-    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
-    made.series = request.param.series
-    yield made
-    made.close()
+pytestmark = [pytest.mark.root, on_every_haproxy]
 
 
 @pytest.fixture

@@ -8,21 +8,13 @@ import re
 import ssl
 
 import pytest
-from every_haproxy import lab_with, worker
-from haproxy_versions import VERSIONS
+from every_haproxy import on_every_haproxy, worker
 from pki import Authority
 from visitors import ask, serving, trusting
 from wanted import id_of, listener, load_balancer, member, pool
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, on_every_haproxy]
 TLS12, TLS13 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
-
-
-@pytest.fixture(scope="module", params=VERSIONS, ids=str)
-def lab(request, authority, tmp_path_factory):
-    made = lab_with(request.param, authority, tmp_path_factory.mktemp("lab"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_a_reload_that_fails_leaves_the_old_worker_serving(amphora):
         assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 1
         client.hears("m1")
         # HAProxy pauses its old worker for a second, in case it is the one that has the port; nothing stops it.
-        client.failures.clear()
+        client.forgive()
         amphora.supervisor(op="stop", name="squatter")
         status, answer = amphora.push(2, wanted)
         assert (status, answer["how"]) == (200, "reload"), answer
@@ -82,6 +82,7 @@ def test_a_power_cut_leaves_the_last_confirmed_bundle(amphora, network):
     assert amphora.push(7, text(listener(["m1", "m2"])))[1]["how"] == "unchanged"
 
 
+@pytest.mark.quiet
 def test_termination_ends_everything(amphora):
     amphora.push(1, text(listener(["m1"])))
     everything = descendants(amphora.init())

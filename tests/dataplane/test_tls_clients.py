@@ -63,6 +63,11 @@ def asking(mode: str | None, ca: str | None = "clients", crl: str | None = None)
     return {name: value for name, value in found.items() if value is not None}
 
 
+def named(wanted: dict | set) -> str:
+    """The same in every process: a set's order is not."""
+    return "-".join(sorted(wanted)) if isinstance(wanted, set) else "-".join(wanted.values()) or "unsaid"
+
+
 def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
     """Who gets an answer."""
     found = set()
@@ -83,7 +88,7 @@ EVERYBODY = {NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER}
 @pytest.mark.feature(
     "listener.client_authentication", "listener.client_ca_tls_container_ref", "listener.client_crl_container_ref"
 )
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -99,7 +104,7 @@ EVERYBODY = {NOBODY, MEMBER, REVOKED, EXPIRED, STRANGER}
         (asking(None), EVERYBODY),
         (asking(None, None), EVERYBODY),
     ],
-    ids=str,
+    ids=named,
 )
 def test_who_is_let_in(served, tenant, people, secrets, version, wanted, expected):
     served.push(load_balancer(terminated(**wanted), pool("pool", member(served.web()))), secrets)

@@ -277,6 +277,7 @@ def processor_time(pids) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.quiet
 def test_a_thousand_members_are_cheap_to_count(amphora, mailbox):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} {MEMBERS['m1']}:80 weight 1\n" for n in range(1000)

@@ -219,8 +219,8 @@ class Processes:
         return self.resident()
 
     def _watch(self) -> None:
-        # No event tells how many there are: every 5 ms is often enough for one that lives as long as a reload takes.
-        while not self._ending.wait(0.005):
+        # No event tells how many there are: every 20 ms is often enough for one that lives as long as a reload takes.
+        while not self._ending.wait(0.02):
             self.most = max(self.most, len(self.workers))
 
     def __enter__(self):

@@ -34,7 +34,7 @@ from wanted import VIP, VIP6
 VIPS = (VIP, VIP6)
 CLIENT, CLIENT6 = "198.51.100.20", "2001:db8:1::20"
 OTHER, OTHER6 = "198.51.100.21", "2001:db8:1::21"
-PATIENCE = 10.0
+PATIENCE = 20.0
 _TROUBLE = (OSError, http.client.HTTPException, EOFError)
 
 

@@ -109,8 +109,8 @@ def member(peer, **more) -> Member:
 
 
 def monitor(kind: str = "HTTP", **more) -> HealthMonitor:
-    """A health monitor, as quick as the API allows."""
-    more = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1, **more}
+    """A health monitor, as quick as the API allows; a member on a busy machine may take its time to answer."""
+    more = {"delay": 1, "timeout": 3, "max_retries": 1, "max_retries_down": 1, **more}
     more.setdefault("id", id_of("monitor", kind))
     return HealthMonitor(pool_id="", type=MonitorType(kind), **more)
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from amphora_agent import confirmed
+from amphora_agent.applying import confirmed
 from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse
 from amphora_agent.errors import MachineError, MalformedBundle
 

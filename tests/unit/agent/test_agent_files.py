@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from amphora_agent.applying.files import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
-from amphora_agent.files import FileSets
 from amphora_agent.haproxy import document, tables
 from amphora_agent.haproxy.configuration import parse
 from amphora_agent.haproxy.refusal import refusal

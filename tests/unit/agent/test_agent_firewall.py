@@ -6,10 +6,11 @@ from __future__ import annotations
 import ipaddress
 import random
 import uuid
+from dataclasses import replace
 
 import pytest
 
-from amphora_agent.bundle import Allowed, Bundle, Limits, Partner, Vrrp
+from amphora_agent.bundle import Allowed, Bundle, Interface, Limits, Partner, Vrrp
 from amphora_agent.network.firewall import OPEN, Pair, Port, Restrictions, difference, render, restrictions_of, tighter
 
 LOCAL, PEER, PEER6 = "198.51.100.11", "198.51.100.12", "2001:db8:1::12"
@@ -116,6 +117,18 @@ def test_partners():
     six = render(restrictions_of(bundle(vrrp=vrrp("2001:db8:1::11", "2001:db8:1::13", PEER6))))
     assert "meta l4proto 112 ip6 saddr { 2001:db8:1::12, 2001:db8:1::13 } accept" in six
     assert " ip saddr" not in six
+
+
+def test_segments_fit_into_a_tunnel_of_ipv6():
+    """1500 bytes less 70 of the tunnel's headers, and 40 or 60 of IP and TCP."""
+    interface = Interface("02:00:00:00:00:01", "eth1", 1500, (), (), ())
+    six, four = (
+        render(restrictions_of(replace(bundle(vrrp=vrrp(local)), interfaces=(interface,))))
+        for local in ("2001:db8:1::11", LOCAL)
+    )
+    flags = "tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set"
+    assert f"meta nfproto 2 {flags} 1390\n\t\tmeta nfproto 10 {flags} 1370\n" in six
+    assert "maxseg" not in four
 
 
 def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():

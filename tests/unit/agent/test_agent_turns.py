@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from amphora_agent.tally import UNCHANGED, Deed, Tally
-from amphora_agent.turns import Turns
+from amphora_agent.applying.tally import UNCHANGED, Deed, Tally
+from amphora_agent.applying.turns import Turns
 
 PATIENCE = 10.0
 

@@ -12,37 +12,33 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from amphora_agent import confirmed as disk
-from amphora_agent import precedence, reboot
-from amphora_agent.bundle import Bundle, Host, Limits, digest, parse
+from amphora_agent.applying import confirmed as disk
+from amphora_agent.applying import precedence, reboot
+from amphora_agent.applying.confirmed import Confirmed, Draft
+from amphora_agent.applying.files import FileSets
+from amphora_agent.applying.outcome import Outcome
+from amphora_agent.applying.points import Point, reach
+from amphora_agent.applying.serving import Serving
+from amphora_agent.applying.switch import Switch
+from amphora_agent.applying.tally import UNCHANGED, Deed, Tally
+from amphora_agent.applying.turns import Turns
+from amphora_agent.bundle import Bundle, Host, digest, parse
 from amphora_agent.config import Settings
-from amphora_agent.confirmed import Confirmed, Draft
-from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError, MachineError
-from amphora_agent.files import FileSets
-from amphora_agent.haproxy import alteration, certificates
-from amphora_agent.haproxy import configuration as text_of
-from amphora_agent.haproxy import document as document_of
+from amphora_agent.errors import AgentError, HaproxyError, MachineError
+from amphora_agent.haproxy import alteration
 from amphora_agent.haproxy.alteration import Changed
-from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.readback import NOTHING, Loaded
+from amphora_agent.haproxy.readback import Loaded
 from amphora_agent.keepalived.configuration import Pair, pair
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.plumbing import Plumbing
-from amphora_agent.outcome import Outcome
 from amphora_agent.paths import Paths
-from amphora_agent.points import Point, reach
-from amphora_agent.switch import Switch
-from amphora_agent.tally import UNCHANGED, Deed, Tally
-from amphora_agent.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -71,13 +67,13 @@ class Applier:
         self._keepalived = keepalived
         self._after = after
         self._plumbing = Plumbing(inner)
-        self._read: tuple[str, Configuration] | None = None
         self._lock = threading.Lock()
         self._turns: Turns[Outcome] = Turns()
         self._switch = Switch(paths)
         self._tally = Tally()
         self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
+        self._serving = Serving(haproxy, self._switch, self._files, paths)
         self._has_applied = False
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
@@ -85,9 +81,10 @@ class Applier:
             self._confirmed = disk.read(paths.confirmed)
         except MachineError as error:
             _log.error("%s", error)
-        if self._confirmed is not None and not self._files.holds(self._confirmed.bundle.files):
-            self._confirmed, self._lost = None, self._confirmed
-            _log.warning("The files of generation %d are gone; it has to be pushed again", self._highest)
+        found = self._confirmed
+        if found is not None and not self._files.holds(found.bundle.files):
+            self._confirmed, self._lost = None, found
+            _log.warning("The files of generation %d are gone; it has to be pushed again", found.bundle.generation)
         self._tell_pings = tell_pings
         self._pings: Mapping[str, Host] = {}
         self._have_confirmed_pinged()
@@ -139,10 +136,10 @@ class Applier:
         return None if confirmed is None else pair(confirmed.bundle.vrrp, confirmed.bundle.interfaces)
 
     @property
-    def _highest(self) -> int | None:
-        """The highest generation that was ever confirmed."""
+    def _last(self) -> Bundle | None:
+        """The bundle that was confirmed last, whether or not it can be served."""
         last = self._confirmed or self._lost
-        return last.bundle.generation if last is not None else None
+        return None if last is None else last.bundle
 
     def apply(self, body: bytes) -> Outcome:
         """Apply a bundle as it came over the wire. Raises what `apply_bundle` does, and `MalformedBundle`."""
@@ -160,8 +157,7 @@ class Applier:
         Raises:
             AgentError: as in docs/agent-api.md; the last good configuration serves.
         """
-        last = self._confirmed or self._lost
-        precedence.refuse_foreign(bundle, self._settings.amphora_id, None if last is None else last.bundle)
+        precedence.refuse_foreign(bundle, self._settings.amphora_id, self._last)
         outcome = self._turns.take(
             bundle.generation, bundle.load_balancer_id, lambda: self._apply_in_turn(bundle, received)
         )
@@ -172,8 +168,7 @@ class Applier:
     def _apply_in_turn(self, bundle: Bundle, received: str) -> Outcome:
         with self._lock:
             reach(Point.TAKEN)
-            last = self._confirmed or self._lost
-            precedence.refuse_stale(bundle, None if last is None else last.bundle, lost=self._lost is not None)
+            precedence.refuse_stale(bundle, self._last, lost=self._lost is not None)
             # The same bundle again keeps the moment at which it was first confirmed.
             same = self._confirmed is not None and self._confirmed.digest == received
             draft = None if same else Draft(self._paths.confirmed, disk.as_of_now(bundle, received))
@@ -201,7 +196,7 @@ class Applier:
             return
         with self._lock:
             try:
-                wanted = self._parsed(bundle.haproxy)
+                wanted = self._serving.parsed(bundle.haproxy)
                 served = self._confirmed.bundle.files if self._confirmed is not None else ()
                 directory = self._files.lay_out(bundle.files, served)
                 document = self._haproxy.document(
@@ -258,7 +253,7 @@ class Applier:
                     self._plumbing.begin(bundle, self._served, may_lack=draft is None)
                 self._keepalived.check(elected)
                 self._reserve(draft, None)
-                deed, loaded = self._stop()
+                deed, loaded = self._serving.stop()
                 if not plumbed:
                     self._finish_plumbing(bundle, may_lack=draft is None)
             else:
@@ -322,12 +317,12 @@ class Applier:
             plumbed: whether the network is as wanted; otherwise what is needed is added before and the rest goes after.
         """
         elected = pair(bundle.vrrp, bundle.interfaces)
-        before, wanted = self._switch.serving(), self._parsed(text)
+        before, wanted = self._switch.serving(), self._serving.parsed(text)
         served = self._confirmed.bundle.files if self._confirmed is not None else ()
         directory = self._files.lay_out(bundle.files, served)
         document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
         reach(Point.FILES)
-        verdict = self._verdict(before, wanted, bundle, directory)
+        verdict = self._serving.verdict(before, self._last, wanted, bundle, directory)
         early: Changed | None = None
         place = self._haproxy.lay_down(document, before)
         if before == document and isinstance(verdict, Unchanged):
@@ -341,9 +336,9 @@ class Applier:
             reach(Point.CHECKING)
             self._reserve(draft, place)
             at_once = verdict if plumbed and isinstance(verdict, Runtime) else None
-            running = self._parsed(before.text) if before is not None and isinstance(verdict, Runtime) else None
+            running = self._serving.parsed(before.text) if before is not None and isinstance(verdict, Runtime) else None
             try:
-                early = self._change_running(at_once, directory) if at_once is not None else None
+                early = self._serving.change_running(at_once, directory) if at_once is not None else None
                 with self._haproxy.checking(document, place, wanted, bundle.files, running) as check:
                     if at_once is not None:
                         early = early or alteration.outcome(self._haproxy, at_once.steps, wanted)
@@ -354,7 +349,7 @@ class Applier:
                     self._keepalived.check(elected)
             except (AgentError, OSError):
                 if at_once is not None:
-                    self._undo(before)
+                    self._serving.undo(before)
                 raise
             if not plumbed:
                 self._plumbing.begin(bundle, self._served, may_lack=draft is None)
@@ -363,98 +358,11 @@ class Applier:
         self._switch.mark()
         if before != document:
             self._switch.go()
-        outcome = self._bring_about(verdict, wanted, early, bundle.limits, directory)
+        outcome = self._serving.bring_about(verdict, wanted, early, bundle.limits, directory)
         if not plumbed:
             self._finish_plumbing(bundle, may_lack=draft is None)
-        self._read = text, wanted
+        self._serving.keep(text, wanted)
         return outcome
-
-    def _change_running(self, verdict: Runtime, directory: Path) -> HaproxyError | None:
-        """Change the running HAProxy, before another one checks the file; that file waits for the check."""
-        self._switch.mark()
-        failed = alteration.make(self._haproxy, verdict.steps, directory)
-        reach(Point.EARLY)
-        return failed
-
-    def _undo(self, before: Document | None) -> None:
-        """Take back what was changed early: the file was refused. The one that was served is still in its place."""
-        try:
-            configuration = self._parsed(before.text if before is not None else "")
-            try:
-                self._haproxy.verify(configuration, before.files if before is not None else None)
-            except HaproxyError as error:
-                self._reload(configuration, Deed("reload", f"back to what was served: {error.happened}"), None)
-            self._paths.unfinished.unlink(missing_ok=True)
-        except (AgentError, OSError) as error:
-            _log.error("Going back to the last good configuration: %s", error)
-
-    def _verdict(
-        self, before: Document | None, wanted: Configuration, bundle: Bundle, directory: Path
-    ) -> Verdict | None:
-        """What HAProxy needs; None if it does not run."""
-        if not self._haproxy.is_running():
-            return None
-        last = self._confirmed or self._lost
-        if before is None or last is None or self._switch.is_interrupted:
-            return Reload("an earlier change was interrupted")
-        elsewhere = []
-        if replace(last.bundle.limits, workers=None) != replace(bundle.limits, workers=None):
-            elsewhere.append("the limits of the process changed")
-        if document_of.peers(last.bundle.vrrp) != document_of.peers(bundle.vrrp):
-            elsewhere.append("who shares its stick tables changed")
-        try:
-            running = self._parsed(before.text)
-            different = certificates.changed(last.bundle.files, bundle.files)
-            files = certificates.changes(
-                self._files.side(running, last.bundle.files, before.files or directory, ()),
-                self._files.side(wanted, bundle.files, directory, different),
-            )
-            return compare(running, wanted, elsewhere, files, self._haproxy.abilities())
-        except (ConfigurationRefused, OSError):
-            return Reload("what was served before cannot be compared")
-
-    def _parsed(self, text: str) -> Configuration:
-        """A text as data; the one applied last was kept."""
-        if self._read is not None and self._read[0] == text:
-            return self._read[1]
-        return text_of.parse(text, self._read[1] if self._read is not None else None)
-
-    def _bring_about(
-        self, verdict: Verdict | None, wanted: Configuration, early: Changed | None, limits: Limits, files: Path
-    ) -> tuple[Deed, Loaded]:
-        if verdict is None:
-            self._haproxy.start()
-            return Deed("start", "HAProxy was not running"), self._haproxy.verify(wanted)
-        if isinstance(verdict, Runtime):
-            done = early or self._change_running(verdict, files)
-            done = done or alteration.outcome(self._haproxy, verdict.steps, wanted)
-            if isinstance(done, Loaded):
-                return Deed("runtime", verdict.reason), done
-            verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")
-        if isinstance(verdict, Unchanged):
-            with suppress(HaproxyError):
-                return UNCHANGED, self._haproxy.verify(wanted, files)
-            verdict = Reload("HAProxy did not run what it was told to")
-        deed = Deed("reload", verdict.reason)
-        self._reload(wanted, deed, limits.workers)
-        return deed, self._haproxy.verify(wanted)
-
-    def _reload(self, wanted: Configuration, deed: Deed, most: int | None) -> None:
-        """Have a new worker read the file that is there."""
-        _log.info("A new worker of HAProxy, because: %s", deed.reason)
-        if not self._haproxy.is_running():  # it has died a moment ago
-            self._haproxy.start()
-            return
-        before = self._switch.before
-        self._haproxy.reload(wanted, drain=before.drain if before is not None else document_of.DRAIN_SECONDS, most=most)
-
-    def _stop(self) -> tuple[Deed, Loaded]:
-        if self._switch.serving() is None and not self._haproxy.is_running():
-            return UNCHANGED, NOTHING
-        self._switch.mark()
-        self._switch.forget()
-        self._haproxy.stop()
-        return Deed("stop", "no listener is wanted"), NOTHING
 
     def _tidy(self) -> None:
         """Remove the files that neither the last confirmed bundle nor a start of HAProxy would need."""
@@ -475,24 +383,10 @@ class Applier:
             if draft is not None:
                 draft.discard()
             if self._switch.gone:
-                self._restore(self._switch.go_back())
+                deed = self._serving.restore(self._switch.go_back())
+                if deed is not None:
+                    self._count(deed)
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)
         finally:
             self._plumbing.go_back(self._served)
-
-    def _restore(self, before: Document | None) -> None:
-        if before is None:
-            self._haproxy.stop()
-            self._switch.finish()
-            return
-        configuration = text_of.parse(before.text)
-        if self._haproxy.is_running():
-            try:
-                self._haproxy.verify(configuration, before.files if before is not None else None)
-            except HaproxyError as error:
-                deed = Deed("reload", f"back to what was served: {error.happened}")
-                self._reload(configuration, deed, None)
-                self._count(deed)
-        elif before.files is None or before.files.is_dir():
-            self._haproxy.start()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from amphora_agent.applying.tally import Deed
 from amphora_agent.haproxy.readback import Loaded
-from amphora_agent.tally import Deed
 
 
 @dataclass(frozen=True)
