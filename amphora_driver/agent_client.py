@@ -12,11 +12,13 @@ Source: docs/agent-api.md.
 from __future__ import annotations
 
 import datetime as dt
+import socket
 import ssl
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +26,8 @@ import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-from amphora_driver.agent_identity import LATEST, Identity
+from amphora_driver.agent_identity import EXCHANGE, Exchange, Identity
+from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
 from amphora_driver.secret import Secret
 
@@ -40,10 +43,20 @@ _MOST_DIAGNOSTICS = 32 << 20
 _CHUNK = 1 << 16
 # Nesting too deep and text that is no UTF-8 are not all DecodeErrors.
 _NOT_UNDERSTOOD = (msgspec.DecodeError, ValueError, RecursionError)
-# Pauses between attempts to reach an agent that boots, and the longest single attempt, in seconds.
+# Pauses between questions to an agent whose port listens before it can answer, and how long a port that does not
+# is tried for, in seconds: a machine that is not there yet drops what is sent to it.
 _FIRST_PAUSE = 0.02
-_LONGEST_PAUSE = 1.0
-_ATTEMPT = 1.0
+_LONGEST_PAUSE = 0.2
+_KNOCK = 0.3
+# Seconds in which a machine acknowledges what it is sent, or the connection counts as broken (tcp(7)).
+_UNACKNOWLEDGED = 10.0
+# Seconds after which an agent that says nothing is asked by another connection whether it is there at all (as many
+# times longer as its answer may take), and the time it has for shaking hands.
+_SILENCE, _HANDSHAKE = 10.0, 5.0
+_SOCKET_OPTIONS = [
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNACKNOWLEDGED * 1000)),
+]
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,8 +131,8 @@ class _ErrorDocument(msgspec.Struct):
 class AgentClient:
     """Calls agents, from any thread. Connections stay open between calls.
 
-    Every method takes the amphora's id, its management address and optionally a `deadline` on
-    `time.monotonic()`'s clock, and raises
+    Every method takes the amphora's id, its management address and optionally the `deadline` of what it is a part of,
+    and raises
 
     * `AgentUnreachable`: no answer in time, or the connection broke. Every call may be repeated.
     * `AgentUntrusted`: the other side is not that amphora.
@@ -139,7 +152,7 @@ class AgentClient:
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
 
-    def put_bundle(self, amphora_id: str, address: str, body: bytes, *, deadline: float | None = None) -> Applied:
+    def put_bundle(self, amphora_id: str, address: str, body: bytes, *, deadline: Deadline | None = None) -> Applied:
         """Give the amphora its whole wanted state (the JSON document of docs/agent-api.md).
 
         Returns once the amphora serves it.
@@ -147,34 +160,34 @@ class AgentClient:
         call = _Call("PUT", "/v2/bundle", f"give amphora {amphora_id} its configuration", body=body)
         return _decode(self._request(amphora_id, address, call, deadline), Applied, call)
 
-    def bundle_state(self, amphora_id: str, address: str, *, deadline: float | None = None) -> BundleState:
+    def bundle_state(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> BundleState:
         """What the amphora confirmed last."""
         call = _Call("GET", "/v2/bundle", f"ask amphora {amphora_id} what it serves")
         return _decode(self._request(amphora_id, address, call, deadline), BundleState, call)
 
-    def info(self, amphora_id: str, address: str, *, deadline: float | None = None) -> Info:
+    def info(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> Info:
         """Versions and capabilities."""
         call = _Call("GET", "/v2/info", f"ask amphora {amphora_id} for its versions")
         return _decode(self._request(amphora_id, address, call, deadline), Info, call)
 
-    def expect_vips(self, amphora_id: str, address: str, seconds: float) -> None:
+    def expect_vips(self, amphora_id: str, address: str, seconds: float, *, deadline: Deadline | None = None) -> None:
         """Have the amphora be ready for its partner's VIPs, and hand on what belongs to connections of that one."""
         body = msgspec.json.encode({"seconds": seconds})
         call = _Call("POST", "/v2/vrrp/expect", f"have amphora {amphora_id} expect the VIPs", body=body)
-        self._request(amphora_id, address, call, None)
+        self._request(amphora_id, address, call, deadline)
 
-    def release_vips(self, amphora_id: str, address: str, drain: float) -> None:
+    def release_vips(self, amphora_id: str, address: str, drain: float, *, deadline: Deadline | None = None) -> None:
         """Have the amphora give the VIPs to its partner; its connections may go on for `drain` seconds."""
         body = msgspec.json.encode({"drain": drain})
         call = _Call("POST", "/v2/vrrp/release", f"have amphora {amphora_id} hand its VIPs over", body=body)
-        self._request(amphora_id, address, call, None)
+        self._request(amphora_id, address, call, deadline)
 
-    def vrrp(self, amphora_id: str, address: str, *, deadline: float | None = None) -> Vrrp:
+    def vrrp(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> Vrrp:
         """Who has the VIPs as far as the amphora knows, and whether connections go on after they went."""
         call = _Call("GET", "/v2/vrrp", f"ask amphora {amphora_id} about its VIPs")
         return _decode(self._request(amphora_id, address, call, deadline), Vrrp, call)
 
-    def diagnostics(self, amphora_id: str, address: str, *, deadline: float | None = None) -> dict[str, Any]:
+    def diagnostics(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> dict[str, Any]:
         """All that helps to understand a broken amphora, as one document."""
         call = _Call("GET", "/v2/diagnostics", f"diagnose amphora {amphora_id}", most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
@@ -187,7 +200,7 @@ class AgentClient:
         *,
         client_ca: bytes | None = None,
         server_ca: bytes | None = None,
-        deadline: float | None = None,
+        deadline: Deadline | None = None,
     ) -> Renewed:
         """Give the amphora another certificate, even if the one it shows has expired.
 
@@ -210,26 +223,32 @@ class AgentClient:
         finally:
             pool.close()
 
-    def wait_until_ready(self, amphora_id: str, address: str, deadline: float) -> Info:
-        """Ask again and again until the agent of a booting amphora answers.
+    def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
+        """Ask the agent of a booting amphora, again while its port listens but nothing stands behind it yet.
+
+        Whether the port listens is for others to wait for.
 
         Raises:
-            AgentUnreachable: it did not until the deadline.
+            AgentUnreachable: the port does not listen, or it did not answer until the deadline.
         """
         pause = _FIRST_PAUSE
-        call = _Call("GET", "/v2/info", f"reach the agent of amphora {amphora_id}", connect_timeout=_ATTEMPT)
+        call = _Call("GET", "/v2/info", f"reach the agent of amphora {amphora_id}")
+        self._knock(address, call, deadline)
         while True:
             try:
                 return _decode(self._request(amphora_id, address, call, deadline), Info, call)
             except AgentRefused as error:
                 # A server that stands before its application says 503 for a moment.
-                if error.status != 503 or time.monotonic() + pause >= deadline:
-                    raise
-            except AgentUnreachable:
-                if time.monotonic() + pause >= deadline:
+                if error.status != 503 or deadline.left() <= pause:
                     raise
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _knock(self, address: str, call: _Call, deadline: Deadline) -> None:
+        try:
+            socket.create_connection((address, self._port), max(min(_KNOCK, deadline.left()), 0.001)).close()
+        except OSError as error:
+            raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
 
     def forget(self, amphora_id: str) -> None:
         """Close the connections to an amphora that is gone."""
@@ -242,26 +261,40 @@ class AgentClient:
         with self._lock:
             self._drop_all()
 
-    def _request(self, amphora_id: str, address: str, call: _Call, deadline: float | None) -> bytes:
-        return self._ask(lambda: self._pool(amphora_id, address), address, call, deadline)
+    def _request(self, amphora_id: str, address: str, call: _Call, deadline: Deadline | None) -> bytes:
+        there = partial(self._shakes_hands, amphora_id, address)
+        return self._ask(lambda: self._pool(amphora_id, address), address, call, deadline, there)
+
+    def _shakes_hands(self, amphora_id: str, address: str, deadline: Deadline) -> bool:
+        # An exchange of its own, that asks nobody.
+        token = EXCHANGE.set(Exchange(deadline.within(_HANDSHAKE), float("inf"), lambda _: True))
+        try:
+            with socket.create_connection((address, self._port), _KNOCK) as plain:
+                plain.settimeout(_HANDSHAKE)
+                self._identity.context().wrap_socket(plain, server_hostname=amphora_id).close()
+        except OSError:
+            return False
+        finally:
+            EXCHANGE.reset(token)
+        return True
 
     def _ask(
         self,
         pool_of: Callable[[], urllib3.HTTPSConnectionPool],
         address: str,
         call: _Call,
-        deadline: float | None,
+        deadline: Deadline | None,
+        there: Callable[[Deadline], bool] = lambda _: True,
     ) -> bytes:
         """Send and receive; once more if the connection, perhaps kept from an earlier call, broke."""
-        latest = time.monotonic() + self._request_timeout * _patience(call)
-        latest = latest if deadline is None else min(latest, deadline)
+        latest = Deadline(self._request_timeout * _patience(call), call.wanted, deadline)
         for last in (False, True):
             pool = pool_of()
             try:
-                return self._attempt(pool, call, latest)
+                return self._attempt(pool, call, latest, there)
             except (ProtocolError, ClosedPoolError) as error:
                 # The agent restarted since the last call. Every call is idempotent: generations see to that.
-                if last:
+                if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
                 # A kind of timeout by its class, though it may well be a refusal.
@@ -275,16 +308,18 @@ class AgentClient:
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
         raise AssertionError("unreachable")
 
-    def _attempt(self, pool: urllib3.HTTPSConnectionPool, call: _Call, latest: float) -> bytes:
-        left = latest - time.monotonic()
+    def _attempt(
+        self, pool: urllib3.HTTPSConnectionPool, call: _Call, latest: Deadline, there: Callable[[Deadline], bool]
+    ) -> bytes:
+        left = latest.left()
         if left <= 0:
             raise AgentUnreachable(call.wanted, "no time was left for it")
-        connect = min(call.connect_timeout or self._connect_timeout, left)
-        token = LATEST.set(latest)
+        connect = min(self._connect_timeout, left)
+        token = EXCHANGE.set(Exchange(latest, _SILENCE * _patience(call), there))
         try:
             return self._exchange(pool, call, urllib3.Timeout(connect=connect, read=left))
         finally:
-            LATEST.reset(token)
+            EXCHANGE.reset(token)
 
     def _exchange(self, pool: urllib3.HTTPSConnectionPool, call: _Call, timeout: urllib3.Timeout) -> bytes:
         response = pool.urlopen(
@@ -340,6 +375,7 @@ class AgentClient:
             ssl_context=context,
             cert_reqs="CERT_REQUIRED",
             server_hostname=amphora_id,
+            socket_options=_SOCKET_OPTIONS,
         )
 
 
@@ -351,7 +387,6 @@ class _Call(msgspec.Struct, frozen=True):
     wanted: str
     body: bytes | None = None
     most: int = _MOST_ANSWER
-    connect_timeout: float | None = None
 
 
 def _patience(call: _Call) -> float:

@@ -12,35 +12,78 @@ import ssl
 import time
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from amphora_driver.errors import CertificateError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 # OpenSSL's X509_V_FLAG_NO_CHECK_TIME; the ssl module does not name it.
 _NO_CHECK_TIME = 0x200000
-# When the exchange that this thread is in has to be over, on `time.monotonic()`'s clock.
-LATEST: ContextVar[float] = ContextVar("LATEST")
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """One request and its answer.
+
+    Attributes:
+        deadline: when it has to be over.
+        silence: seconds of silence after which the other side is asked whether it is there at all.
+        there: asks it.
+    """
+
+    deadline: Any
+    silence: float
+    there: Any
+
+
+# The exchange that this thread is in.
+EXCHANGE: ContextVar[Exchange | None] = ContextVar("EXCHANGE", default=None)
+# Seconds between two looks whether that moment was brought forward.
+_SLICE = 0.25
 
 
 class BoundedSocket(ssl.SSLSocket):
     """Ends an exchange as a whole in time: a timeout for each read alone lets a peer drip bytes for ever."""
 
+    def do_handshake(self, block: bool = False) -> None:
+        self._in_slices(lambda: super(BoundedSocket, self).do_handshake(block))
+
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        self._hurry()
-        return super().recv_into(buffer, nbytes, flags)
+        return self._in_slices(lambda: super(BoundedSocket, self).recv_into(buffer, nbytes, flags))
 
     def send(self, data: Any, flags: int = 0) -> int:
-        self._hurry()
-        return super().send(data, flags)
+        return self._in_slices(lambda: super(BoundedSocket, self).send(data, flags))
 
-    def _hurry(self) -> None:
-        left = LATEST.get(float("inf")) - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        timeout = self.gettimeout()
-        if timeout is None or timeout > left:
-            self.settimeout(left)
+    def _in_slices(self, act: Callable[[], T]) -> T:
+        """Wait a little at a time: somebody who waits for a dead peer hears within one slice that he need not."""
+        exchange, patience = EXCHANGE.get(), self.gettimeout()
+        asked = time.monotonic()
+        end = None if patience is None else asked + patience
+        try:
+            while True:
+                now = time.monotonic()
+                left = _SLICE if exchange is None else min(exchange.deadline.left(), _SLICE)
+                left = left if end is None else min(left, end - now)
+                if exchange is not None and now - asked >= exchange.silence:
+                    # Long work looks like a dead agent. A frozen one shakes no hands.
+                    asked = now
+                    left = left if exchange.there(exchange.deadline) else 0.0
+                if left <= 0:
+                    raise TimeoutError("timed out")
+                self.settimeout(left)
+                try:
+                    return act()
+                except TimeoutError as error:
+                    # The kernel's own (ETIMEDOUT): the peer does not acknowledge what we send.
+                    if error.errno is not None:
+                        raise
+        finally:
+            self.settimeout(patience)
 
 
 class _RenewingSocket(BoundedSocket):

@@ -79,6 +79,29 @@ class Catalogue:
         ports = self.network(source)
         return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
 
+    def networks(self) -> dict[str, Network]:
+        """Every network backend that is enabled and can be had, by name."""
+        return self._all("network", self.network)
+
+    def computes(self) -> dict[str, Any]:
+        """Every compute backend that is enabled and can be had, by name, with a network backend that suits it."""
+
+        def suited(name: str) -> Any:
+            wiring = self._type(COMPUTE, name).wiring
+            names = (one for one in self._names("network") if self._type(NETWORK, one).wiring == wiring)
+            return self.compute(name, next(names, None))
+
+        return self._all("compute", suited)
+
+    def _all(self, group: str, get: Callable[[str], Any]) -> dict[str, Any]:
+        found = {}
+        for name in self._names(group):
+            try:
+                found[name] = get(name)
+            except (ConfigurationError, AttributeError) as error:
+                LOG.warning("the %s backend %s cannot be asked: %s", group, name, error)
+        return found
+
     def deployment(self) -> Deployment:
         """What there is to choose from; what is enabled but cannot be had is left out."""
         options = self._conf.haproxy

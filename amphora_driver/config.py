@@ -36,7 +36,19 @@ STORE = [
     ),
 ]
 QUEUE = [
-    cfg.StrOpt("engine", default="embedded", choices=["embedded"], help="How a job reaches a controller."),
+    cfg.StrOpt(
+        "engine",
+        default="embedded",
+        choices=["embedded", "celery"],
+        help="How other hosts hear of a job: not at all, so that they look every poll_interval, or by Celery.",
+    ),
+    cfg.StrOpt(
+        "broker_url",
+        default="amqp://127.0.0.1:5672//",
+        secret=True,
+        help="Celery's broker, RabbitMQ: amqp://user:password@host:5672//vhost; several, separated by semicolons, are "
+        "tried one after the other. Only with engine = celery.",
+    ),
     cfg.StrOpt(
         "doorbell_dir",
         default="/run/amphora-driver",
@@ -55,7 +67,17 @@ CONTROLLER = [
         help="Seconds after which another controller may take over from one that stopped renewing.",
     ),
     cfg.FloatOpt(
-        "boot_timeout", default=300.0, help="Seconds an amphora may take from boot to its agent's first answer."
+        "operation_timeout",
+        default=300.0,
+        min=1.0,
+        help="Seconds one attempt to make a load balancer as recorded may take with all it asks of others. Waiting for "
+        "machines that boot is no part of it.",
+    ),
+    cfg.FloatOpt(
+        "boot_timeout",
+        default=300.0,
+        help="Seconds an amphora may take from boot to its agent's first answer. After that its load balancer is "
+        "reported in ERROR, and the amphora is booted anew.",
     ),
     cfg.StrOpt(
         "loadbalancer_topology",
@@ -78,6 +100,19 @@ CONTROLLER = [
         default=600.0,
         min=0.0,
         help="Seconds after which the addresses of a load balancer whose creation never came are released.",
+    ),
+    cfg.FloatOpt(
+        "orphan_grace",
+        default=900.0,
+        min=0.0,
+        help="Seconds for which a machine, port or VIP of which nothing is recorded may still turn out to be "
+        "somebody's. It is removed after that.",
+    ),
+    cfg.FloatOpt(
+        "housekeeping_interval",
+        default=30.0,
+        min=0.1,
+        help="Seconds between two looks at what nobody else would ever clean up.",
     ),
     cfg.IntOpt(
         "give_up_after",
@@ -105,6 +140,26 @@ OCTAVIA = [
     cfg.StrOpt("status_socket", default="/var/run/octavia/status.sock", help="octavia-driver-agent's status socket."),
     cfg.StrOpt("stats_socket", default="/var/run/octavia/stats.sock", help="octavia-driver-agent's statistics socket."),
     cfg.StrOpt("get_socket", default="/var/run/octavia/get.sock", help="octavia-driver-agent's read socket."),
+    cfg.FloatOpt(
+        "commit_patience",
+        default=30.0,
+        min=0.1,
+        help="Seconds after which a load balancer is removed again that Octavia handed over and does not know: its "
+        "transaction has ended, and was rolled back.",
+    ),
+    cfg.FloatOpt(
+        "audit_after",
+        default=5.0,
+        min=0.0,
+        help="Seconds after a change at which a load balancer is compared with what Octavia has kept of it: it may "
+        "have failed after our answer.",
+    ),
+    cfg.FloatOpt(
+        "audit_interval",
+        default=5.0,
+        min=0.0,
+        help="Seconds between two such comparisons at the least, whatever was changed.",
+    ),
 ]
 HEALTH = [
     cfg.StrOpt("bind_address", default="0.0.0.0", help="Address on which heartbeats are received."),
@@ -220,6 +275,13 @@ NETWORK = [
     ),
     cfg.ListOpt(
         "enabled_drivers", default=[], help="More network backends, for load balancers that are still with them."
+    ),
+    cfg.FloatOpt(
+        "vip_patience",
+        default=300.0,
+        min=0.0,
+        help="Seconds that a network backend may take for the addresses of a load balancer, before its user is told. "
+        "It is asked on even then.",
     ),
 ]
 NETWORK_LOCAL = [

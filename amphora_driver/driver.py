@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
-from amphora_driver import config
+from amphora_driver import config, points
 from amphora_driver.backends import Catalogue
 from amphora_driver.capabilities import certificates, flavors, membership, options, profile, tls, zones
 from amphora_driver.errors import (
@@ -30,11 +31,11 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import Listener, Node, Pool, Profile
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, Profile, without_addresses
 from amphora_driver.model.secrets import Material, SecretName
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.network.interface import VipRequest
-from amphora_driver.queue import doorbell
+from amphora_driver.network.interface import NotYet, VipRequest
+from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import claims, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -83,18 +84,23 @@ class _Shared:
         return Vault.load(self.conf.store.encryption_key_file)
 
     def _fits(self, node: Node, chosen: Profile) -> None:
-        """Refuse TLS of which the profile leaves nothing."""
-        options = self.conf.haproxy
-        oldest, ciphers = chosen.tls_minimum_version or options.tls_minimum_version, chosen.tls_ciphers
+        """Refuse TLS of which the profile leaves nothing, and options that the network backend does not know."""
+        ours = self.conf.haproxy
+        oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
-            tls.listener_negotiation(node, oldest, ciphers or options.tls_ciphers)
+            tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.tls_enabled:
-            tls.pool_negotiation(node, oldest, ciphers or options.tls_ciphers)
+            tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
+        elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
+            name = chosen.network or str(self.conf.network.driver)
+            options.check_vip_options(node, name, self.catalogue.network(name).supports)
 
-    def vip_network(self, load_balancer_id: str) -> str:
-        """The network backend a load balancer's VIPs were taken from, or would be."""
-        noted = self.database.read(lambda connection: claims.of(connection, load_balancer_id))
-        return noted or str(self.conf.network.driver)
+    def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
+        """The network backend a load balancer's VIPs were taken from, or would be; and whether it has answered."""
+        noted, wish = self.database.read(
+            lambda connection: (claims.of(connection, load_balancer_id), claims.wish_of(connection, load_balancer_id))
+        )
+        return noted or str(self.conf.network.driver), wish is None
 
 
 @functools.lru_cache(maxsize=1)
@@ -143,7 +149,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Take the addresses of a load balancer that is about to be created; again for the same one: the same.
 
-        Octavia asks before the flavor is known: the default network backend answers.
+        Octavia asks before the flavor is known: the default network backend answers. If that needs time, what the user
+        asked for is returned, without the addresses and the port that are not known; the controller asks on.
         """
         primary = VipRequest(
             subnet_id=vip_dictionary.get("vip_subnet_id"),
@@ -164,7 +171,14 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         name = shared.database.write(
             lambda connection: claims.note(connection, loadbalancer_id, shared.conf.network.driver)
         )
-        first, *others = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, [primary, *more])
+        points.reach(points.Point.CLAIM_NOTED)
+        wish = claims.Wish(project_id=project_id, vips=(primary, *more), since=time.time())
+        found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
+        points.reach(points.Point.ADDRESSES_TAKEN)
+        if isinstance(found, NotYet):
+            later = claims.later(wish, found, time.time())
+            shared.database.write(lambda connection: claims.keep(connection, loadbalancer_id, name, later))
+        first, *others = wish.vips if isinstance(found, NotYet) else found
         answer = {
             **vip_dictionary,
             "vip_address": first.address,
@@ -190,11 +204,12 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         from Octavia once that has committed it.
         """
         shared = _shared()
-        network = shared.vip_network(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+        network, answered = shared.vip_network(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
         try:
             flavor, zone = (from_octavia.given(loadbalancer, name) for name in ("flavor", "availability_zone"))
             chosen = profile.choose(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
+            tree = tree if answered else without_addresses(tree)
             # Looked at only: they are read back with everything else.
             certificates.contents(from_octavia.secrets(Kind.LOAD_BALANCER, loadbalancer))
             zones.check_vips(zone, tree.vips)
@@ -203,19 +218,20 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             # Octavia forgets the load balancer; its addresses must not stay taken.
             shared.catalogue.network(network).release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
             raise
-        _ring()
+        _ring(tree.id)
 
     @_answering
     def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
         """The load balancer goes, with all children: without `cascade`, Octavia itself made sure that it has none."""
-        _shared().intents.delete_load_balancer(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
-        _ring()
+        load_balancer_id = from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer)
+        _shared().intents.delete_load_balancer(load_balancer_id)
+        _ring(load_balancer_id)
 
     @_answering
     def loadbalancer_failover(self, loadbalancer_id: str) -> None:
         """Every amphora of the load balancer is replaced by a new one."""
         _shared().intents.fail_over(loadbalancer_id)
-        _ring()
+        _ring(loadbalancer_id)
 
     @_answering
     def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str) -> None:
@@ -287,7 +303,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def member_batch_update(self, pool_id: str, members: Sequence[data_models.Member]) -> None:
         """The members of a pool become exactly these; those already known carry changed fields only."""
-        _shared().intents.set_members(
+        load_balancer_id = _shared().intents.set_members(
             pool_id,
             [
                 (
@@ -298,7 +314,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
                 for one in members
             ],
         )
-        _ring()
+        _ring(load_balancer_id)
 
     # --- health monitors ----------------------------------------------------------------------------------------------
 
@@ -379,18 +395,15 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         # References are the user's here, contents come in the database's order.
         contents = _sealed(from_octavia.secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
-        _shared().intents.create(kind, node, for_listener=for_listener, contents=contents)
-        _ring()
+        _ring(_shared().intents.create(kind, node, for_listener=for_listener, contents=contents))
 
     def _update(self, kind: Kind, new: object) -> None:
         contents = _sealed(from_octavia.secrets(kind, new))
         fields = from_octavia.changes(kind, new)
-        _shared().intents.update(kind, from_octavia.identifier(kind, new), fields, contents=contents)
-        _ring()
+        _ring(_shared().intents.update(kind, from_octavia.identifier(kind, new), fields, contents=contents))
 
     def _delete(self, kind: Kind, source: object) -> None:
-        _shared().intents.delete(kind, from_octavia.identifier(kind, source))
-        _ring()
+        _ring(_shared().intents.delete(kind, from_octavia.identifier(kind, source)))
 
 
 def _sealed(given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
@@ -407,8 +420,9 @@ def _member_of(pool_id: str, source: data_models.Member) -> Any:
     return from_octavia.member(source)
 
 
-def _ring() -> None:
+def _ring(load_balancer_id: str) -> None:
     """Wake whoever makes the world match, and whoever tells Octavia about it."""
-    directory = _shared().conf.queue.doorbell_dir
-    doorbell.ring(directory, doorbell.CONTROLLER)
-    doorbell.ring(directory, doorbell.REPORTER)
+    points.reach(points.Point.INTENT_COMMITTED)
+    conf = _shared().conf
+    hints.tell(conf, doorbell.CONTROLLER, load_balancer_id)
+    hints.tell(conf, doorbell.REPORTER)

@@ -10,10 +10,13 @@ AmphoraDriverError              every error of ours; carries what was wanted, wh
 │   └── QuotingError            a value HAProxy has no way to write
 ├── StoreError                  the database said no
 │   ├── UnknownObject           nothing is recorded under this id
+│   ├── SchemaMismatch          the database's schema is not the one this version works with
 │   └── LeaseLost               another process owns the load balancer now; stop without a trace
 ├── NetworkError                an address, port or subnet could not be had
 ├── ComputeError                an amphora could not be booted, found or removed
 ├── CertificateError            a certificate could not be issued or read
+├── DeadlinePassed              an operation had its time
+├── Superseded                  something that goes first was asked for; this gives way to it
 ├── HeartbeatRefused            a datagram is not a heartbeat of the amphora it names
 └── AgentError                  an amphora's agent did not do as asked
     ├── AgentUnreachable        no answer in time: try again later
@@ -31,7 +34,12 @@ class AmphoraDriverError(Exception):
         wanted: what was being attempted, as an infinitive ("boot amphora 1234").
         happened: what went wrong, in the words of whoever knows best.
         remedy: what the reader can do; may be empty where nothing but waiting helps.
+
+    Attributes:
+        final: another attempt is not expected to end otherwise, so that the user hears of it at once.
     """
+
+    final = False
 
     def __init__(self, wanted: str, happened: str, remedy: str = "") -> None:
         super().__init__(wanted, happened, remedy)
@@ -47,9 +55,13 @@ class AmphoraDriverError(Exception):
 class ConfigurationError(AmphoraDriverError):
     """An operator's option is missing or contradicts another."""
 
+    final = True
+
 
 class RequestError(AmphoraDriverError):
     """A user asked for something that cannot be had."""
+
+    final = True
 
 
 class UnsupportedOption(RequestError):
@@ -66,6 +78,8 @@ class ModelError(AmphoraDriverError):
     Args:
         object_id: the object at fault; everything else of the load balancer is well.
     """
+
+    final = True
 
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, object_id: str | None = None) -> None:
         super().__init__(wanted, happened, remedy)
@@ -84,20 +98,48 @@ class UnknownObject(StoreError):
     """Nothing is recorded under this id."""
 
 
+class SchemaMismatch(StoreError):
+    """The database's schema is not the one this version works with."""
+
+
 class LeaseLost(StoreError):
     """Another process owns the load balancer now."""
 
 
 class NetworkError(AmphoraDriverError):
-    """An address, port or subnet could not be had."""
+    """An address, port or subnet could not be had.
+
+    Args:
+        final: nothing but a change by somebody helps: a quota, for example.
+    """
+
+    def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
+        super().__init__(wanted, happened, remedy)
+        self.final = final
 
 
 class ComputeError(AmphoraDriverError):
-    """An amphora could not be booted, found or removed."""
+    """An amphora could not be booted, found or removed.
+
+    Args:
+        final: nothing but a change by somebody helps: a quota, or a flavor that does not exist, for example.
+    """
+
+    def __init__(self, wanted: str, happened: str, remedy: str = "", *, final: bool = False) -> None:
+        super().__init__(wanted, happened, remedy)
+        self.final = final
 
 
 class CertificateError(AmphoraDriverError):
     """A certificate could not be issued or read."""
+
+
+class DeadlinePassed(AmphoraDriverError):
+    """An operation had its time."""
+
+
+class Superseded(AmphoraDriverError):
+    """Something that goes first was asked for meanwhile, or this process ends: the work is left to be taken up anew."""
 
 
 class HeartbeatRefused(AmphoraDriverError):
@@ -143,6 +185,8 @@ class AgentRefused(AgentError):
         self.object_id = object_id
         self.status = status
         self.generation = generation
+        # One whose machine failed (5xx) may do better next time; one that understood and refused will not.
+        self.final = 400 <= status < 500
 
 
 class AgentUntrusted(AgentError):

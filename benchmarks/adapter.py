@@ -8,6 +8,7 @@ Every number is earned with the code that runs in production. Where the harness 
 from pathlib import Path
 
 from adapter_agent import Agent
+from adapter_flow import Flow
 from adapter_heartbeats import Beats, Heard
 from adapter_metrics import Metrics
 from adapter_processes import Processes
@@ -20,7 +21,7 @@ from cryptography.fernet import Fernet
 from amphora_driver.store.vault import Vault
 
 
-class Haproxy(Rendering, Store, Heard, Beats, Provider, Processes, Metrics, Agent, Adapter):
+class Haproxy(Rendering, Store, Heard, Beats, Provider, Flow, Processes, Metrics, Agent, Adapter):
     """Rendering with nothing remembered; everything else as it is."""
 
     name = "haproxy"

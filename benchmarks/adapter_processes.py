@@ -69,6 +69,7 @@ def _configuration(etc):
     (etc / "controller_ca.pem").write_bytes(certificate)
     (etc / "controller.pem").write_bytes(Authority(certificate, key).issue_client("bench", 30).bundle().reveal())
     (etc / "encryption.keys").write_bytes(Fernet.generate_key())
+    (etc / "encryption.keys").chmod(0o600)
     for path in etc.iterdir():
         path.chmod(0o600)
     migrate.upgrade(f"sqlite:///{etc}/store.sqlite")

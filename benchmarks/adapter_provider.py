@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The harness's case `provider`: calls as Octavia makes them, each with an object that is not recorded yet."""
 
+import itertools
 import os
 import uuid
 
@@ -52,6 +53,7 @@ class Provider:
             pool_id="", name="p", loadbalancer_id=spec["id"], protocol="HTTP", lb_algorithm="ROUND_ROBIN", members=[],
             **common,
         )  # fmt: skip
+        self._numbers = itertools.count()
         self._calls = {
             "member_create": (provider.member_create, member, "member_id"),
             "listener_create": (provider.listener_create, http, "listener_id"),
@@ -65,6 +67,10 @@ class Provider:
             raise NotImplementedError(f"{call}: calls make no dictionaries")
         method, source, name = self._calls[call]
         setattr(source, name, str(uuid.uuid4()))
+        if call == "member_create":
+            # A pool has an address and port once.
+            number = next(self._numbers)
+            source.address = f"10.1.{number // 250 % 250}.{number % 250 + 1}"
         method(source)
 
 

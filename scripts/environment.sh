@@ -13,7 +13,7 @@ require_root() { [[ $(id -u) == 0 ]] || die "Could not start: network namespaces
 install_packages() {
   local wanted=() pair
   for pair in haproxy=haproxy keepalived=keepalived nft=nftables ip=iproute2 nsenter=util-linux python3=python3 "$@"; do
-    command -v "${pair%%=*}" >/dev/null || [[ -x /usr/sbin/${pair%%=*} ]] || wanted+=("${pair#*=}")
+    command -v "${pair%%=*}" >/dev/null || [[ -e ${pair%%=*} || -x /usr/sbin/${pair%%=*} ]] || wanted+=("${pair#*=}")
   done
   python3 -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
   ((${#wanted[@]})) || return 0

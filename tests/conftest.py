@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for every ring: none is left out silently, and a skip says why."""
+"""Rules for every ring: the order they run in, what a run says of itself, and the plugins of all tests."""
 
-import os
-from collections import Counter
-from pathlib import Path
-
+import feature_matrix
 import haproxy_versions
-import pytest
-from feature_matrix import FeatureMatrix, add_options
+import two_parts
+from hypothesis import HealthCheck, settings
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system")
-_TESTS = Path(__file__).parent
-_passed: Counter[str] = Counter()
+# How long an example takes is the machine's affair.
+settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("calm")
 
 
 def pytest_report_header():
@@ -20,35 +17,17 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
-    add_options(parser)
+    feature_matrix.add_options(parser)
+    two_parts.add_options(parser)
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(FeatureMatrix(config), "feature matrix")
+    matrix = feature_matrix.FeatureMatrix(config)
+    config.pluginmanager.register(matrix, "feature matrix")
+    two_parts.register(config, matrix)
 
 
 def pytest_collection_modifyitems(items):
     """Cheap rings first, so that a plain mistake is found before anything is booted."""
-    items.sort(key=lambda item: RINGS.index(_ring(item.path)) if _ring(item.path) in RINGS else len(RINGS))
-
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" and report.passed:
-        # Relative to where pytest was started.
-        _passed[_ring(Path.cwd() / report.fspath)] += 1
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session, exitstatus):
-    """With AMPHORA_EVERY_RING a ring in which nothing passed is a failure."""
-    missing = [ring for ring in RINGS if not _passed[ring]]
-    if os.environ.get("AMPHORA_EVERY_RING") and missing and exitstatus == pytest.ExitCode.OK:
-        session.config.get_terminal_writer().line(f"\nno test passed in: {', '.join(missing)}", red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def _ring(path):
-    try:
-        return Path(path).relative_to(_TESTS).parts[0]
-    except ValueError:
-        return ""
+    rings = [*two_parts.RINGS, ""]
+    items.sort(key=lambda item: rings.index(ring) if (ring := two_parts.ring(item.nodeid)) in rings else len(rings))

@@ -8,13 +8,15 @@ ran and passed. A marker that names a line the matrix does not have ends the col
     @pytest.mark.feature_partly("listener.timeout-tcp-inspect")  # accepted and harmless, but not all it promises
 
 Lines are `<file>.<key>`: the files and keys of Octavia's doc/source/user/feature-classification/feature-matrix-*.ini.
-`--feature-matrix DIR` writes what `driver haproxy` has to say in each of these files. The committed ones are in
-docs/feature-matrix, written by a run of everything; tests/unit/test_feature_matrix.py holds them against the markers.
+`--feature-matrix DIR` writes what `driver haproxy` has to say in each of these files, in the second part of a run of
+everything (`two_parts.py`: outcomes come from both parts, markers from the collection, which is always whole). The
+committed ones are in docs/feature-matrix; tests/unit/test_feature_matrix.py holds them against the markers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,14 +84,27 @@ class FeatureMatrix:
         config.addinivalue_line("markers", "feature(*lines): lines of Octavia's feature matrix that the test proves")
         config.addinivalue_line("markers", "feature_partly(*lines): the same for lines that no test proves whole")
         self._directory = config.getoption("--feature-matrix")
+        if self._directory is not None and config.getoption("numprocesses", None):
+            # Only the workers collect, and none of them has all outcomes.
+            raise pytest.UsageError("--feature-matrix: not with -n")
         self._marked: dict[str, set[str]] = defaultdict(set)
         self._partly: set[str] = set()
         self._passed: set[str] = set()
         self._failed: set[str] = set()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def earlier(self, passed: Iterable[str], skipped: Iterable[str]) -> None:
+        """What an earlier part of the run found, by node id."""
+        self._passed.update(passed)
+        self._failed.update(skipped)
+
+    # The wrapper sees items before any other plugin deselects some.
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         """Before anything is deselected: a marked test that is not run proves nothing."""
+        self._note(items)
+        return (yield)
+
+    def _note(self, items: list[pytest.Item]) -> None:
         for item in items:
             partly = list(item.iter_markers("feature_partly"))
             self._partly.update(line for marker in partly for line in marker.args)

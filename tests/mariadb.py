@@ -2,6 +2,7 @@
 """A MariaDB server of a test's own: a folder, a unix socket, no network."""
 
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,40 +17,82 @@ _START_SECONDS = 60.0
 @contextmanager
 def server(*databases):
     """Runs while the block does; yields SQLAlchemy URLs of new databases with these names."""
+    with mortal(*databases) as made:
+        yield made.urls
+
+
+@contextmanager
+def mortal(*databases):
+    """The same, as a `Server`, which can be frozen, killed and started again."""
     folder = Path(tempfile.mkdtemp(prefix="adm-"))
-    # The first option has to be the first: MariaDB insists.
-    common = ["--no-defaults", f"--datadir={folder}/data", "--user=root"]
-    daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
-    process = None
+    made = Server(folder, databases)
     try:
-        subprocess.run(
-            ["mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal"],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    *(daemon, *common, "--skip-networking", f"--socket={folder}/socket", f"--pid-file={folder}/pid"),
-                    # Nothing of it has to survive a power cut.
-                    "--innodb-flush-log-at-trx-commit=0",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        _await(process, folder)
+        made.install()
+        made.start()
         engine = sa.create_engine(_url(folder, ""))
         with engine.begin() as connection:
             for name in databases:
                 connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
         engine.dispose()
-        yield [_url(folder, name) for name in databases]
+        yield made
     finally:
-        if process is not None:
-            process.terminate()
-            process.wait(60)
+        made.stop()
         shutil.rmtree(folder)
+
+
+class Server:
+    """One server, and what can happen to it."""
+
+    def __init__(self, folder, databases):
+        self.urls = [_url(folder, name) for name in databases]
+        self._folder = folder
+        # The first option has to be the first: MariaDB insists.
+        self._common = ["--no-defaults", f"--datadir={folder}/data", "--user=root"]
+        self._process = None
+
+    def install(self):
+        subprocess.run(
+            ["mariadb-install-db", *self._common, "--skip-test-db", "--auth-root-authentication-method=normal"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+
+    def start(self):
+        """Start it; returns when it can be asked."""
+        daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
+        folder = self._folder
+        (folder / "socket").unlink(missing_ok=True)
+        with (folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(daemon, *self._common, "--skip-networking", f"--socket={folder}/socket"),
+                    f"--pid-file={folder}/pid",
+                    # A commit survives the death of the server, but not a power cut.
+                    "--innodb-flush-log-at-trx-commit=2",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        _await(self._process, folder)
+
+    def kill(self):
+        """kill -9: what it had committed is there when it is started again, and nothing else."""
+        self._process.kill()
+        self._process.wait(60)
+
+    def freeze(self):
+        """It answers nobody, and its connections stay open: a machine that hangs, a network that is cut."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self):
+        if self._process is not None and self._process.poll() is None:
+            self.thaw()
+            self._process.terminate()
+            self._process.wait(60)
 
 
 def _url(folder, name):

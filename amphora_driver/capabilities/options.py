@@ -10,6 +10,7 @@ fills in by itself are never refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls
 from amphora_driver.capabilities.refusal import NOT_YET, absent, between, one_of, refuse
@@ -43,6 +44,9 @@ MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
 """Milliseconds: what HAProxy's timers hold (manual section 2.5)."""
 
+VIP_OPTIONS = ("vip_qos_policy_id", "vip_sg_ids")
+"""Options of a load balancer that the network backend fulfils."""
+
 READS_HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)
 """Listeners that read and change what their clients say."""
 
@@ -63,13 +67,32 @@ _COOKIE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,255}")
 def check_loadbalancer(load_balancer: LoadBalancer) -> None:
     """Check the options of the load balancer itself.
 
-    Flavor and availability zone are looked at once, when it is created (`capabilities.profile`).
+    Flavor and availability zone are looked at once, when it is created (`capabilities.profile`); what its VIP has
+    besides addresses is for the network backend (`check_vip_options`).
 
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    absent("load balancer option vip_qos_policy_id", load_balancer.vip_qos_policy_id)
-    absent("load balancer option vip_sg_ids", load_balancer.vip_sg_ids)
+    for security_group_id in load_balancer.vip_sg_ids or ():
+        if not security_group_id:
+            refuse("load balancer option vip_sg_ids", security_group_id, "it is no id", "Leave it out.")
+
+
+def check_vip_options(load_balancer: LoadBalancer, backend: str, supports: Collection[str]) -> None:
+    """Refuse options of the VIP that a network backend does not know.
+
+    Args:
+        load_balancer: with its options.
+        backend: the name of the network backend.
+        supports: what it says that it can fulfil.
+
+    Raises:
+        UnsupportedOption: naming the option and the backend.
+    """
+    for name in VIP_OPTIONS:
+        if name not in supports:
+            reason = f"the network backend {backend} does not serve it"
+            absent(f"load balancer option {name}", getattr(load_balancer, name), reason)
 
 
 def check_listener(listener: Listener) -> None:

@@ -41,6 +41,20 @@ class Age(FormattableColumn):
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
+class Left(FormattableColumn):
+    """The time until a moment (seconds since 1970), or None if none is set."""
+
+    def human_readable(self) -> str:
+        return "" if self._value is None else f"{self._seconds()} s"
+
+    def machine_readable(self) -> float | None:
+        return None if self._value is None else self._seconds()
+
+    def _seconds(self) -> float:
+        # What is over is due now.
+        return round(max(0.0, float(self._value) - time.time()), 1)
+
+
 class Said(FormattableColumn):
     """What an amphora said in its last heartbeat, or None if it did not say."""
 

@@ -17,11 +17,12 @@ from cliff.lister import Lister
 from cliff.show import ShowOne
 
 from amphora_driver.cli.columns import Chosen, Counts, Moment, Requests
-from amphora_driver.controller import configured
+from amphora_driver.controller import configured, vips
 from amphora_driver.errors import UnknownObject
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.render import haproxy
-from amphora_driver.store import wanted
+from amphora_driver.store import claims, wanted
 from amphora_driver.store.tables import amphora, request, wanted_object, work
 
 _LIST = {
@@ -78,6 +79,27 @@ class ShowLoadBalancer(ShowOne):
         return tuple(shown), tuple(shown.values())
 
 
+class ShowHistory(Lister):
+    """The calls accepted for a load balancer, newest first: when, what became of them, after how long."""
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer; it may be gone.")
+        parser.add_argument(
+            "--requests", type=int, default=100, metavar="NUMBER", help="How many calls to show (default: 100)."
+        )
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+        """Column names and rows."""
+        sought = parsed_args.load_balancer
+        rows = self.app.read(lambda connection: _requests(connection, sought, parsed_args.requests))
+        if not rows:
+            raise UnknownObject(f"show the history of load balancer {sought}", "nothing is recorded under this id")
+        return ("Generation", "Action", "Object", "Accepted", "Applied", "Seconds", "Outcome"), map(_told, rows)
+
+
 class RenderLoadBalancer(Command):
     """Print the haproxy.cfg that the recorded load balancer becomes."""
 
@@ -107,6 +129,7 @@ def _show(connection: sa.Connection, load_balancer_id: str, requests: int) -> di
         "Topology": row.topology,
         "Compute": row.compute,
         "Network": row.network,
+        **_vips(connection, load_balancer_id),
         "Profile": Chosen(_profile(connection, load_balancer_id)),
         "Committed": row.committed,
         "Epoch": row.epoch,
@@ -116,6 +139,29 @@ def _show(connection: sa.Connection, load_balancer_id: str, requests: int) -> di
         "Amphorae": Counts(_amphorae(connection, load_balancer_id)),
         "Requests": Requests(_requests(connection, load_balancer_id, requests)),
     }
+
+
+def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
+    """The addresses, what they have besides, and why something of it is missing.
+
+    Octavia's users see no address that was found after the creation: an operator finds it here.
+    """
+    try:
+        node: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    except UnknownObject:
+        return {}
+    wish = claims.wish_of(connection, load_balancer_id)
+    waiting = "" if wish is None else f" ({wish.reason}; asked {wish.attempts} times)"
+    shown: dict[str, Any] = {"VIPs": ", ".join(vip.address or f"not known yet{waiting}" for vip in node.vips)}
+    if node.vip_qos_policy_id:
+        shown["QoS policy"] = node.vip_qos_policy_id
+    if node.vip_sg_ids:
+        shown["Security groups"] = ", ".join(node.vip_sg_ids)
+    row = connection.execute(sa.select(work.c.vip_applied).where(work.c.load_balancer_id == load_balancer_id)).one()
+    given = vips.given_of(row)
+    if given is not None and given.refused:
+        shown["Refused"] = given.refused
+    return shown
 
 
 def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
@@ -159,3 +205,12 @@ def _requests(connection: sa.Connection, load_balancer_id: str, limit: int) -> l
         .limit(limit)
     )
     return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _told(row: dict[str, Any]) -> tuple[Any, ...]:
+    accepted, applied = row["accepted_at"], row["applied_at"]
+    seconds = None if applied is None else round(applied - accepted, 3)
+    return (
+        *(row["generation"], row["action"], row["object_id"]),
+        *(Moment(accepted), Moment(applied), seconds, row["outcome"]),
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`amphoractl`: the operator's look at what is recorded.
 
-Invariant: it only reads, and what it reads it takes from the database: it says the same whether or not any other
-process of ours is alive. No secret is ever shown, sealed or open.
+Invariant: what is shown is read from the database: it says the same whether or not any other process of ours is alive.
+Only the commands whose name is a verb of change write (`database upgrade`, `secrets reseal`), and they may be repeated.
+No secret is ever shown, sealed or open.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import sqlalchemy as sa
 from cliff.app import App
 from cliff.commandmanager import CommandManager
 from oslo_config.cfg import ConfigOpts
+from sqlalchemy.exc import DBAPIError
 
 from amphora_driver import config
-from amphora_driver.errors import ConfigurationError
+from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.store import schema
 from amphora_driver.store.engine import Database
 
 COMMANDS = "amphoractl.commands"
@@ -28,13 +31,13 @@ T = TypeVar("T")
 
 
 class Amphoractl(App):
-    """The application; commands read through `read`."""
+    """The application; commands read through `read`, those that write take `database`."""
 
     NAME = "amphoractl"
 
     def __init__(self, commands: CommandManager | None = None, **streams: Any) -> None:
         super().__init__(
-            description="Look at load balancers and amphorae as they are recorded.",
+            description="Look at load balancers and amphorae as they are recorded; look after database and keys.",
             version=_version(),
             command_manager=CommandManager(COMMANDS) if commands is None else commands,
             deferred_help=True,
@@ -68,16 +71,39 @@ class Amphoractl(App):
         )
         return parser
 
+    @property
+    def database(self) -> Database:
+        """Our database.
+
+        Raises:
+            ConfigurationError: there is none where the configuration says.
+        """
+        if self._database is None:
+            self._database = _database(self.conf.store.connection)
+        return self._database
+
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in one reading transaction.
 
         Raises:
             ConfigurationError: no database is where the configuration says.
+            SchemaMismatch: it is not one for this version.
             StoreError: the database said no.
         """
-        if self._database is None:
-            self._database = _database(self.conf.store.connection)
-        return self._database.read(work)
+        return self.database.read(work)
+
+    def recorded_schema(self) -> tuple[str, ...]:
+        """Where the database's schema stands, whichever that is.
+
+        Raises:
+            ConfigurationError: no database is where the configuration says.
+            StoreError: the database said no.
+        """
+        try:
+            with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
+                return schema.recorded(connection)
+        except DBAPIError as error:
+            raise StoreError("read from the database", str(error.orig or error)) from error
 
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
         """Close connections when a command ends."""
@@ -107,7 +133,9 @@ def _database(url: str) -> Database:
     if path is not None and not Path(path).exists():
         # SQLite would make an empty one: a reader must not.
         raise ConfigurationError(
-            "open the database", f"{path} does not exist", "Check [store] connection, or give --config-file."
+            "open the database",
+            f"{path} does not exist",
+            "Check [store] connection, or give --config-file. A new one is made by: amphoractl database upgrade.",
         )
     return Database(url)
 

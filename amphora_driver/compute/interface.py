@@ -73,6 +73,9 @@ class Compute(Protocol):
     def boot(self, order: BootOrder) -> Machine:
         """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""
 
+    def machines(self) -> frozenset[str]:
+        """The amphora ids of all that `boot` ever made of this deployment's and `destroy` has not quite removed."""
+
     def get(self, amphora_id: str) -> Machine | None:
         """The amphora's machine, or None if there is none."""
 

@@ -14,8 +14,9 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,7 @@ import msgspec
 
 from amphora_driver.compute.interface import BootOrder, Machine, MachineState
 from amphora_driver.compute.process import Process, end, find, spawn
+from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.bridges import Switch
@@ -37,6 +39,8 @@ MANAGEMENT_INTERFACE = "eth0"
 INNER_NAMESPACE = "run/netns/amphora-haproxy"
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
 _KILL_SECONDS = 10.0
+# Longest time for somebody else to be done with an amphora's folder, and pause between two looks, in seconds.
+_LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
 _LOG_TAIL = 400
 
 
@@ -80,6 +84,11 @@ class NetnsCompute:
                 state=MachineState.RUNNING,
                 management_address=address,
             )
+
+    def machines(self) -> frozenset[str]:
+        """The ids of all amphorae of which something is left: the folder is made first and removed last."""
+        with _explained("list amphorae"):
+            return frozenset(self.booted())
 
     def get(self, amphora_id: str) -> Machine | None:
         """The amphora's machine, or None if there is none."""
@@ -180,7 +189,8 @@ class NetnsCompute:
         for segment in self._network.networks():
             if segment.id == network_id:
                 return segment
-        raise ComputeError(wanted, f"network {network_id} does not exist", "See [compute_netns] management_network.")
+        remedy = "See [compute_netns] management_network."
+        raise ComputeError(wanted, f"network {network_id} does not exist", remedy, final=True)
 
     def _start(self, amphora_id: str, folder: Path) -> None:
         spec = folder / "spec.json"
@@ -218,8 +228,8 @@ class NetnsCompute:
         # The first process of a process-id namespace takes all others with it, and is gone only after them.
         known = [] if process is None else [*process.children(), process]
         # Started a moment ago, the outermost may have no child yet, or one that does not follow it into death yet.
-        if not end(known, signal.SIGKILL, _KILL_SECONDS) or not end(
-            namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, _KILL_SECONDS
+        if not end(known, signal.SIGKILL, least(_KILL_SECONDS)) or not end(
+            namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, least(_KILL_SECONDS)
         ):
             raise ComputeError(f"stop amphora {amphora_id}", "one of its processes does not end")
         (self._path(amphora_id) / "process.json").unlink(missing_ok=True)
@@ -273,11 +283,27 @@ def _lock(folder: Path, *, make: bool) -> int | None:
             if make:
                 continue
             return None
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            _take(descriptor, folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
         # Whoever had the lock before may have removed the folder: then this is the lock of nothing.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path) -> None:
+    """Lock it for this thread, as soon as nobody else has it and in the time this operation has."""
+    end_at = time.monotonic() + _LOCK_SECONDS
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > end_at:
+            raise ComputeError(f"work on {folder}", f"somebody else has been at it for {_LOCK_SECONDS:g} s")
+        time.sleep(least(_LOCK_PAUSE))
 
 
 def _write_files(folder: Path, order: BootOrder, address: str) -> None:
@@ -289,7 +315,7 @@ def _write_files(folder: Path, order: BootOrder, address: str) -> None:
         if name == "agent.conf":
             text = text.replace(b"{management_address}", address.encode())
         if Path(name).name != name:
-            raise ComputeError(f"boot amphora {order.amphora_id}", f"{name} is not the name of a file")
+            raise ComputeError(f"boot amphora {order.amphora_id}", f"{name} is not the name of a file", final=True)
         _write(etc / name, text)
 
 

@@ -176,7 +176,8 @@ def allowed(tree: LoadBalancer, text: str | None) -> tuple[BundleAllowed, ...]:
 def _in_clear(value: object) -> str:
     """The one place where a secret becomes part of a document."""
     if isinstance(value, Secret):
-        return value.reveal().decode()
+        # Never an error: Python's would have the secret in it.
+        return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
 

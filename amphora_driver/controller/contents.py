@@ -59,6 +59,10 @@ def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -
         reason = "" if one is None else one.reason
         return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
     try:
-        return vault.open(one.content)
+        opened = vault.open(one.content)
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
+    if name.purpose is not Purpose.TICKETS and not opened.reveal().isascii():
+        # Noticed later, it would be an error of Python's with the whole secret in it.
+        return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
+    return opened

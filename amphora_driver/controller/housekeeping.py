@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import claims, generations
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
-_EVERY = 30.0
 # Load balancers that take new TLS ticket keys at once: each of them is pushed.
 _MOST_ROTATED = 200
 
 
 class Housekeeping:
-    """Releases the VIPs of load balancers that never came, and has TLS ticket keys move on.
+    """Releases the VIPs of load balancers that never came, removes orphans, and has TLS ticket keys move on.
 
     Args:
         conf: our options.
@@ -41,19 +41,25 @@ class Housekeeping:
     def __init__(self, conf: ConfigOpts, database: Database, backends: Catalogue, owner: str) -> None:
         self._patience: float = conf.controller.forget_vip_after
         self._period: float = conf.tls.ticket_key_period
+        self._every: float = conf.controller.housekeeping_interval
         self._database = database
         self._backends = backends
+        self._sweeper = Sweeper(conf, database, backends)
         self._owner = owner
 
     def run(self, stopping: threading.Event) -> None:
         """Look now and then, until told to stop."""
-        while not stopping.wait(_EVERY):
+        while not stopping.wait(self._every):
             try:
-                if hold_duty(self._database, "housekeeping", self._owner, 2 * _EVERY):
+                if hold_duty(self._database, "housekeeping", self._owner, 2 * self._every):
                     self.sweep()
+                    self._sweeper.sweep()
                     self.rotate()
             except AmphoraDriverError as error:
                 LOG.warning("housekeeping: %s", error)
+            except Exception:
+                # Without this thread nothing would be cleaned up any more, and nobody would notice.
+                LOG.exception("housekeeping failed, and goes on")
 
     def sweep(self) -> None:
         """Release what has waited long enough."""

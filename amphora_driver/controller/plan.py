@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from amphora_driver.controller import partners
+from amphora_driver.controller import partners, vips
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import SecretName
 from amphora_driver.store.amphorae import Amphora, Partner, State
@@ -41,6 +41,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         patience: seconds of silence after which an amphora is not waited for, if another one is heard.
         tickets: which TLS ticket keys it uses; None if it never needed any.
         now: when this was seen (seconds since 1970).
+        taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.
+        absent: amphorae whose agents were asked in this job and did not answer.
+        vips_taken: whether one of them has the VIPs, as they were asked in this job; None if they were not.
+        vip_given: what the network backend was told last of the VIPs' options.
+        allocate_at: when it is to be asked for addresses it does not know yet.
     """
 
     load_balancer_id: str
@@ -60,6 +65,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 15.0
     tickets: int | None = None
     now: float = 0.0
+    taking_vips: tuple[float, float] = (0.0, 0.0)
+    absent: frozenset[str] = frozenset()
+    vips_taken: bool | None = None
+    vip_given: vips.Given | None = None
+    allocate_at: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,13 +99,21 @@ class Plug(Step, frozen=True, kw_only=True):
 
 
 class AwaitAgent(Step, frozen=True, kw_only=True):
-    """Wait until an amphora's agent answers."""
+    """Ask an amphora's agent whether it is there; if it is not, whether its machine still is."""
 
     amphora_id: str
 
 
 class Renew(Step, frozen=True, kw_only=True):
     """Take the next generation: what amphorae have to know of each other has changed, and no user asked for it."""
+
+
+class AllocateVip(Step, frozen=True, kw_only=True):
+    """Ask the network backend for addresses that it had not when the load balancer was created."""
+
+
+class ApplyVipOptions(Step, frozen=True, kw_only=True):
+    """Tell the network backend what the VIPs have besides addresses."""
 
 
 class Push(Step, frozen=True, kw_only=True):
@@ -110,6 +128,10 @@ class Push(Step, frozen=True, kw_only=True):
     waves: tuple[tuple[str, ...], ...]
     optional: frozenset[str] = frozenset()
     whole: bool = True
+
+
+class AskVips(Step, frozen=True, kw_only=True):
+    """Ask a pair that begins whether one of them has taken the VIPs: before that no user is served."""
 
 
 class Confirm(Step, frozen=True, kw_only=True):
@@ -152,9 +174,15 @@ class ReleaseVip(Step, frozen=True, kw_only=True):
 
 
 class Await(Step, frozen=True, kw_only=True):
-    """Nothing is left to do now: somebody else moves next and will wake us, or it is looked again at `until`."""
+    """Nothing is left to do now: somebody else moves next and will wake us, or it is looked again at `until`.
+
+    Attributes:
+        until: when; None if only somebody else can know.
+        amphorae: those that boot: it is looked again as soon as an agent of theirs listens.
+    """
 
     until: float | None = None
+    amphorae: tuple[str, ...] = ()
 
 
 AnyStep = (
@@ -163,7 +191,10 @@ AnyStep = (
     | Plug
     | AwaitAgent
     | Renew
+    | AllocateVip
+    | ApplyVipOptions
     | Push
+    | AskVips
     | Confirm
     | Unplug
     | HandOver
@@ -174,6 +205,10 @@ AnyStep = (
 )
 # Seconds between two looks at an amphora whose connections are to end.
 _LOOK_PAUSE = 2.0
+# The same at a pair that begins: one of them is about to take the VIPs.
+_VIP_PAUSE = 0.1
+# Seconds between two looks at a machine that boots: of one that has not come for long, at the most.
+_BOOT_PAUSE, _LONGEST_BOOT_PAUSE = 1.0, 10.0
 # Those that boot do so side by side: what takes long begins before anything is waited for.
 _STAGES = (Boot, Plug, AwaitAgent)
 
@@ -187,22 +222,41 @@ def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
         role = house.next_role()
         return [Record(role=role, reason=f"{role} is missing of {', '.join(wanted.roles)}")]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
-    arrived = [one for one in house.live if not _arrival(wanted, one)]
-    # One that does not come must not keep the others from being served for ever.
-    stuck = bool(steps) and wanted.attempts > 0 and wanted.readable
-    if steps and not (stuck and house.behind(arrived)):
+    if not vips.known(wanted.tree):
+        # Amphorae boot meanwhile: where they are may be what decides.
+        return [step for step in steps if isinstance(step, Boot)] or [_addresses(wanted)]
+    waiting = [one for one in house.live if _boots(wanted, one)]
+    arrived = [one for one in house.live if one not in waiting and not _arrival(wanted, one)]
+    if steps and not (wanted.attempts > 0 and house.served_meanwhile(arrived)):
         return sorted(steps, key=lambda step: _STAGES.index(type(step)))
+    if waiting and not house.served_meanwhile(arrived):
+        return [_patience(wanted, waiting)]
     if not wanted.readable:
         return [Await(reason="the tree is read back from Octavia after its commit")]
+    return _serving(wanted, house, arrived)
+
+
+def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[AnyStep]:
+    """What those that have arrived need, until everybody serves the newest generation and nothing is left over."""
     if house.apart(arrived):
         return [Renew(reason="an amphora has come of which its partner does not know")]
+    undone = vips.due(wanted.tree, wanted.vip_given, house.everyone)
+    if undone:
+        return [ApplyVipOptions(reason=undone)]
     if house.behind(arrived):
         return [house.push(arrived)]
     if house.missing:
         return house.relief()
     if wanted.applied < wanted.generation:
-        return [Confirm(reason=f"every amphora serves generation {wanted.generation}")]
+        return _beginning(wanted, house) or [Confirm(reason=f"every amphora serves generation {wanted.generation}")]
     return _cleaning(wanted, house) or house.tidying()
+
+
+def _addresses(wanted: Wanted) -> AllocateVip | Await:
+    reason = "the network backend needs time for the addresses"
+    if wanted.allocate_at > wanted.now:
+        return Await(until=wanted.allocate_at, reason=reason)
+    return AllocateVip(reason=reason)
 
 
 class _House:
@@ -236,6 +290,16 @@ class _House:
         has = {one.role for one in self.retiring if one.id == self._holder}
         return min(self.missing, key=lambda role: role in has)
 
+    def served_meanwhile(self, arrived: Sequence[Amphora]) -> bool:
+        """Whether some are to be served although others are still coming.
+
+        One that does not come must not keep the others from it for ever, and those that have users not at all. But two
+        that begin are pushed together, or each would take the VIPs.
+        """
+        if not self._wanted.readable:
+            return False
+        return any(one.confirmed or self._wanted.attempts for one in self.behind(arrived))
+
     def behind(self, arrived: Sequence[Amphora]) -> list[Amphora]:
         """Those that do not serve what is wanted."""
         return [one for one in arrived if one.confirmed < self._wanted.generation]
@@ -257,9 +321,13 @@ class _House:
             if self._several
             else (tuple(one.id for one in behind),),
             optional=frozenset(one.id for one in told),
-            whole=not self.missing and len(arrived) == len(self.live),
+            whole=not self.missing and len(arrived) == len(self.live) and not self.begins(),
             reason=f"generation {self._wanted.generation} is not confirmed yet",
         )
+
+    def begins(self) -> bool:
+        """Whether this is a pair of which nobody has had the VIPs yet."""
+        return self._several and bool(self._wanted.priorities) and not self._wanted.applied and not self.retiring
 
     def relief(self) -> list[AnyStep]:
         """Let those go that were replaced, and the VIPs move to the one that stays, before the next is replaced."""
@@ -338,13 +406,39 @@ def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
 def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
     """What an amphora needs before it can be given a configuration."""
     steps: list[AnyStep] = []
-    if amphora.management_address is None:
+    if amphora.management_address is None and amphora.id not in wanted.absent:
         steps.append(Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
     if wanted.readable:
         steps += _plugging(wanted, amphora)
-    if amphora.state is State.BOOTING:
+    if amphora.state is State.BOOTING and amphora.id not in wanted.absent:
         steps.append(AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
     return steps
+
+
+def _boots(wanted: Wanted, amphora: Amphora) -> bool:
+    """Whether nothing can be done for it but wait: its agent was asked a moment ago."""
+    return amphora.state is State.BOOTING and amphora.id in wanted.absent
+
+
+def _patience(wanted: Wanted, waiting: Sequence[Amphora]) -> Await:
+    """Look again at machines that boot, if nobody says before that an agent is there."""
+    youngest = max(wanted.now if one.booted_at is None else one.booted_at for one in waiting)
+    pause = min(max((wanted.now - youngest) / 8, _BOOT_PAUSE), _LONGEST_BOOT_PAUSE)
+    return Await(until=wanted.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
+
+
+def _beginning(wanted: Wanted, house: _House) -> list[AnyStep]:
+    """Of a pair that begins, one has to have the VIPs before anybody is told that users are served.
+
+    It does not take for ever, and nothing depends on it: they agree on it among themselves.
+    """
+    confirmed = max((one.confirmed_at for one in house.live if one.confirmed_at is not None), default=0.0)
+    earliest, latest = (confirmed + seconds for seconds in wanted.taking_vips)
+    if not house.begins() or wanted.vips_taken or wanted.now >= latest:
+        return []
+    if wanted.vips_taken is None:
+        return [AskVips(reason="one of them is to have the VIPs")]
+    return [Await(until=min(max(earliest, wanted.now + _VIP_PAUSE), latest), reason="nobody has the VIPs yet")]
 
 
 def _plugging(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:

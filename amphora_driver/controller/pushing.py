@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -32,30 +32,32 @@ from amphora_driver.store import amphorae, generations, statuses
 from amphora_driver.store import secrets as kept
 from amphora_driver.store.amphorae import Amphora
 from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import work
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.controller import plan as planning
     from amphora_driver.controller.steps import Backends
+    from amphora_driver.controller.turn import Turn
     from amphora_driver.model.secrets import SecretName
-    from amphora_driver.queue.jobs import Lease
     from amphora_driver.render.tls import File
 
     # What came of a wave by amphora id; None where the generation is served.
     Answers = dict[str, AgentError | None]
 
+    class Write(Protocol):
+        """A transaction under the lease."""
+
+        def __call__(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
+            """Run it."""
+
+
 LOG = logging.getLogger(__name__)
 # A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
 _MOST_CULPRITS = 16
-# A pair that begins listens for this many advertisements before one of them takes the VIPs (RFC 9568, 6.1: three and a
-# fraction); seconds on top of that for a machine that is busy; and seconds between two questions whether one has.
-_ADVERTS_TO_WAIT = 4
-_VIP_PATIENCE = 3.0
-_VIP_PAUSE = 0.1
-# Seconds that one which is about to go may take for an answer.
+# Seconds that one which is about to go may take for an answer; and one that only says whether it has the VIPs.
 _FAREWELL_PATIENCE = 5.0
+_VIP_PATIENCE = 3.0
 
 
 class _Taken(Exception):
@@ -78,17 +80,15 @@ class Pushing:
 
     Args:
         backends: agents, vault and so on.
-        lease: whose load balancer.
-        write: runs a change of the store under the lease.
+        turn: whose load balancer, and how long.
+        write: runs a change of the store under the lease; with it goes the generation that every amphora serves now.
     """
 
-    def __init__(
-        self, backends: Backends, lease: Lease, write: Callable[[Callable[[sa.Connection], object]], None]
-    ) -> None:
+    def __init__(self, backends: Backends, turn: Turn, write: Write) -> None:
         self._conf: Any = backends.conf
         self._agents: Any = backends.agents
         self._vault: Any = backends.vault
-        self._lease = lease
+        self._turn = turn
         self._write = write
         # What could not be served in the generation being pushed: reasons by object id.
         self._failed: dict[str, str] = {}
@@ -121,6 +121,8 @@ class Pushing:
                     priorities=wanted.priorities,
                     optional=step.optional,
                 )
+                if number > 1:
+                    self._turn.check()
                 whole = step.whole and number == len(step.waves) and missed is None
                 missed = self._wave(round_, wanted, whole=whole) or missed
         except _Taken:
@@ -132,7 +134,19 @@ class Pushing:
 
     def confirm(self, generation: int) -> None:
         """Note that every amphora serves a generation."""
-        self._write(lambda connection: self._confirmed(connection, generation))
+        self._write(lambda connection: self._confirmed(connection, generation), applied=generation)
+
+    def vips_taken(self, everyone: Sequence[Amphora]) -> bool:
+        """Whether one of them has the VIPs; also if nobody can say: nothing is to depend on that."""
+        deadline = self._turn.deadline.within(_VIP_PATIENCE)
+        try:
+            said = [self._agents.info(one.id, str(one.management_address), deadline=deadline) for one in everyone]
+        except AgentError as error:
+            LOG.warning(
+                "who has the VIPs of load balancer %s is not known: %s", self._turn.lease.load_balancer_id, error
+            )
+            return True
+        return any(one.holds_vip for one in said) or all(one.holds_vip is None for one in said)
 
     def _wave(self, round_: _Round, wanted: planning.Wanted, *, whole: bool) -> AgentError | None:
         """Give it to those of one wave; returns why one of them could not be asked."""
@@ -142,8 +156,6 @@ class Pushing:
             answers = self._ask(round_, self._served)
             refusal = _refusal(answers, round_.generation, round_.optional)
             if refusal is None:
-                if whole and round_.priorities and not any(one.confirmed for one in round_.everyone):
-                    self._await_vips(round_)
                 return self._settle(round_, answers, whole=whole)
             # HAProxy itself points at one object: everything else can be served without it.
             if refusal.object_id is None or refusal.object_id in self._failed:
@@ -179,7 +191,7 @@ class Pushing:
         interval = advert_interval(round_.tree, self._conf)
         pair = partners.vrrp(amphora, round_.everyone, round_.tree.vip, priority, interval)
         body = bundle(round_.tree, round_.generation, amphora.id, amphora.plugged, served, pair)
-        deadline = time.monotonic() + _FAREWELL_PATIENCE if leaves else None
+        deadline = self._turn.deadline.within(_FAREWELL_PATIENCE) if leaves else self._turn.deadline
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # A newer one that came from another controller while ours waited has taken its place.
         if applied.generation < round_.generation:
@@ -187,24 +199,6 @@ class Pushing:
             raise AgentRefused(wanted, f"it serves {applied.generation}")
         words = (amphora.id, round_.generation, applied.how, applied.reason)
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
-
-    def _await_vips(self, round_: _Round) -> None:
-        """Wait until one of a pair that begins has the VIPs: before that no user is served, whatever we say.
-
-        It does not take for ever, and nothing depends on it: they agree on it among themselves.
-        """
-        patience = _ADVERTS_TO_WAIT * advert_interval(round_.tree, self._conf) + _VIP_PATIENCE
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            try:
-                said = [self._agents.info(one.id, str(one.management_address)).holds_vip for one in round_.targets]
-            except AgentError as error:
-                LOG.warning("load balancer %s: who has the VIPs is not known: %s", round_.tree.id, error)
-                return
-            if True in said or all(one is None for one in said):
-                return
-            time.sleep(_VIP_PAUSE)
-        LOG.warning("load balancer %s: nobody has taken the VIPs in %.1f s", round_.tree.id, patience)
 
     def _settle(self, round_: _Round, answers: Answers, *, whole: bool) -> AgentError | None:
         """Write down who serves it now; returns why one of them could not be asked."""
@@ -215,23 +209,23 @@ class Pushing:
             elif error is not None:
                 missed = error
         served = [one for one in round_.targets if answers[one.id] is None]
+        all_serve = whole and missed is None
 
         def write(connection: sa.Connection) -> None:
             for one in served:
-                values: dict[str, Any] = {"confirmed": round_.generation}
+                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": time.time()}
                 if round_.priorities:
                     values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)
-            if whole and missed is None:
+            if all_serve:
                 # Usually this was the last one missing: one transaction for both marks.
                 self._confirmed(connection, round_.generation)
 
-        self._write(write)
+        self._write(write, applied=round_.generation if all_serve else None)
         return missed
 
     def _confirmed(self, connection: sa.Connection, generation: int) -> None:
-        of = self._lease.load_balancer_id
-        connection.execute(work.update().where(work.c.load_balancer_id == of).values(applied=generation))
+        of = self._turn.lease.load_balancer_id
         statuses.confirm(connection, of, generation, self._failed)
         outcome = "served" if not self._failed else "served without " + ", ".join(sorted(self._failed))
         note_outcome(connection, of, generation, outcome)

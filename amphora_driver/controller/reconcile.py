@@ -2,8 +2,8 @@
 """Making one load balancer as recorded.
 
 Invariant: `reconcile` asks the plan again after every round of steps, from what the store says then, until there is
-nothing left to do. It ends by giving the lease back: finished, waiting for somebody, or to be tried again after a
-pause that grows.
+nothing left to do. It ends by giving the lease back: finished, waiting for somebody, giving way to what goes first, or
+to be tried again after a pause that grows. Whatever takes time by itself is waited for without a lease.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from amphora_driver import points
 from amphora_driver.controller import plan as planning
+from amphora_driver.controller import vips
+from amphora_driver.controller.configured import advert_interval
+from amphora_driver.controller.memory import Trees
 from amphora_driver.controller.steps import Backends, Steps
-from amphora_driver.errors import (
-    AgentRefused,
-    AmphoraDriverError,
-    ConfigurationError,
-    LeaseLost,
-    ModelError,
-    RequestError,
-    UnsupportedOption,
-)
+from amphora_driver.controller.turn import Turn
+from amphora_driver.controller.waiting import Awaited, WaitingRoom
+from amphora_driver.errors import AmphoraDriverError, LeaseLost, Superseded, UnsupportedOption
 from amphora_driver.model.secrets import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome
-from amphora_driver.store import amphorae, secrets, statuses, wanted
+from amphora_driver.store import amphorae, secrets, statuses
 from amphora_driver.store.intents import Op
 from amphora_driver.store.tables import work
 
@@ -39,8 +37,14 @@ if TYPE_CHECKING:
     from amphora_driver.network.interface import Network
 
 LOG = logging.getLogger(__name__)
-# Seconds between two looks at what goes on by itself, at the least.
+# Seconds between two looks at what goes on by itself, at the least: others have their turn first. Where a user waits
+# for it the plan may ask for less.
 _REST = 1.0
+# Seconds for each amphora that boots at the same time: looking at their machines is not to keep them from booting.
+_CROWD = 0.05
+# Two that begin listen for three advertisements and a fraction before one of them takes the VIPs (RFC 9568, 6.1).
+# Nobody waits longer than for four of them, and these seconds on top for machines that are busy.
+_ADVERTS, _MOST_ADVERTS, _VIP_PATIENCE = 3, 4, 3.0
 # After so many an amphora is not waited for before its partner is served.
 _MISSED_HEARTBEATS = 3
 
@@ -52,62 +56,107 @@ class Reconciler:
         backends: compute, network, agents and so on.
         jobs: where leases are given back to.
         reported: called when there is something for Octavia.
+        room: where amphorae that boot are waited for; without it they are looked at now and then.
     """
 
-    def __init__(self, backends: Backends, jobs: Jobs, reported: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        backends: Backends,
+        jobs: Jobs,
+        reported: Callable[[], None],
+        room: WaitingRoom | None = None,
+    ) -> None:
         self._backends = backends
         self._database = backends.database
         self._jobs = jobs
         self._reported = reported
+        self._room = room
+        self._trees = Trees()
 
-    def reconcile(self, lease: Lease) -> None:
+    def begin(self, lease: Lease) -> Turn:
+        """A turn at the lease's load balancer, with the time an operation has."""
+        return Turn(lease, self._database, self._backends.conf.controller.operation_timeout)
+
+    def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
         """Make the lease's load balancer as recorded; never raises."""
+        turn = turn or self.begin(lease)
         try:
-            self._jobs.finish(lease, *self._converge(lease))
+            points.reach(points.Point.CLAIMED)
+            found = self._converge(turn)
+            points.reach(points.Point.FINISHING)
+            self._give_back(turn, *found)
+            points.reach(points.Point.FINISHED)
         except LeaseLost as error:
             LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
         except AmphoraDriverError as error:
-            self._failed(lease, error)
+            self._failed(turn, error)
         except Exception as error:
             LOG.exception("load balancer %s: unexpected failure", lease.load_balancer_id)
-            self._failed(lease, error)
+            self._failed(turn, error)
 
-    def _converge(self, lease: Lease) -> tuple[int, float | None]:
-        """Take steps until none is left; returns the generation that was worked on last, and when to look again."""
-        steps = Steps(self._backends, lease)
+    def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[amphorae.Amphora, ...], planning.Await | None]:
+        """Take steps until none is left; returns what was seen last, and what it waits for."""
+        steps = Steps(self._backends, turn)
         while True:
-            seen, observed = self._database.read(lambda connection: self._observe(connection, lease))
+            seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps))
             if seen is None:
-                raise LeaseLost(f"work on load balancer {lease.load_balancer_id}", "it is not recorded any more")
+                raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded any more")
             todo = planning.plan(seen, observed)
             for step in todo:
                 if isinstance(step, planning.Await):
-                    # The steps before it may have taken longer than that: others have their turn first.
-                    again_at = None if step.until is None else max(step.until, time.time() + _REST)
-                    return int(seen.generation), again_at
+                    return seen, observed, step
                 steps.take(step, seen, observed)
             if not todo:
-                return int(seen.generation), None
+                return seen, observed, None
             self._reported()
 
+    def _give_back(
+        self, turn: Turn, seen: planning.Wanted, observed: tuple[amphorae.Amphora, ...], step: planning.Await | None
+    ) -> None:
+        until = None if step is None else step.until
+        if step is None or until is None:
+            self._jobs.finish(turn.lease, seen.generation)
+            return
+        # The steps before it may have taken longer than that.
+        pause = max(until - time.time(), min(_REST, until - seen.now))
+        if step.amphorae and self._room is not None:
+            pause = max(pause, _CROWD * len(self._room))
+        if seen.applied >= seen.generation:
+            self._jobs.finish(turn.lease, seen.generation, self._database.now() + pause)
+        else:
+            self._jobs.wait(turn.lease, seen.generation, pause, readable=seen.readable)
+        # Only now: before, whoever listens already would be told of in vain.
+        awaited = [
+            Awaited(one.id, one.management_address, turn.lease.load_balancer_id, pause)
+            for one in observed
+            if one.id in step.amphorae and one.management_address is not None
+        ]
+        if awaited and self._room is not None:
+            self._room.wait_for(awaited)
+
     def _observe(
-        self, connection: sa.Connection, lease: Lease
+        self, connection: sa.Connection, turn: Turn, steps: Steps
     ) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
-        load_balancer_id = lease.load_balancer_id
-        row = connection.execute(sa.select(work).where(work.c.load_balancer_id == load_balancer_id)).first()
+        lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
+        row, observed = amphorae.with_work(connection, load_balancer_id)
         if row is None:
             return None, ()
-        observed = amphorae.of_load_balancer(connection, load_balancer_id)
         gone = row.op == Op.DELETE
-        tree = None if gone else wanted.load_tree(connection, load_balancer_id)
+        tree = None if gone else self._trees.load(connection, row, lease.epoch)
         catalogue = self._backends.catalogue
-        needed, failed = ({}, {}) if tree is None else networks(tree, observed, catalogue.network(row.network))
+        given, addressed = vips.given_of(row), vips.known(tree)
+        needed, failed = (
+            ({}, {}) if tree is None or not addressed else networks(tree, observed, catalogue.network(row.network))
+        )
+        failed |= vips.refusals(connection, load_balancer_id, given)
         # Only in a snapshot of one moment do references and contents belong together.
         uses_some = tree is not None and next(used_in(tree), None) is not None
         kept = secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
-            return self._observe(connection, lease)
+            return self._observe(connection, turn, steps)
         topology = catalogue.topology(row.topology)
+        turn.saw(row.generation, row.op)
+        advert = 0.0 if tree is None else advert_interval(tree, self._backends.conf)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
             generation=row.generation,
@@ -124,26 +173,32 @@ class Reconciler:
             patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
             tickets=row.tickets,
             now=time.time(),
+            taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
+            absent=steps.absent,
+            vips_taken=steps.vips_taken,
             compute=row.compute,
             network=row.network,
+            vip_given=given,
+            allocate_at=0.0 if addressed else vips.again_at(connection, load_balancer_id),
         ), observed
 
-    def _failed(self, lease: Lease, error: Exception) -> None:
+    def _failed(self, turn: Turn, error: Exception) -> None:
         """Try again later; tell the user at once what will not mend itself, and in the end everything else too."""
-        conf = self._backends.conf.controller
-        # An agent whose machine failed (5xx) may do better next time; one that understood and refused will not.
-        # A backend that is not enabled stays so until an operator does something.
-        hopeless = isinstance(error, (ModelError, RequestError, ConfigurationError)) or (
-            isinstance(error, AgentRefused) and 400 <= error.status < 500
-        )
-        pause = conf.retry_most if hopeless else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
-        pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-        LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)
+        lease, conf = turn.lease, self._backends.conf.controller
         try:
-            if hopeless or lease.attempts + 1 == conf.give_up_after:
-                self._database.write(lambda connection: _give_up(connection, lease, str(error)))
+            if isinstance(error, Superseded) or turn.gives_way:
+                # What else went wrong is because of that.
+                LOG.info("load balancer %s: %s", lease.load_balancer_id, turn.superseded())
+                self._jobs.give_way(lease)
+                return
+            final = isinstance(error, AmphoraDriverError) and error.final
+            pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
+            pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
+            LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)
+            if final or lease.attempts + 1 == conf.give_up_after:
+                self._database.write(lambda connection: _give_up(connection, turn, str(error)))
                 self._reported()
-            self._jobs.postpone(lease, pause, str(error))
+            self._jobs.postpone(lease, pause, str(error), turn.generation or None)
         except AmphoraDriverError as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
@@ -177,11 +232,13 @@ def networks(
     return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
 
 
-def _give_up(connection: sa.Connection, lease: Lease, reason: str) -> None:
-    guard(connection, lease)
-    generation = _generation(connection, lease.load_balancer_id)
-    statuses.fail(connection, lease.load_balancer_id, generation, reason)
-    note_outcome(connection, lease.load_balancer_id, generation, f"failed: {reason}")
+def _give_up(connection: sa.Connection, turn: Turn, reason: str) -> None:
+    """Say that what was looked at failed; what was asked for since then was not tried yet."""
+    of = turn.lease.load_balancer_id
+    guard(connection, turn.lease)
+    generation = turn.generation or _generation(connection, of)
+    statuses.fail(connection, of, generation, reason)
+    note_outcome(connection, of, generation, f"failed: {reason}")
 
 
 def _generation(connection: sa.Connection, load_balancer_id: str) -> int:

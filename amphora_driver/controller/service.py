@@ -2,8 +2,8 @@
 """The controller process.
 
 Invariant: a thread claims due load balancers while there are hands free, others make them as recorded. All that is
-lost when the process dies is time: leases run out, and another controller, or this one started anew, finds the same
-rows.
+lost when the process dies is time: its leases are free as soon as another one of this host notices, or when they run
+out, and that one, or this one started anew, finds the same rows.
 """
 
 from __future__ import annotations
@@ -23,21 +23,38 @@ from amphora_driver.agent_client import AgentClient
 from amphora_driver.backends import Catalogue
 from amphora_driver.certificates.authority import Authority
 from amphora_driver.controller import configured
+from amphora_driver.controller.hands import Hands
 from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.controller.turn import Turn, goes_first
+from amphora_driver.controller.waiting import WaitingRoom
 from amphora_driver.errors import StoreError
-from amphora_driver.queue import doorbell
-from amphora_driver.queue.jobs import Jobs, Lease, process_name
+from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue.jobs import Jobs, process_name
+from amphora_driver.queue.presence import Presence
+from amphora_driver.store import schema
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
 # Seconds an ending process waits for the jobs it has begun.
 _PATIENCE = 20.0
+# Seconds for which a hint waits for a free hand.
+_LOOK_SECONDS = 5.0
+# Seconds a job that gives way to the end of its process has for what it asks others just now.
+_LAST_WORDS = 3.0
+# Seconds between two looks at jobs that take longer than a moment: whether something goes before them, or somebody else
+# may begin in their place; and between two looks who of this host has died.
+_WATCHED_EVERY = 0.25
+_BURIED_EVERY = 1.0
+# Seconds between two looks at what is due while nothing that failed before is taken up.
+_BETWEEN_FRESH = 0.1
 
 
 def backends(conf: ConfigOpts, database: Database) -> Backends:
@@ -66,37 +83,50 @@ class Controller:
         name = process_name()
         self._jobs = Jobs(self._database, name, conf.controller.lease)
         everything = backends(conf, self._database)
+        self._name = name
         self._housekeeping = Housekeeping(conf, self._database, everything.catalogue, name)
         self._reconciler = Reconciler(
             everything,
             self._jobs,
-            lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.REPORTER),
+            lambda: hints.tell(conf, doorbell.REPORTER),
+            room := WaitingRoom(conf.agent.port, self._hasten),
         )
+        self._room = room
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        self._hands = threading.BoundedSemaphore(conf.controller.threads)
-        # By lease, not by load balancer: the next job of one may begin before the last one has quite ended.
-        self._running: set[Lease] = set()
-        self._counting = threading.Lock()
+        self._hands = Hands(conf.controller.threads)
         self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
 
     def run(self) -> None:
         """Work until `stop`; returns when the last job has ended."""
-        renewing = threading.Thread(target=self._renew, name="renew", daemon=True)
-        renewing.start()
-        cleaning = threading.Thread(target=self._housekeeping.run, args=(self._stopping,), name="housekeeping")
-        cleaning.start()
-        with self._bell, ThreadPoolExecutor(self._conf.controller.threads, "work") as pool:
-            while not self._stopping.is_set():
-                try:
-                    pause = self._dispatch(pool)
-                except StoreError as error:
-                    LOG.warning("the database is away, trying again: %s", error)
-                    pause = self._conf.queue.poll_interval
-                self._bell.wait(pause)
-        renewing.join()
-        cleaning.join()
-        self._jobs.release_all()
+        conf = self._conf
+        waiting = threading.Thread(target=self._room.run, name="waiting")
+        others = [
+            threading.Thread(target=self._renew, name="renew", daemon=True),
+            threading.Thread(target=self._watch, name="watch", daemon=True),
+            threading.Thread(target=self._housekeeping.run, args=(self._stopping,), name="housekeeping"),
+        ]
+        with Presence(f"{conf.queue.doorbell_dir}/alive", self._name) as presence:
+            self._presence = presence
+            for thread in (waiting, *others):
+                thread.start()
+            with (
+                self._bell,
+                ThreadPoolExecutor(self._hands.most, "work") as pool,
+                hints.taken(conf, lambda one: self._look(pool, one)),
+            ):
+                while not self._stopping.is_set():
+                    try:
+                        pause = self._dispatch(pool)
+                    except StoreError as error:
+                        LOG.warning("the database is away, trying again: %s", error)
+                        pause = conf.queue.poll_interval
+                    self._bell.wait(pause)
+            for thread in others:
+                thread.join()
+            self._room.stop()
+            waiting.join()
+            self._jobs.release_all()
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
@@ -108,45 +138,105 @@ class Controller:
         self._stopping.set()
         self._bell.press()
 
+    def _look(self, pool: ThreadPoolExecutor, load_balancer_id: str | None) -> None:
+        """Somebody of another host says that there is something to do; returns when the next hint may come.
+
+        Whoever has no hand free takes no hint: others do. Only for so long that the broker does not take us for dead.
+        """
+        until = time.monotonic() + _LOOK_SECONDS
+        while not self._hands.free():
+            if time.monotonic() > until or self._stopping.wait(0.01):
+                return
+        if load_balancer_id is None:
+            self._bell.press()
+            return
+        try:
+            lease = self._jobs.claim(load_balancer_id)
+        except StoreError as error:
+            LOG.warning("the database is away, a hint is dropped: %s", error)
+            return
+        if lease is not None:
+            turn = self._reconciler.begin(lease)
+            self._hands.take(turn)
+            pool.submit(self._work, turn)
+
     def _dispatch(self, pool: ThreadPoolExecutor) -> float:
         """Claim what is due, as far as there are hands; returns after how many seconds to look again."""
-        while self._hands.acquire(blocking=False):
-            lease = None
-            try:
-                lease = self._jobs.claim()
-            finally:
-                if lease is None:
-                    self._hands.release()
+        poll = float(self._conf.queue.poll_interval)
+        fresh = False
+        while self._hands.free():
+            fresh = self._hands.only_fresh()
+            lease = self._jobs.claim(fresh=fresh)
             if lease is None:
                 break
-            pool.submit(self._work, lease)
+            turn = self._reconciler.begin(lease)
+            self._hands.take(turn)
+            pool.submit(self._work, turn)
+        else:
+            # Whoever lays down his work rings.
+            return poll
         due = self._jobs.next_due()
-        poll = float(self._conf.queue.poll_interval)
-        return poll if due is None else min(max(due - time.time(), 0.02), poll)
+        soonest = _BETWEEN_FRESH if fresh else 0.02
+        return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
-    def _work(self, lease: Lease) -> None:
-        with self._counting:
-            self._running.add(lease)
+    def _work(self, turn: Turn) -> None:
+        # It waits here no longer than a moment: its time begins now.
+        turn.begin_step()
         try:
-            self._reconciler.reconcile(lease)
+            self._room.forget(turn.lease.load_balancer_id)
+            self._reconciler.reconcile(turn.lease, turn)
         finally:
-            with self._counting:
-                self._running.discard(lease)
-            self._hands.release()
+            self._hands.lay_down(turn)
             self._bell.press()
+
+    def _hasten(self, load_balancer_ids: Sequence[str]) -> None:
+        """Agents of these listen."""
+        self._jobs.hasten(load_balancer_ids)
+        self._bell.press()
 
     def _renew(self) -> None:
         """Keep the leases of running jobs; a job outlives its lease only if this process could not run at all."""
-        while not self._stopping.wait(self._conf.controller.lease / 3) or self._running:
+        while not self._stopping.wait(self._conf.controller.lease / 3) or self._hands.turns():
             if self._stopping.is_set():
                 time.sleep(0.05)
-            with self._counting:
-                running = {lease.load_balancer_id for lease in self._running}
+            running = {turn.lease.load_balancer_id for turn in self._hands.turns()}
             if running:
                 try:
                     self._jobs.renew(running)
                 except StoreError as error:
                     LOG.warning("could not renew leases: %s", error)
+
+    def _watch(self) -> None:
+        """Have jobs end that are to give way, give hands to others where somebody waits, and free what the dead had."""
+        buried_at = 0.0
+        while not self._stopping.wait(_WATCHED_EVERY) or self._hands.turns():
+            if self._stopping.is_set():
+                for turn in self._hands.turns():
+                    turn.give_way("this controller ends", _LAST_WORDS)
+                time.sleep(0.05)
+                continue
+            try:
+                self._interrupt()
+                if time.monotonic() - buried_at >= _BURIED_EVERY:
+                    buried_at = time.monotonic()
+                    self._bury()
+            except (StoreError, OSError) as error:
+                LOG.warning("could not look whether something goes first: %s", error)
+
+    def _interrupt(self) -> None:
+        slow = [turn for turn in self._hands.turns() if time.monotonic() - turn.since >= _WATCHED_EVERY]
+        if not slow:
+            return
+        for turn, reason in self._database.read(lambda connection: goes_first(connection, slow)).items():
+            turn.give_way(reason)
+        if self._hands.free():
+            self._bell.press()
+
+    def _bury(self) -> None:
+        """Leases of processes of this host that died need not run out: nobody is there to write under them."""
+        if buried := self._presence.bury(self._jobs.release_all):
+            LOG.warning("dead, their load balancers are taken up: %s", ", ".join(buried))
+            hints.tell(self._conf, doorbell.CONTROLLER)
 
 
 class ControllerService(cotyledon.Service):
@@ -170,9 +260,11 @@ class ControllerService(cotyledon.Service):
 
 
 def main() -> int:
-    """Console entry: run controllers until told to end."""
+    """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     log.setup(conf, ControllerService.name)
+    if not schema.fits(Database(conf.store.connection)):
+        return 1
     manager = cotyledon.ServiceManager()
     manager.add(ControllerService, workers=1, args=(conf,))
     manager.run()

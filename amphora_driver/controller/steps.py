@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taking the steps a plan names.
 
-Invariant: each step may be repeated from its beginning. It first makes sure that the lease still holds, then does its
-work through a backend (all of them idempotent by id), then leaves its mark in the store under the same lease.
+Invariant: each step may be repeated from its beginning. Before every effect outside it makes sure that the lease still
+holds and that nothing goes first; then it does its work through a backend (all of them idempotent by id), and leaves
+its mark in the store under the same lease.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from amphora_driver import points
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.pushing import Pushing
+from amphora_driver.controller.vips import Vips
+from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentUnreachable, ComputeError
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.queue.jobs import Lease, check, guard
+from amphora_driver.queue.jobs import guard
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from amphora_driver.agent_client import AgentClient
     from amphora_driver.backends import Catalogue
     from amphora_driver.certificates.authority import Authority
+    from amphora_driver.controller.turn import Turn
     from amphora_driver.network.interface import Network
     from amphora_driver.store.engine import Database
     from amphora_driver.store.vault import Vault
@@ -53,8 +58,10 @@ services = {services}
 interval = {interval:g}
 targets = {targets}
 """
-# Seconds after which somebody who waits for an agent looks whether its machine still runs.
-_LOOK_AT_MACHINE = 1.0
+# Seconds an agent whose port listens may take for its first answer, before others have their turn.
+_GREETING_PATIENCE = 3.0
+# What is known of an amphora whose machine is not there (any more).
+_NOT_BOOTED: dict[str, Any] = {"management_address": None, "plugged": (), "booted_at": None}
 # How many seconds longer than connections may go on their new amphora is ready for them.
 _DRAIN_MARGIN = 5.0
 # Seconds that one which is about to go may take to say whether it is needed.
@@ -73,17 +80,27 @@ class Backends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Steps:
-    """Performs the steps of one load balancer under one lease."""
+    """Performs the steps of one load balancer in one turn.
 
-    def __init__(self, backends: Backends, lease: Lease) -> None:
+    Attributes:
+        absent: amphorae whose agents did not answer in this turn.
+        vips_taken: whether one of a pair that begins has the VIPs; None if they were not asked in this turn.
+    """
+
+    def __init__(self, backends: Backends, turn: Turn) -> None:
+        self.absent: frozenset[str] = frozenset()
+        self.vips_taken: bool | None = None
         self._conf: ConfigOpts = backends.conf
         self._database: Database = backends.database
         self._catalogue: Catalogue = backends.catalogue
         self._agents: AgentClient = backends.agents
         self._authority: Authority = backends.authority
         self._vault: Vault = backends.vault
-        self._lease = lease
-        self._pushing = Pushing(backends, lease, self._write)
+        self._turn = turn
+        self._lease = turn.lease
+        self._doing = ""
+        self._pushing = Pushing(backends, turn, self._write)
+        self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
         self._ways = self._ways_to()
 
     def take(self, step: planning.AnyStep, wanted: planning.Wanted, observed: Sequence[Amphora]) -> None:
@@ -91,13 +108,19 @@ class Steps:
 
         Raises:
             LeaseLost: somebody else works on the load balancer now.
+            Superseded: something goes first.
             AmphoraDriverError: the step failed; it is taken again later.
         """
         LOG.info("load balancer %s: %s", wanted.load_balancer_id, _sentence(step))
-        self._database.read(lambda connection: check(connection, self._lease))
+        self._turn.begin_step()
+        self._turn.check()
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
-        self._ways[type(step)](step, wanted, {one.id: one for one in observed})
+        self._doing = type(step).__name__
+        points.reach_in(self._doing, points.Moment.BEFORE)
+        with kept(self._turn.deadline):
+            self._ways[type(step)](step, wanted, {one.id: one for one in observed})
+        points.reach_in(self._doing, points.Moment.MARKED)
 
     def _ways_to(self) -> dict[type, Way]:
         return {
@@ -105,8 +128,11 @@ class Steps:
             planning.Boot: lambda step, wanted, by_id: self._boot(by_id[step.amphora_id], wanted),
             planning.Plug: lambda step, _wanted, _by_id: self._plug(step),
             planning.AwaitAgent: lambda step, _wanted, _by_id: self._await_agent(step),
+            planning.AllocateVip: lambda _step, wanted, by_id: self._allocate_vip(wanted, by_id),
+            planning.ApplyVipOptions: lambda _step, wanted, by_id: self._apply_vip_options(wanted, by_id),
             planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
             planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
+            planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
             planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted.generation),
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
             planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
@@ -116,11 +142,12 @@ class Steps:
             planning.Await: lambda _step, _wanted, _by_id: None,
         }
 
-    def _write(self, change: Callable[[sa.Connection], object]) -> None:
+    def _write(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
         def write(connection: sa.Connection) -> None:
-            guard(connection, self._lease)
+            guard(connection, self._lease, applied)
             change(connection)
 
+        points.reach_in(self._doing, points.Moment.DONE)
         self._database.write(write)
 
     def _amphora(self, amphora_id: str) -> Amphora:
@@ -151,6 +178,7 @@ class Steps:
             targets=", ".join(self._conf.health.targets),
         )
         profile = Profile() if wanted.tree is None else wanted.tree.profile
+        self._turn.check()
         machine = self._compute.boot(
             BootOrder(
                 amphora_id=amphora.id,
@@ -177,6 +205,7 @@ class Steps:
                 amphora.id,
                 compute_id=machine.compute_id,
                 management_address=machine.management_address,
+                booted_at=amphora.booted_at or time.time(),
                 certificate_expires_at=issued.expires_at,
             )
         )
@@ -184,6 +213,7 @@ class Steps:
     def _plug(self, step: planning.Plug) -> None:
         amphora = self._amphora(step.amphora_id)
         port = self._network.ensure_port(amphora.id, step.network_id, step.subnet_ids)
+        self._turn.check()
         try:
             self._compute.attach(amphora.id, port)
         except ComputeError:
@@ -198,19 +228,22 @@ class Steps:
         self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=plugged))
 
     def _await_agent(self, step: planning.AwaitAgent) -> None:
+        """Ask once: who is not there is waited for without this thread, and without the lease."""
         amphora = self._amphora(step.amphora_id)
         if amphora.management_address is None:
-            raise ComputeError(f"reach amphora {amphora.id}", "its management address is not known yet")
-        deadline = time.monotonic() + self._conf.controller.boot_timeout
-        while True:
-            attempt = min(deadline, time.monotonic() + _LOOK_AT_MACHINE)
-            try:
-                self._agents.wait_until_ready(amphora.id, amphora.management_address, attempt)
-                break
-            except AgentUnreachable:
-                if time.monotonic() >= deadline:
-                    raise
-                self._check_machine(amphora)
+            # The backend needs time to say where it is.
+            self._check_time(amphora, AgentUnreachable("reach it", "its management address is not known"))
+            self.absent |= {amphora.id}
+            return
+        deadline = self._turn.deadline.within(_GREETING_PATIENCE)
+        try:
+            self._agents.wait_until_ready(amphora.id, amphora.management_address, deadline)
+        except AgentUnreachable as error:
+            self._check_machine(amphora)
+            self._check_time(amphora, error)
+            LOG.info("amphora %s is waited for: %s", amphora.id, error.happened)
+            self.absent |= {amphora.id}
+            return
         self._write(lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=time.time()))
 
     def _check_machine(self, amphora: Amphora) -> None:
@@ -218,9 +251,37 @@ class Steps:
         machine = self._compute.get(amphora.id)
         if machine is not None and machine.state is not MachineState.FAILED:
             return
-        self._write(lambda connection: amphorae.change(connection, amphora.id, management_address=None, plugged=()))
+        self._write(lambda connection: amphorae.change(connection, amphora.id, **_NOT_BOOTED))
         reason = machine.reason if machine is not None else ""
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
+
+    def _check_time(self, amphora: Amphora, error: AgentUnreachable) -> None:
+        """Give up one that runs and has not answered for too long: it is removed, and booted anew next time."""
+        most = float(self._conf.controller.boot_timeout)
+        if amphora.booted_at is None:
+            self._write(lambda connection: amphorae.change(connection, amphora.id, booted_at=time.time()))
+        if amphora.booted_at is None or time.time() < amphora.booted_at + most:
+            return
+        self._turn.check()
+        self._compute.destroy(amphora.id)
+        self._write(lambda connection: amphorae.change(connection, amphora.id, **_NOT_BOOTED))
+        happened = f"its agent has not answered in {most:g} s: {error.happened}"
+        # For a user that is the end of a long wait, whatever comes of the next boot.
+        raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
+
+    def _ask_vips(self, everyone: tuple[Amphora, ...]) -> None:
+        self.vips_taken = self._pushing.vips_taken(everyone)
+
+    # --- VIPs -------------------------------------------------------------------------------------------------------
+
+    def _allocate_vip(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
+        if wanted.tree is not None:
+            machines = [one.compute_id for one in by_id.values() if one.compute_id]
+            self._vips.allocate(self._network, wanted, wanted.tree, machines)
+
+    def _apply_vip_options(self, wanted: planning.Wanted, by_id: dict[str, Amphora]) -> None:
+        if wanted.tree is not None:
+            self._vips.apply(self._network, wanted.tree, tuple(by_id.values()), wanted.generation)
 
     # --- an amphora goes --------------------------------------------------------------------------------------------
 
@@ -228,6 +289,7 @@ class Steps:
         for plugged in amphora.plugged:
             if plugged.port.network_id == network_id:
                 self._compute.detach(amphora.id, plugged.port)
+                self._turn.check()
                 self._network.delete_port(plugged.port.id)
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=left))
@@ -247,7 +309,8 @@ class Steps:
         drain = float(self._conf.controller.drain_timeout)
         try:
             if drain:
-                self._agents.expect_vips(partner.id, str(partner.management_address), drain + _DRAIN_MARGIN)
+                address = str(partner.management_address)
+                self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
         except AgentError as error:
             LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
             drain = 0.0
@@ -261,16 +324,17 @@ class Steps:
         Returns:
             For how many seconds these may go on; None if the VIPs may still be there.
         """
-        address = str(amphora.management_address)
+        address, deadline = str(amphora.management_address), self._turn.deadline
         for seconds in dict.fromkeys((drain, 0.0)):
+            self._turn.check()
             try:
-                self._agents.release_vips(amphora.id, address, seconds)
+                self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
             except AgentError as error:
                 LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
             else:
                 return seconds
             try:
-                said = self._agents.vrrp(amphora.id, address)
+                said = self._agents.vrrp(amphora.id, address, deadline=deadline)
             except AgentError as error:
                 LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
                 return None
@@ -282,7 +346,7 @@ class Steps:
     def _look_after(self, step: planning.LookAfter, amphora: Amphora) -> None:
         """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
         try:
-            deadline = time.monotonic() + _FAREWELL_PATIENCE
+            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
             LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
@@ -296,6 +360,7 @@ class Steps:
     def _release(self, amphora: Amphora) -> None:
         self._compute.destroy(amphora.id)
         for port in self._network.ports(amphora.id):
+            self._turn.check()
             self._network.delete_port(port.id)
         self._write(lambda connection: amphorae.forget(connection, amphora.id))
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import cotyledon
 from oslo_log import log
 
-from amphora_driver import config
+from amphora_driver import config, points
 from amphora_driver.errors import StoreError
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.queue import doorbell
-from amphora_driver.store import amphorae
+from amphora_driver.queue import doorbell, hints
+from amphora_driver.store import amphorae, schema
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault
 
@@ -55,7 +55,7 @@ class HealthManager:
             self._database,
             self._ledger,
             conf.health.interval,
-            lambda: doorbell.ring(conf.queue.doorbell_dir, doorbell.CONTROLLER),
+            lambda: hints.tell(conf, doorbell.CONTROLLER),
         )
         self._receiver = Receiver(conf.health.bind_address, conf.health.bind_port, self._key, self._heard)
         self._news = threading.Event()
@@ -120,8 +120,11 @@ class HealthManager:
 
     def _flush(self, *, last: bool = False) -> None:
         try:
-            if self._bookkeeper.flush(last=last):
-                doorbell.ring(self._conf.queue.doorbell_dir, doorbell.REPORTER)
+            points.reach(points.Point.FLUSHING)
+            news = self._bookkeeper.flush(last=last)
+            points.reach(points.Point.FLUSHED)
+            if news:
+                hints.tell(self._conf, doorbell.REPORTER)
         except StoreError as error:
             LOG.warning("could not write down what amphorae say, trying again: %s", error)
         except Exception:
@@ -150,9 +153,11 @@ class HealthManagerService(cotyledon.Service):
 
 
 def main() -> int:
-    """Console entry: hear heartbeats until told to end."""
+    """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     log.setup(conf, HealthManagerService.name)
+    if not schema.fits(Database(conf.store.connection)):
+        return 1
     manager = cotyledon.ServiceManager()
     manager.add(HealthManagerService, workers=1, args=(conf,))
     manager.run()

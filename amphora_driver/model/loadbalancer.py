@@ -30,7 +30,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache
 
 
 class Vip(Shape, frozen=True):
-    """One address of a load balancer, on one subnet."""
+    """One address of a load balancer, on one subnet; an empty address is not known yet."""
 
     address: str
     subnet_id: str
@@ -224,6 +224,12 @@ class LoadBalancer(Shape, frozen=True):
     def pool(self, pool_id: str | None) -> Pool | None:
         """The pool with this id, or None."""
         return next((pool for pool in self.pools if pool.id == pool_id), None)
+
+
+def without_addresses(tree: LoadBalancer) -> LoadBalancer:
+    """The same whose VIPs are still to be had: addresses somebody asked for are none yet."""
+    bare = [msgspec.structs.replace(vip, address="") for vip in tree.vips]
+    return msgspec.structs.replace(tree, vip=bare[0], additional_vips=tuple(bare[1:]))
 
 
 Node = LoadBalancer | Listener | Pool | Member | HealthMonitor | L7Policy | L7Rule

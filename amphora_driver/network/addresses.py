@@ -107,6 +107,7 @@ def lowest_free(subnet: AddressRange, taken: Collection[str], wanted: str) -> st
         wanted,
         f"every address of {subnet} from {first} to {last} is in use",
         "Delete what is no longer needed, or use another subnet.",
+        final=True,
     )
 
 

@@ -3,11 +3,13 @@
 
 Invariant: an address belongs to one port, which the primary key of `local_address` guarantees, and every
 method is one transaction: after a crash a port has all its addresses or does not exist. No call touches the
-kernel (`bridges` does that where amphorae run), so that octavia-api can use this class.
+kernel (`bridges` does that where amphorae run), so that octavia-api can use this class; but for those about what VIPs
+obey (`guards`), which only a controller makes.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +20,8 @@ from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.network import addresses, rows
 from amphora_driver.network.addresses import AddressRange, Segment
-from amphora_driver.network.interface import FixedAddress, Port, Subnet, VipRequest
+from amphora_driver.network.guards import Guards
+from amphora_driver.network.interface import FixedAddress, NotYet, Owners, Port, Subnet, VipOptions, VipRequest
 from amphora_driver.store.tables import local_address, local_network, local_port, local_subnet
 
 if TYPE_CHECKING:
@@ -27,9 +30,13 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
 
+_VIP_OWNER = "lb-"
+_AMPHORA = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
 def vip_owner(load_balancer_id: str) -> str:
     """The owner of a load balancer's VIP port."""
-    return f"lb-{load_balancer_id}"
+    return f"{_VIP_OWNER}{load_balancer_id}"
 
 
 class LocalNetwork:
@@ -40,12 +47,13 @@ class LocalNetwork:
         database: where the rows are.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset()
+    supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids"})
     wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
         self._database = database
         self._management: str = conf.compute_netns.management_network
+        self.guards = Guards(database, conf.network_local.switch)
 
     # --- the backend's interface ---------------------------------------------------------------------------
 
@@ -54,7 +62,8 @@ class LocalNetwork:
         load_balancer_id: str,
         project_id: str,  # noqa: ARG002 - the interface's name; one machine has no projects
         wanted: Sequence[VipRequest],
-    ) -> tuple[Vip, ...]:
+        machines: Sequence[str] = (),  # noqa: ARG002 - likewise: every address is as good as another
+    ) -> tuple[Vip, ...] | NotYet:
         """Take the addresses wanted, the primary VIP first, all on one port; again: the same VIPs."""
         attempt = f"take a VIP for load balancer {load_balancer_id}"
 
@@ -80,7 +89,13 @@ class LocalNetwork:
             else:
                 rows.set_owner(connection, row.id, rows.user_owner(row.id))
 
+        # While the addresses are still ours: whoever has them next obeys nothing of this load balancer's.
+        self.guards.forget(load_balancer_id)
         self._database.write(work)
+
+    def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
+        """Have the VIPs obey exactly these options from now on."""
+        self.guards.apply(load_balancer_id, options, port_ids)
 
     def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
         """The port of this owner on this network with an address on each subnet; made if missing."""
@@ -123,6 +138,18 @@ class LocalNetwork:
                 rows.drop_port(connection, port_id)
 
         self._database.write(work)
+
+    def owners(self) -> Owners:
+        """Everybody for whom `ensure_port` or `allocate_vip` has made something that is still there."""
+        query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
+        found = self._database.read(lambda c: c.execute(query).all())
+        # Hosts of the sandbox have ports too, under names; a user's port is given back, never removed.
+        return Owners(
+            amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
+            load_balancers=frozenset(
+                row.owner.removeprefix(_VIP_OWNER) for row in found if row.owner.startswith(_VIP_OWNER)
+            ),
+        )
 
     def subnet(self, subnet_id: str) -> Subnet:
         """What is known of a subnet."""
@@ -255,7 +282,11 @@ class LocalNetwork:
         fixed: list[FixedAddress] = []
         for request, subnet in zip(wanted, subnets, strict=True):
             mine = [have.address for have in fixed]
-            fixed.append(rows.choose_address(connection, subnet, request.address, attempt, mine))
+            try:
+                fixed.append(rows.choose_address(connection, subnet, request.address, attempt, mine))
+            except NetworkError as error:
+                # None is left, which is for the user to change.
+                raise Conflict(error.wanted, error.happened, error.remedy) from error
         return rows.to_vips(rows.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 
     def _adopt(

@@ -4,7 +4,8 @@
 Invariant: at most one process holds the lease of a load balancer, and every lease has an *epoch* greater than all
 before it. A write made under a lease checks owner and epoch in the same transaction (`guard`), so that a process
 which was stopped, lost its lease and woke up again changes nothing. A job is "make load balancer X as recorded": it
-carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted.
+carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted. Leases and
+pauses are measured by the database's clock, the same for all controllers (store/clock.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
+from amphora_driver.store import clock
 from amphora_driver.store.tables import amphora, duty, request, work
 
 if TYPE_CHECKING:
@@ -55,14 +57,19 @@ class Jobs:
         self._owner = owner
         self._seconds = seconds
 
-    def claim(self) -> Lease | None:
-        """The lease of the load balancer that has waited longest, or None if nothing is due."""
+    def claim(self, load_balancer_id: str | None = None, *, fresh: bool = False) -> Lease | None:
+        """The lease of the load balancer that has waited longest, or None if nothing is due.
+
+        Args:
+            load_balancer_id: only this one's, if it is due.
+            fresh: only one whose last attempt has not failed.
+        """
 
         def write(connection: sa.Connection) -> Lease | None:
-            now = time.time()
+            now = clock.now(connection)
             row = connection.execute(
                 sa.select(work.c.load_balancer_id, work.c.epoch, work.c.attempts)
-                .where(*_due(now))
+                .where(*_due(now, load_balancer_id, fresh=fresh))
                 .order_by(work.c.free_at)
                 .limit(1)
                 .with_for_update(skip_locked=True)
@@ -80,10 +87,11 @@ class Jobs:
             return lease
 
         # Looking costs less than locking, and most looks find nothing.
-        return self._database.write(write) if self._database.read(self._anything_due) else None
+        anything = self._database.read(lambda connection: self._anything_due(connection, load_balancer_id, fresh=fresh))
+        return self._database.write(write) if anything else None
 
     def next_due(self) -> float | None:
-        """When the next job becomes due (seconds since 1970), or None if none waits."""
+        """When the next job becomes due (on `Database.now()`'s clock), or None if none waits."""
         return self._database.read(
             lambda connection: connection.execute(
                 sa.select(
@@ -106,7 +114,7 @@ class Jobs:
             lambda connection: connection.execute(
                 work.update()
                 .where(work.c.owner == self._owner, work.c.load_balancer_id.in_(list(load_balancer_ids)))
-                .values(leased_until=time.time() + self._seconds)
+                .values(leased_until=clock.now(connection) + self._seconds)
             )
         )
 
@@ -116,34 +124,83 @@ class Jobs:
         Args:
             lease: whose.
             generation: the newest one that was looked at.
-            again_at: when somebody is to look again (seconds since 1970), whatever happens until then; None if
-                nothing is left to do.
+            again_at: when somebody is to look again (on `Database.now()`'s clock), whatever happens until then; None
+                if nothing is left to do.
+        """
+        found: dict[str, Any] = {
+            "of": lease.load_balancer_id,
+            "whose": lease.owner,
+            "under": lease.epoch,
+            "seen": generation,
+        }
+        statement = _FINISH if again_at is None else _FINISH_FOR_NOW
+        bound = found if again_at is None else {**found, "again": again_at}
+
+        def write(connection: sa.Connection) -> None:
+            # What `guard` makes sure of, and the change, in one.
+            if connection.execute(statement, bound).rowcount != 1:
+                raise _lost(lease)
+
+        self._database.write(write)
+
+    def wait(self, lease: Lease, generation: int, pause: float, *, readable: bool = True) -> None:
+        """Give a lease back because something outside has to happen first; this counts as no attempt.
+
+        Args:
+            lease: whose.
+            generation: the newest one that was looked at.
+            pause: seconds after which somebody is to look again, if nobody hastens it.
+            readable: what was looked at was complete; if not, it is due as soon as it is.
         """
 
         def write(connection: sa.Connection) -> None:
             guard(connection, lease)
-            # Due again if more is wanted by now, or if what this job waited for has come meanwhile.
-            due = sa.or_(
-                work.c.generation > generation,
-                sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
-            )
+            # Whoever asked for more meanwhile does not wait for it.
+            came = work.c.generation > generation
+            if not readable:
+                came = sa.or_(came, sa.not_(work.c.read_back))
+            again = sa.case((came, 0.0), else_=clock.now(connection) + pause)
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == lease.load_balancer_id)
-                .values(
-                    owner=None,
-                    leased_until=None,
-                    attempts=0,
-                    error=None,
-                    free_at=0.0 if again_at is None else sa.case((due, 0.0), else_=again_at),
-                    dirty=due if again_at is None else True,
-                )
+                .values(owner=None, leased_until=None, dirty=True, free_at=again)
             )
 
         self._database.write(write)
 
-    def postpone(self, lease: Lease, pause: float, reason: str) -> None:
-        """Give a lease back after a failure, to be tried again after `pause` seconds."""
+    def give_way(self, lease: Lease) -> None:
+        """Give a lease back with the load balancer due at once: something goes first. This counts as no attempt."""
+
+        def write(connection: sa.Connection) -> None:
+            guard(connection, lease)
+            connection.execute(
+                work.update()
+                .where(work.c.load_balancer_id == lease.load_balancer_id)
+                .values(owner=None, leased_until=None, dirty=True, free_at=0.0)
+            )
+
+        self._database.write(write)
+
+    def hasten(self, load_balancer_ids: Collection[str]) -> None:
+        """What these load balancers wait for has come: they are due at once."""
+        self._database.write(
+            lambda connection: connection.execute(
+                work.update()
+                .where(work.c.load_balancer_id.in_(list(load_balancer_ids)), work.c.dirty)
+                .values(free_at=0.0)
+            )
+        )
+
+    def postpone(self, lease: Lease, pause: float, reason: str, generation: int | None = None) -> None:
+        """Give a lease back after a failure, to be tried again after `pause` seconds.
+
+        Args:
+            lease: whose.
+            pause: seconds.
+            reason: what went wrong.
+            generation: the newest one that was looked at. What was asked for after that is due at once.
+        """
+        newer = sa.false() if generation is None else work.c.generation > generation
 
         def write(connection: sa.Connection) -> None:
             guard(connection, lease)
@@ -153,26 +210,32 @@ class Jobs:
                 .values(
                     owner=None,
                     leased_until=None,
-                    attempts=lease.attempts + 1,
+                    attempts=sa.case((newer, work.c.attempts), else_=lease.attempts + 1),
                     error=reason,
                     dirty=True,
-                    free_at=time.time() + pause,
+                    free_at=sa.case((newer, 0.0), else_=clock.now(connection) + pause),
                 )
             )
 
         self._database.write(write)
 
-    def release_all(self) -> None:
-        """Give every lease of this process back, at its end."""
-        self._database.write(
-            lambda connection: connection.execute(
-                work.update().where(work.c.owner == self._owner).values(owner=None, leased_until=None)
+    def release_all(self, owner: str | None = None) -> int:
+        """Give every lease of this process back, at its end, or those of one that is known to be dead.
+
+        Returns:
+            How many there were.
+        """
+        return self._database.write(
+            lambda connection: (
+                connection.execute(
+                    work.update().where(work.c.owner == (owner or self._owner)).values(owner=None, leased_until=None)
+                ).rowcount
             )
         )
 
-    def _anything_due(self, connection: sa.Connection) -> bool:
-        now = time.time()
-        return connection.execute(sa.select(work.c.load_balancer_id).where(*_due(now)).limit(1)).first() is not None
+    def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
+        due = _due(clock.now(connection), load_balancer_id, fresh=fresh)
+        return connection.execute(sa.select(work.c.load_balancer_id).where(*due).limit(1)).first() is not None
 
 
 def _behind() -> sa.ColumnElement[bool]:
@@ -184,70 +247,116 @@ def _behind() -> sa.ColumnElement[bool]:
     )
 
 
-def _due(now: float) -> tuple[sa.ColumnElement[bool], ...]:
+def _due(
+    now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
+) -> tuple[sa.ColumnElement[bool], ...]:
     """What makes a load balancer's job due: there is something to do, its pause is over, and nobody works on it."""
-    return work.c.dirty, work.c.free_at <= now, sa.or_(work.c.owner.is_(None), work.c.leased_until < now)
+    due = [work.c.dirty, work.c.free_at <= now, sa.or_(work.c.owner.is_(None), work.c.leased_until < now)]
+    if fresh:
+        due.append(work.c.attempts == 0)
+    if load_balancer_id is not None:
+        due.append(work.c.load_balancer_id == load_balancer_id)
+    return tuple(due)
 
 
-def guard(connection: sa.Connection, lease: Lease) -> None:
+# Needed in every job, so built once: putting a statement together costs more than running it.
+_MINE = (
+    work.c.load_balancer_id == sa.bindparam("of"),
+    work.c.owner == sa.bindparam("whose"),
+    work.c.epoch == sa.bindparam("under"),
+)
+_SEEN = sa.bindparam("seen", type_=sa.BigInteger)
+# Due again if more is wanted by now, or if what this job waited for has come meanwhile.
+_DUE_AGAIN = sa.or_(
+    work.c.generation > _SEEN,
+    sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
+)
+_RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "error": None}
+_FINISH = work.update().where(*_MINE).values(**_RETURNED, free_at=0.0, dirty=_DUE_AGAIN)
+_FINISH_FOR_NOW = (
+    work.update()
+    .where(*_MINE)
+    .values(**_RETURNED, free_at=sa.case((_DUE_AGAIN, 0.0), else_=sa.bindparam("again", type_=sa.Double)), dirty=True)
+)
+_GUARD = work.update().where(*_MINE).values(epoch=sa.bindparam("under"))
+_GUARD_APPLIED = work.update().where(*_MINE).values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
+_CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op).where(
+    work.c.load_balancer_id == sa.bindparam("of")
+)
+_NOTE_OUTCOME = (
+    request.update()
+    .where(
+        request.c.load_balancer_id == sa.bindparam("of"),
+        request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
+        request.c.applied_at.is_(None),
+    )
+    .values(applied_at=sa.bindparam("now", type_=sa.Double), outcome=sa.bindparam("what", type_=sa.Text))
+)
+
+
+def guard(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
     """Make sure the lease still holds, and that nobody takes it before this transaction ends.
 
+    Args:
+        connection: of a writing transaction.
+        lease: whose.
+        applied: the generation that every amphora serves, if that is to be noted with it.
+
     Raises:
         LeaseLost: somebody else owns the load balancer, or it is gone.
     """
-    changed = connection.execute(
-        work.update()
-        .where(
-            work.c.load_balancer_id == lease.load_balancer_id, work.c.owner == lease.owner, work.c.epoch == lease.epoch
-        )
-        .values(epoch=lease.epoch)
-    ).rowcount
+    bound: dict[str, Any] = {"of": lease.load_balancer_id, "whose": lease.owner, "under": lease.epoch}
+    if applied is None:
+        changed = connection.execute(_GUARD, bound).rowcount
+    else:
+        changed = connection.execute(_GUARD_APPLIED, {**bound, "new_applied": applied}).rowcount
     if changed != 1:
-        raise LeaseLost(
-            f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}",
-            "another controller has taken it over",
-        )
+        raise _lost(lease)
 
 
-def check(connection: sa.Connection, lease: Lease) -> None:
+def _lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(
+        f"write under lease {lease.epoch} of load balancer {lease.load_balancer_id}",
+        "another controller has taken it over",
+    )
+
+
+def check(connection: sa.Connection, lease: Lease) -> tuple[int, str]:
     """Make sure that the lease still holds, before an effect outside the database that no transaction can take back.
 
+    Returns:
+        The newest generation, and what is wanted (`Op`).
+
     Raises:
         LeaseLost: somebody else owns the load balancer, or it is gone.
     """
-    row = connection.execute(
-        sa.select(work.c.owner, work.c.epoch).where(work.c.load_balancer_id == lease.load_balancer_id)
-    ).first()
+    row = connection.execute(_CHECK, {"of": lease.load_balancer_id}).first()
     if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
         raise LeaseLost(
             f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
             "another controller has taken it over",
         )
+    return int(row.generation), str(row.op)
 
 
 def note_outcome(connection: sa.Connection, load_balancer_id: str, generation: int, outcome: str) -> None:
     """Close the history of every request up to a generation."""
-    connection.execute(
-        request.update()
-        .where(
-            request.c.load_balancer_id == load_balancer_id,
-            request.c.generation <= generation,
-            request.c.applied_at.is_(None),
-        )
-        .values(applied_at=time.time(), outcome=outcome)
-    )
+    bound = {"of": load_balancer_id, "upto": generation, "now": time.time(), "what": outcome}
+    connection.execute(_NOTE_OUTCOME, bound)
 
 
 def hold_duty(database: Database, name: str, owner: str, seconds: float) -> bool:
     """Take or keep a duty that one process at a time performs; True if it is ours for another `seconds`."""
 
     def write(connection: sa.Connection) -> bool:
-        now = time.time()
-        row = connection.execute(sa.select(duty).where(duty.c.name == name).with_for_update()).first()
+        now = clock.now(connection)
+        row = connection.execute(
+            sa.select(duty, (duty.c.leased_until > now).label("held")).where(duty.c.name == name).with_for_update()
+        ).first()
         if row is None:
             connection.execute(duty.insert().values(name=name, owner=owner, epoch=1, leased_until=now + seconds))
             return True
-        if row.owner != owner and row.leased_until > now:
+        if row.owner != owner and row.held:
             return False
         connection.execute(
             duty.update()

@@ -10,10 +10,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 V = TypeVar("V")
 
-_ALL: list[Memory[object]] = []
+_ALL: WeakSet[Memory[object]] = WeakSet()
 
 
 class Memory(Generic[V]):
@@ -28,7 +29,7 @@ class Memory(Generic[V]):
         self._kept: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._weight = 0
         self._lock = Lock()
-        _ALL.append(self)  # type: ignore[arg-type]
+        _ALL.add(self)  # type: ignore[arg-type]
 
     def recall(self, key: Hashable) -> V | None:
         """What is remembered under this key."""
@@ -50,6 +51,12 @@ class Memory(Generic[V]):
                 self._weight -= gone
         return value
 
+    def drop(self, key: Hashable) -> None:
+        """Forget one value."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            self._weight -= found[1] if found else 0
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -59,5 +66,5 @@ class Memory(Generic[V]):
 
 def forget() -> None:
     """Empty every memory."""
-    for memory in _ALL:
+    for memory in tuple(_ALL):
         memory.clear()

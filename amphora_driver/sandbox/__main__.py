@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, required=True, help="directory of this sandbox")
     parser.add_argument("--prefix", help="beginning of the names of namespaces, at most 6 characters; first start only")
     parser.add_argument("--agent-python", help="interpreter of the amphorae's environment; first start only")
+    parser.add_argument("--database-url", help="SQLAlchemy URL of the provider's database; first start only")
+    parser.add_argument("--broker-url", help="RabbitMQ, for jobs by way of Celery; first start only")
     chosen = parser.parse_args(arguments)
     screen = _Screen()
     try:
@@ -59,7 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
-    settings = sandbox_settings.choose(chosen.state.absolute(), chosen.prefix, chosen.agent_python)
+    settings = sandbox_settings.choose(
+        chosen.state.absolute(),
+        chosen.prefix,
+        chosen.agent_python,
+        store_url=chosen.database_url,
+        broker_url=chosen.broker_url,
+    )
     Stack(settings, screen.step).up()
     screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")
 

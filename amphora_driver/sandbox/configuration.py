@@ -49,7 +49,10 @@ def _our_options(settings: Settings) -> _Sections:
             "connection": settings.database_url,
             "encryption_key_file": str(settings.etc / "encryption.keys"),
         },
-        "queue": {"doorbell_dir": str(settings.run / "bells")},
+        "queue": {
+            "doorbell_dir": str(settings.run / "bells"),
+            **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
+        },
         # One machine: a controller that does not renew for so long is dead, not slow.
         "controller": {"lease": "3"},
         "agent": {"services": "supervisor"},

@@ -23,9 +23,15 @@ from amphora_driver.network.interface import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store.engine import Database
 
-_SINGULAR = {"networks": "network", "subnets": "subnet", "ports": "port"}
+_SINGULAR = {
+    "networks": "network",
+    "subnets": "subnet",
+    "ports": "port",
+    "security-groups": "security_group",
+    "policies": "policy",
+}
 # Clients ask for these too, before they send anything.
-_EMPTY = {"extensions", "security-groups", "subnetpools", "routers", "policies"}
+_EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
 
@@ -72,6 +78,38 @@ class Answers:
             **_PROJECT,
         }  # fmt: skip
 
+    def security_groups(self) -> list[_Row]:
+        """Every security group."""
+        return [
+            {
+                "id": group.id, "name": group.name, "description": "", "stateful": False,
+                "security_group_rules": [
+                    {
+                        "direction": "ingress", "protocol": rule.protocol, "port_range_min": rule.first_port,
+                        "port_range_max": rule.last_port, "remote_ip_prefix": rule.remote,
+                    }
+                    for rule in group.rules
+                ],
+                **_PROJECT,
+            }
+            for group in self._network.guards.groups()
+        ]  # fmt: skip
+
+    def policies(self) -> list[_Row]:
+        """Every QoS policy."""
+        return [
+            {
+                "id": policy.id, "name": policy.name, "shared": True,
+                "rules": [
+                    {"type": "bandwidth_limit", "direction": direction, "max_kbps": rate}
+                    for direction, rate in (("egress", policy.egress_kbps), ("ingress", policy.ingress_kbps))
+                    if rate is not None
+                ],
+                **_PROJECT,
+            }
+            for policy in self._network.guards.policies()
+        ]  # fmt: skip
+
     def create_port(self, body: _Row) -> _Row:
         """A user's own port."""
         wanted = [
@@ -99,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, _error(f"no {kind} here")) if parts[1:] else self._answer(200, {_key(kind): []})
         if kind not in _SINGULAR:
             return self._answer(404, _error(f"no {kind} here"))
-        rows: list[_Row] = getattr(self.answers, kind)()
+        rows: list[_Row] = getattr(self.answers, _key(kind))()
         if parts[1:]:
             found = [row for row in rows if row["id"] == parts[1]]
             if not found:
@@ -107,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, {_SINGULAR[kind]: found[0]})
         wanted = {name: value for name, value in query if rows and name in rows[0]}
         kept = [row for row in rows if all(str(row[name]) == value for name, value in wanted.items())]
-        return self._answer(200, {kind: kept})
+        return self._answer(200, {_key(kind): kept})
 
     def do_POST(self) -> None:
         parts, _ = self._request()

@@ -29,7 +29,7 @@ def local_network() -> LocalNetwork:
 
 
 class SandboxNetworkDriver(base.AbstractNetworkDriver):
-    """Answers Octavia's questions about networks, subnets and ports."""
+    """Answers Octavia's questions about networks, subnets, ports, security groups and QoS policies."""
 
     def get_network(self, network_id: str, **_context: Any) -> Any:
         return _network(_one(local_network().networks(), network_id, base.NetworkNotFound, "id"))
@@ -69,10 +69,15 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return None
 
     def get_security_group_by_id(self, sg_id: str, **_context: Any) -> Any:
-        raise base.SecurityGroupNotFound(f"security group {sg_id} does not exist: there are none here")
+        group = _one(local_network().guards.groups(), sg_id, base.SecurityGroupNotFound, "id")
+        return shown.SecurityGroup(id=group.id, name=group.name)
+
+    def get_qos_policy(self, qos_policy_id: str, **_context: Any) -> Any:
+        policy = _one(local_network().guards.policies(), qos_policy_id, base.QosPolicyNotFound, "id")
+        return shown.QosPolicy(id=policy.id)
 
     def qos_enabled(self) -> bool:
-        return False
+        return True
 
     def _not_ours(self, *_: Any, **__: Any) -> NoReturn:
         raise base.NetworkException("Ports and addresses are made by the provider driver, not by Octavia.")

@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     # SQLAlchemy URLs of databases elsewhere; files of the state directory without.
     store_url: str | None = None
     octavia_url: str | None = None
+    # Celery's broker; without it hints stay on this machine.
+    broker_url: str | None = None
     # Options of the provider, by group, beside or instead of the sandbox's own.
     options: dict[str, dict[str, str]] = {}
 
@@ -150,6 +152,7 @@ def choose(
     *,
     store_url: str | None = None,
     octavia_url: str | None = None,
+    broker_url: str | None = None,
     options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
     """The sandbox with this state directory, its choices made now if it was never started."""
@@ -170,9 +173,12 @@ def choose(
         agent_python=agent_python or sys.executable,
         store_url=store_url,
         octavia_url=octavia_url,
+        broker_url=broker_url,
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
+    # URLs have passwords in them.
+    _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings
 

@@ -23,7 +23,7 @@ from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import Process, end
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import configuration, demo_hosts, topology
+from amphora_driver.sandbox import configuration, demo_hosts, outward, topology
 from amphora_driver.sandbox.processes import Program, Supervision
 from amphora_driver.sandbox.settings import SandboxError
 from amphora_driver.store import migrate
@@ -124,6 +124,7 @@ class Stack:
         ]
         return [
             *members,
+            *self._outward(module),
             Program(
                 name="network-api",
                 argv=(*module, "amphora_driver.sandbox.network_api"),
@@ -154,6 +155,15 @@ class Stack:
                 ready=_listens("udp", configuration.HEALTH_PORT),
             ),
         ]
+
+    def _outward(self, module: tuple[str, ...]) -> list[Program]:
+        """The way to servers on this machine, where the sandbox was given any."""
+        ports = outward.ports(self._settings.store_url, self._settings.broker_url)
+        if not ports:
+            return []
+        control = self._settings.control
+        argv = (*module, outward.__name__, control, *(str(port) for port in ports))
+        return [Program(name="outward", argv=argv, ready=lambda _: outward.listening(control, ports))]
 
     def _compute(self, network: LocalNetwork) -> NetnsCompute:
         return NetnsCompute(config.load([str(self._settings.our_configuration)]), network)

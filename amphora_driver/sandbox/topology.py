@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress, Port
+from amphora_driver.network.policies import QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:
     from amphora_driver.network.local import LocalNetwork
@@ -50,9 +51,11 @@ _SUBNETS = (
     ("member-subnet-v6", MEMBER_NETWORK, "2001:db8:2::/64", "2001:db8:2::1", "2001:db8:2::100", "2001:db8:2::ffff"),
 )  # fmt: skip
 
+_WEB = tuple(Rule(protocol="tcp", first_port=port, last_port=port) for port in (80, 443))
+
 
 def define(network: LocalNetwork) -> None:
-    """Write networks and subnets down."""
+    """Write networks and subnets down, with a security group and a QoS policy to try."""
     for network_id, (name, bridge) in _NETWORKS.items():
         network.define_network(network_id, name, bridge)
     for name, network_id, cidr, gateway, first, last in _SUBNETS:
@@ -67,12 +70,15 @@ def define(network: LocalNetwork) -> None:
                 last=last,
             )
         )
+    network.guards.define_group(SecurityGroup(id=identifier("web"), name="web", rules=_WEB))
+    network.guards.define_policy(QosPolicy(id=identifier("ten-megabit"), name="ten-megabit", egress_kbps=10_000))
 
 
 def build(settings: Settings, network: LocalNetwork) -> None:
     """Make the switch, the control namespace, and those of client and members, as far as they are not there."""
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
+    network.guards.enforce()
     _host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
     client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
     _host(settings, network, switch, CLIENT, VIP_NETWORK, client)

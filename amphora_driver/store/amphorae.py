@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,6 +57,8 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     """One amphora as recorded; its heartbeat key stays in the store.
 
     Attributes:
+        booted_at: when its machine was ordered (seconds since 1970).
+        confirmed_at: when it confirmed what it serves.
         partners: those it knew to be its partners when it confirmed.
         heard_at: when it was heard last (seconds since 1970); None if never.
         holds_vip: what it said then; None if it did not say.
@@ -72,6 +75,8 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     management_address: str | None
     confirmed: int
     plugged: tuple[Plugged, ...]
+    booted_at: float | None = None
+    confirmed_at: float | None = None
     partners: tuple[Partner, ...] = ()
     heard_at: float | None = None
     holds_vip: bool | None = None
@@ -104,6 +109,26 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
 # Statements of every second are built once.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
+# Of one moment, and at once; every column costs. Where both have one of the same name, the amphora's is not asked for.
+_UNASKED = {
+    *("project_id", "reread", "tickets_due", "owner", "leased_until", "free_at", "error"),
+    *("heartbeat_key", "certificate_expires_at", "created_at", "ready_at", "reason"),
+}
+_OF_WORK = [column for column in work.c if column.name not in _UNASKED]
+_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNASKED, *(one.name for one in work.c)}]
+_OF_LOAD_BALANCER = (
+    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
+    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    .where(amphora.c.load_balancer_id == sa.bindparam("of"))
+    .order_by(amphora.c.created_at, amphora.c.id)
+)
+_WITH_WORK = (
+    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
+    .outerjoin(amphora, amphora.c.load_balancer_id == work.c.load_balancer_id)
+    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    .where(work.c.load_balancer_id == sa.bindparam("of"))
+    .order_by(amphora.c.created_at, amphora.c.id)
+)
 _OF_SAME = (
     sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation)
     .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
@@ -153,14 +178,21 @@ def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, ro
     )
 
 
+def with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
+    """The load balancer's row of `work` (None if there is none), but for who has the lease, and all its amphorae.
+
+    The oldest comes first.
+    """
+    rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
+    return (rows[0] if rows else None), _amphorae(rows)
+
+
 def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[Amphora, ...]:
     """Every amphora of a load balancer, the oldest first."""
-    rows = connection.execute(
-        sa.select(amphora, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
-        .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-        .where(amphora.c.load_balancer_id == load_balancer_id)
-        .order_by(amphora.c.created_at, amphora.c.id)
-    )
+    return _amphorae(connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id}).all())
+
+
+def _amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
     return tuple(
         Amphora(
             id=row.id,
@@ -170,15 +202,28 @@ def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[
             compute_id=row.compute_id,
             management_address=row.management_address,
             confirmed=row.confirmed,
-            plugged=msgspec.json.decode(row.plugged, type=tuple[Plugged, ...]) if row.plugged else (),
-            partners=msgspec.json.decode(row.partners, type=tuple[Partner, ...]) if row.partners else (),
+            plugged=_plugged(row.plugged),
+            booted_at=row.booted_at,
+            confirmed_at=row.confirmed_at,
+            partners=_partners(row.partners),
             heard_at=row.seen_at,
             holds_vip=row.holds_vip,
             handed_over=row.handed_over,
             drains_until=row.drains_until,
         )
         for row in rows
+        if row.id is not None
     )
+
+
+@lru_cache(maxsize=1024)
+def _plugged(text: str | None) -> tuple[Plugged, ...]:
+    return msgspec.json.decode(text, type=tuple[Plugged, ...]) if text else ()
+
+
+@lru_cache(maxsize=1024)
+def _partners(text: str | None) -> tuple[Partner, ...]:
+    return msgspec.json.decode(text, type=tuple[Partner, ...]) if text else ()
 
 
 def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:

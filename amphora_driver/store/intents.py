@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver import points
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policies
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Node, Pool, Profile
 from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.store import reading_back, secrets, statuses, wanted
+from amphora_driver.store.engine import recognise_by
 from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import amphora, request, work
 
@@ -134,8 +136,8 @@ class Intents:
 
     def create(
         self, kind: Kind, node: Node, *, for_listener: str | None = None, contents: Contents | None = None
-    ) -> None:
-        """A new object below a load balancer.
+    ) -> str:
+        """A new object below a load balancer, whose id is returned.
 
         Args:
             kind: what it is.
@@ -147,14 +149,13 @@ class Intents:
         for one in nodes:
             self._check(one)
 
-        def write(connection: sa.Connection) -> None:
-            load_balancer_id = wanted.load_balancer_of(connection, str(wanted.parent_id(node)))
+        def write(connection: sa.Connection) -> str:
+            load_balancer_id, generation = _advance_of(connection, str(wanted.parent_id(node)))
             self._check_fit(connection, load_balancer_id, node)
-            generation = _advance(connection, load_balancer_id)
             whole = list(nodes)
             if isinstance(node, L7Policy):
                 whole[0] = _make_room(connection, generation, node)
-            ghosts = _ghosts(connection, generation, node)
+            around = _around(connection, generation, node)
             if isinstance(node, Member) and ":" in node.address:
                 self._check_spelling(connection, node)
             wanted.insert(connection, load_balancer_id, generation, whole)
@@ -162,15 +163,14 @@ class Intents:
             if for_listener is not None:
                 listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
                 wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
-            touched = [(wanted.kind_of(one), one.id) for one in nodes] + _ancestors(connection, node) + ghosts
-            self._finish(connection, load_balancer_id, generation, touched, f"create {_WORDS[kind]}", node.id)
+            new = [(wanted.kind_of(one), one.id) for one in nodes]
+            self._finish(connection, load_balancer_id, generation, around, f"create {_WORDS[kind]}", node.id, new=new)
+            return load_balancer_id
 
-        self._database.write(write)
+        return self._database.write(write)
 
-    def update(
-        self, kind: Kind, object_id: str, fields: Mapping[str, Any], *, contents: Contents | None = None
-    ) -> None:
-        """Some fields of an object change, by the names of the model.
+    def update(self, kind: Kind, object_id: str, fields: Mapping[str, Any], *, contents: Contents | None = None) -> str:
+        """Some fields of an object change, by the names of the model; returns the load balancer's id.
 
         Args:
             kind: what it is.
@@ -179,29 +179,31 @@ class Intents:
             contents: what came of the secrets these fields name; the rest is read from Octavia after its commit.
         """
 
-        def write(connection: sa.Connection) -> None:
-            load_balancer_id = wanted.load_balancer_of(connection, object_id)
+        def write(connection: sa.Connection) -> str:
+            load_balancer_id, generation = _advance_of(connection, object_id)
             before = wanted.load(connection, kind, object_id)
             after = from_octavia.changed(before, fields)
             self._check(after)
             self._check_fit(connection, load_balancer_id, after)
-            generation = _advance(connection, load_balancer_id)
             if isinstance(after, L7Policy) and after.position != before.position:
                 after = _make_room(connection, generation, after)
             wanted.update(connection, generation, [after])
+            if kind is Kind.LOAD_BALANCER:
+                # Octavia changes the security groups of a VIP without a word to us.
+                reading_back.ask_for(connection, load_balancer_id, kind, object_id)
             _keep_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             touched = [(kind, object_id), *_ancestors(connection, after)]
             self._finish(connection, load_balancer_id, generation, touched, f"update {_WORDS[kind]}", object_id)
+            return load_balancer_id
 
-        self._database.write(write)
+        return self._database.write(write)
 
-    def delete(self, kind: Kind, object_id: str) -> None:
-        """An object and everything below it goes."""
+    def delete(self, kind: Kind, object_id: str) -> str:
+        """An object and everything below it goes; returns the load balancer's id."""
 
-        def write(connection: sa.Connection) -> None:
-            load_balancer_id = wanted.load_balancer_of(connection, object_id)
+        def write(connection: sa.Connection) -> str:
+            load_balancer_id, generation = _advance_of(connection, object_id)
             node = wanted.load(connection, kind, object_id)
-            generation = _advance(connection, load_balancer_id)
             gone = [(kind, object_id), *wanted.below(connection, [object_id])]
             touched = gone + _ancestors(connection, node)
             if isinstance(node, Pool):
@@ -212,19 +214,20 @@ class Intents:
             if type(node) in FIELDS:
                 secrets.drop_objects(connection, [object_id])
             self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
+            return load_balancer_id
 
-        self._database.write(write)
+        return self._database.write(write)
 
-    def set_members(self, pool_id: str, members: Sequence[tuple[str, Callable[[], Member], Mapping[str, Any]]]) -> None:
-        """The members of a pool become exactly these.
+    def set_members(self, pool_id: str, members: Sequence[tuple[str, Callable[[], Member], Mapping[str, Any]]]) -> str:
+        """The members of a pool become exactly these; returns the load balancer's id.
 
         Args:
             pool_id: the pool.
             members: for each wanted member its id, a way to build it if it is new, and the fields named for it if not.
         """
 
-        def write(connection: sa.Connection) -> None:
-            load_balancer_id = wanted.load_balancer_of(connection, pool_id)
+        def write(connection: sa.Connection) -> str:
+            load_balancer_id, generation = _advance_of(connection, pool_id)
             pool: Pool = wanted.load(connection, Kind.POOL, pool_id)
             before = wanted.children(connection, pool_id, Kind.MEMBER)
             added: list[Node] = []
@@ -240,16 +243,17 @@ class Intents:
             self._check(msgspec.structs.replace(pool, members=tuple(now[member_id] for member_id, _, _ in members)))
             kept = {member_id for member_id, _, _ in members}
             gone = [member_id for member_id in before if member_id not in kept]
-            generation = _advance(connection, load_balancer_id)
             wanted.insert(connection, load_balancer_id, generation, added)
             wanted.update(connection, generation, changed)
             wanted.remove(connection, generation, gone)
             # Octavia puts every member of the request PENDING, also those that come out unchanged.
-            touched = [(Kind.MEMBER, one) for one in (*kept, *gone)] + _ancestors(connection, pool)
+            touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before] + _ancestors(connection, pool)
             touched.append((Kind.POOL, pool_id))
-            self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id)
+            new = [(Kind.MEMBER, node.id) for node in added]
+            self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id, new=new)
+            return load_balancer_id
 
-        self._database.write(write)
+        return self._database.write(write)
 
     def _check_spelling(self, connection: sa.Connection, member: Member) -> None:
         """Octavia compares addresses as text, but those of IPv6 can be written in many ways: look at the whole pool."""
@@ -259,7 +263,9 @@ class Intents:
 
     def _check_fit(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
         """Only listeners and pools depend on the profile: calls about anything else do not read it."""
-        if self._fits and isinstance(node, (Listener, Pool)):
+        if self._fits and isinstance(node, LoadBalancer):
+            self._fits(node, node.profile)
+        elif self._fits and isinstance(node, (Listener, Pool)):
             whole: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
             self._fits(node, whole.profile)
 
@@ -271,14 +277,22 @@ class Intents:
         touched: Iterable[tuple[Kind, str]],
         action: str,
         object_id: str,
+        *,
+        new: Iterable[tuple[Kind, str]] = (),
     ) -> None:
         everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
-        statuses.expect(connection, load_balancer_id, generation, everything)
+        statuses.expect(connection, load_balancer_id, generation, everything, new)
         _remember(connection, load_balancer_id, generation, action, object_id)
 
 
 # What every call of Octavia's needs is built once: putting a statement together costs more than running it.
 _LOCK = sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+# Only the row of `work` is locked: whoever changes anything of a load balancer does so first.
+_LOCK_OF = (
+    sa.select(work.c.load_balancer_id, work.c.generation, work.c.op)
+    .where(work.c.load_balancer_id == wanted.OWNER.scalar_subquery())
+    .with_for_update()
+)
 _ADVANCE = (
     work.update()
     .where(work.c.load_balancer_id == sa.bindparam("of"))
@@ -292,9 +306,26 @@ _ADVANCE = (
     )
 )
 _REMEMBER = request.insert()
+_REMEMBERED_AS = sa.select(request.c.id).where(
+    request.c.id == sa.bindparam("row"), request.c.load_balancer_id == sa.bindparam("of")
+)
 _TIDY = request.delete().where(
     request.c.load_balancer_id == sa.bindparam("of"), request.c.generation <= sa.bindparam("too_old")
 )
+
+
+def _advance_of(connection: sa.Connection, object_id: str) -> tuple[str, int]:
+    """The load balancer an object belongs to and its next generation; its job is made due at once.
+
+    Raises:
+        UnknownObject: nothing is recorded under this id, or it is removed.
+    """
+    row = connection.execute(_LOCK_OF, {"of": object_id}).first()
+    if row is None:
+        # Either it or its load balancer is not there: one of these says which.
+        load_balancer_id = wanted.load_balancer_of(connection, object_id)
+        return load_balancer_id, _advance(connection, load_balancer_id)
+    return row.load_balancer_id, _advanced(connection, row.load_balancer_id, row, Op.APPLY)
 
 
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> int:
@@ -306,6 +337,10 @@ def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPL
             "this provider has no record of it",
             "An operator can read it in again from Octavia.",
         )
+    return _advanced(connection, load_balancer_id, row, op)
+
+
+def _advanced(connection: sa.Connection, load_balancer_id: str, row: Any, op: str) -> int:
     generation = int(row.generation) + 1
     todo = Op.DELETE if Op.DELETE in (row.op, op) else op
     connection.execute(_ADVANCE, {"of": load_balancer_id, "new_generation": generation, "new_op": todo})
@@ -313,7 +348,7 @@ def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPL
 
 
 def _remember(connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str) -> None:
-    connection.execute(
+    added = connection.execute(
         _REMEMBER,
         {
             "load_balancer_id": load_balancer_id,
@@ -323,23 +358,30 @@ def _remember(connection: sa.Connection, load_balancer_id: str, generation: int,
             "accepted_at": time.time(),
         },
     )
+    # No two calls ever have the same row.
+    (row,) = added.inserted_primary_key or (None,)
+    recognise_by(connection, _REMEMBERED_AS, {"row": row, "of": load_balancer_id})
     if generation % _TIDIED_EVERY == 0:
         # A generation is one request.
         connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
+    # The last thing of every call.
+    points.reach(points.Point.INTENT_WRITTEN)
 
 
-def _ghosts(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
-    """Let go of the member that a new one replaces without anybody having deleted it.
+def _around(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
+    """What a new object brings into motion: its ancestors, and a member whose place it takes.
 
     Octavia's own table takes an address and port of a pool once. If we still know another member there, Octavia never
-    kept it: it rolled the creation back after our answer.
+    kept it: it rolled the creation back after our answer. We let go of it without anybody having deleted it.
     """
-    ghost = wanted.same_endpoint(connection, node) if isinstance(node, Member) else None
-    if ghost is None:
-        return []
-    LOG.warning("member %s takes the place of %s, which Octavia never kept", node.id, ghost)
-    wanted.remove(connection, generation, [ghost])
-    return [(Kind.MEMBER, ghost)]
+    if not isinstance(node, Member):
+        return _ancestors(connection, node)
+    listeners, ghosts = wanted.around_member(connection, node)
+    for ghost in ghosts:
+        LOG.warning("member %s takes the place of %s, which Octavia never kept", node.id, ghost)
+    wanted.remove(connection, generation, ghosts)
+    found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
+    return [*found, *((Kind.MEMBER, ghost) for ghost in ghosts)]
 
 
 def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:

@@ -2,40 +2,137 @@
 """Bringing a database to the schema this version needs.
 
 Invariant: the schema of a running database is only ever made by the migrations, one after the other; the tables in
-`tables.py` describe where they end, and a test compares the two.
+`tables.py` describe where they end, and a test compares the two. An upgrade may be ended anywhere and run again, and
+run twice at once: one at a time works, and each step of a migration looks whether it was done (migrations/
+repeatable.py), because MariaDB commits in the middle of it. A database that a newer version upgraded is left alone.
+
+Where the lock that lets one at a time work does not reach (two nodes of a Galera cluster) the second one fails, looks
+again, and finds the work done.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+import random
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy.exc import DBAPIError
 
+from amphora_driver.errors import SchemaMismatch, StoreError
+from amphora_driver.store import schema
 from amphora_driver.store.engine import Database
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
+    from collections.abc import Iterator
 
-_HERE = Path(__file__).parent / "migrations"
+LOG = logging.getLogger(__name__)
+
+_WANTED = "upgrade the database"
+_ATTEMPTS = 5
+# Locks by name (MariaDB) and by number (PostgreSQL) that live as long as the connection that took them.
+_LOCK_NAME = "amphora-driver schema"
+_LOCK_NUMBER = 0x616D_7068
+# Seconds to wait for another upgrade: adding a column to a large table takes its time.
+_LOCK_SECONDS = 600
 
 
-def upgrade(url: str) -> None:
-    """Bring the database at this URL to the newest schema; harmless when it is there already."""
-    database = Database(url)
+class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
+    """From where to where a database was brought; `before` is empty where it had no schema."""
+
+    before: str
+    after: str
+
+
+def upgrade(url: str) -> Upgrade:
+    """Bring the database at this URL to the newest schema; harmless when it is there already.
+
+    Raises:
+        SchemaMismatch: it is newer than this version.
+        StoreError: the database said no. What was done until then is found again the next time.
+    """
+    engine = _engine(url)
     try:
-        with database.engine.connect() as connection:
-            command.upgrade(configuration(connection), "head")
-            connection.commit()
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with _turn(engine):
+                    return _bring(engine)
+            except (DBAPIError, CommandError) as error:
+                words = str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error)
+                if attempt == _ATTEMPTS:
+                    raise StoreError(_WANTED, words, "Mend that and run it again.") from error
+                LOG.info("upgrading again, attempt %d: %s", attempt, words)
+                # Somebody else may be at it, on another node of a cluster.
+                time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
+        raise AssertionError("unreachable")
     finally:
-        database.dispose()
+        engine.dispose()
 
 
 def configuration(connection: sa.Connection) -> Config:
     """Alembic's view of our migrations on an open connection."""
     config = Config()
-    config.set_main_option("script_location", str(_HERE))
+    config.set_main_option("script_location", str(schema.MIGRATIONS))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config
+
+
+def _engine(url: str) -> sa.Engine:
+    # A statement of an upgrade may take minutes; what `Database` asks of a server is that it answers in seconds.
+    return Database(url).engine if sa.make_url(url).get_backend_name() == "sqlite" else sa.create_engine(url)
+
+
+def _bring(engine: sa.Engine) -> Upgrade:
+    newest = schema.revisions()[-1]
+    with engine.connect() as connection:
+        found = schema.recorded(connection)
+        if any(one not in schema.revisions() for one in found):
+            happened, remedy = schema.mismatch(found) or ("", "")
+            raise SchemaMismatch(_WANTED, happened, remedy)
+        if len(found) > 1:
+            # Two upgrades at once on two nodes: every step may be repeated, so the later place is as good.
+            behind = sa.text(f"DELETE FROM {schema.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
+            connection.execute(behind, {"newest": found[-1]})
+        if found != (newest,):
+            command.upgrade(configuration(connection), "head")
+        connection.commit()
+    return Upgrade(before=found[-1] if found else "", after=newest)
+
+
+@contextmanager
+def _turn(engine: sa.Engine) -> Iterator[None]:
+    """Be the only one that upgrades. SQLite's writers queue anyway (engine.py)."""
+    name = engine.dialect.name
+    if name not in ("mysql", "mariadb", "postgresql"):
+        yield
+        return
+    # On a connection of its own: statements that change a schema would end the transaction.
+    with engine.connect() as connection:
+        if name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
+            connection.commit()
+        elif not _named_lock(connection):
+            raise StoreError(_WANTED, f"another upgrade has been running for {_LOCK_SECONDS} s", "Look at that one.")
+        try:
+            yield
+        finally:
+            # The lock goes with the connection, also if nobody is there to give it back.
+            connection.invalidate()
+
+
+def _named_lock(connection: sa.Connection) -> bool:
+    """Take MariaDB's lock; True as well where there is none to be had, as on some nodes of Galera."""
+    try:
+        taken = connection.execute(sa.select(sa.func.get_lock(_LOCK_NAME, _LOCK_SECONDS))).scalar()
+        connection.commit()
+    except DBAPIError as error:
+        LOG.info("this database has no lock for upgrades: %s", error.orig)
+        return True
+    return taken == 1

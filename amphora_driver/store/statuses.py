@@ -10,6 +10,7 @@ confirmed, and everything is held back until Octavia's own transaction is known 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -65,32 +66,106 @@ _OBSERVE = (
 )
 
 
+def _settling(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
+    """What changes with an object whose wait is over, or for `_failing` goes on.
+
+    In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    """
+    return [
+        ("provisioning", provisioning),
+        ("since", sa.bindparam("now", type_=sa.Double)),
+        ("settled", status.c.version + 1),
+        ("version", status.c.version + 1),
+        ("reason", reason),
+    ]
+
+
+_UPTO = sa.bindparam("upto", type_=sa.BigInteger)
+_OURS = status.c.load_balancer_id == sa.bindparam("of")
+_WAITS = status.c.pending <= _UPTO
+_OVER: list[tuple[Any, Any]] = [("pending", None)]
+_GONE = status.c.object_id.in_(
+    sa.select(wanted_object.c.id).where(wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed)
+)
+# What failed before and is served now is well again, whoever mended it. What waits for a later generation is told then.
+_WELL = (
+    status.update()
+    .where(
+        _OURS, sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning == Provisioning.ERROR.value))
+    )
+    .ordered_values(
+        *_settling(
+            sa.case((_GONE, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
+            sa.case((_GONE, status.c.reason), else_=None),
+        ),
+        *_OVER,
+    )
+)
+_WELL_BUT = _WELL.where(sa.or_(status.c.object_id.not_in(_IDS), _GONE))
+_FAILED = (
+    status.update()
+    .where(
+        _OURS,
+        status.c.object_id.in_(_IDS),
+        sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning != Provisioning.ERROR.value)),
+        ~_GONE,
+    )
+    .ordered_values(*_settling(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_OVER)
+)
+_FAILING = (
+    status.update()
+    .where(_OURS, _WAITS)
+    .ordered_values(*_settling(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
+)
+_TAKEN = (
+    status.update()
+    .where(status.c.object_id.in_(_IDS), status.c.reported < sa.bindparam("told", type_=sa.BigInteger))
+    .values(reported=sa.bindparam("told", type_=sa.BigInteger))
+)
+_FORGET = status.delete().where(status.c.object_id.in_(_IDS))
+_FORGET_WANTED = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+
+
 def expect(
-    connection: sa.Connection, load_balancer_id: str, generation: int, objects: Iterable[tuple[Kind, str]]
+    connection: sa.Connection,
+    load_balancer_id: str,
+    generation: int,
+    objects: Iterable[tuple[Kind, str]],
+    new: Iterable[tuple[Kind, str]] = (),
 ) -> None:
-    """Note that these objects are PENDING in Octavia until `generation` is confirmed."""
+    """Note that these objects are PENDING in Octavia until `generation` is confirmed.
+
+    Args:
+        connection: of a writing transaction.
+        load_balancer_id: whose objects.
+        generation: what they wait for.
+        objects: usually they are known, but need not be.
+        new: more of them, which nobody can know.
+    """
     kinds = {object_id: kind for kind, object_id in objects}
-    ids = list(kinds)
+    fresh = {object_id: kind for kind, object_id in new}
+    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    ids = sorted(kinds)
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
-        known = set(connection.execute(_KNOWN, {"ids": chunk}).scalars())
-        if known:
-            connection.execute(_EXPECT, {"ids": sorted(known), "new_pending": generation})
-        fresh = [
-            {
-                "object_id": object_id,
-                "kind": kinds[object_id].value,
-                "load_balancer_id": load_balancer_id,
-                "pending": generation,
-                "version": 0,
-                "reported": 0,
-                "since": time.time(),
-            }
-            for object_id in chunk
-            if object_id not in known
-        ]
-        if fresh:
-            connection.execute(_INSERT, fresh)
+        found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
+        if found < len(chunk):
+            known = set(connection.execute(_KNOWN, {"ids": chunk}).scalars())
+            fresh |= {object_id: kinds[object_id] for object_id in chunk if object_id not in known}
+    rows = [
+        {
+            "object_id": object_id,
+            "kind": kind.value,
+            "load_balancer_id": load_balancer_id,
+            "pending": generation,
+            "version": 0,
+            "reported": 0,
+            "since": time.time(),
+        }
+        for object_id, kind in fresh.items()
+    ]
+    for start in range(0, len(rows), _CHUNK):
+        connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
 def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, failed: Mapping[str, str]) -> None:
@@ -99,41 +174,22 @@ def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, f
     Args:
         failed: reasons by object id, for objects that could not be served while the rest is.
     """
-    waiting = (status.c.load_balancer_id == load_balancer_id, status.c.pending <= generation)
-    gone = sa.select(wanted_object.c.id).where(
-        wanted_object.c.load_balancer_id == load_balancer_id, wanted_object.c.removed
-    )
-    _settle(connection, (*waiting, status.c.object_id.in_(gone)), Provisioning.DELETED, None)
+    common = {"of": load_balancer_id, "upto": generation, "now": time.time()}
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for object_id, reason in failed.items():
-        _settle(
-            connection,
-            (
-                status.c.load_balancer_id == load_balancer_id,
-                status.c.object_id == object_id,
-                sa.or_(status.c.pending <= generation, status.c.provisioning != Provisioning.ERROR.value),
-            ),
-            Provisioning.ERROR,
-            reason,
-        )
-    # What failed before and is served now is well again, whoever mended it.
-    well = [
-        status.c.load_balancer_id == load_balancer_id,
-        sa.or_(status.c.pending <= generation, status.c.provisioning == Provisioning.ERROR.value),
-    ]
+        by_reason[reason].append(object_id)
+    for reason, ids in by_reason.items():
+        for start in range(0, len(ids), _CHUNK):
+            connection.execute(_FAILED, {**common, "ids": ids[start : start + _CHUNK], "why": reason})
     if failed:
-        well.append(status.c.object_id.not_in(list(failed)))
-    _settle(connection, well, Provisioning.ACTIVE, None)
+        connection.execute(_WELL_BUT, {**common, "ids": list(failed)})
+    else:
+        connection.execute(_WELL, common)
 
 
 def fail(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
     """Nothing came of `generation` for now: what waited for it becomes ERROR, and still waits."""
-    _settle(
-        connection,
-        (status.c.load_balancer_id == load_balancer_id, status.c.pending <= generation),
-        Provisioning.ERROR,
-        reason,
-        settled=False,
-    )
+    connection.execute(_FAILING, {"of": load_balancer_id, "upto": generation, "now": time.time(), "why": reason})
 
 
 def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
@@ -189,12 +245,13 @@ def due(connection: sa.Connection, limit: int, after: str = "") -> list[Due]:
 
 def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
     """Octavia has taken these; an object it was told is DELETED is forgotten."""
+    by_version: dict[int, list[str]] = defaultdict(list)
     for report in reports:
-        connection.execute(
-            status.update()
-            .where(status.c.object_id == report.object_id, status.c.reported < report.version)
-            .values(reported=report.version)
-        )
+        by_version[report.version].append(report.object_id)
+    for version, told in by_version.items():
+        for start in range(0, len(told), _CHUNK):
+            # One order for everybody, so that two writers wait for each other instead of deadlocking.
+            connection.execute(_TAKEN, {"ids": sorted(told)[start : start + _CHUNK], "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
@@ -202,8 +259,8 @@ def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
     gone = [report.object_id for report in deleted]
     for start in range(0, len(gone), _CHUNK):
         chunk = gone[start : start + _CHUNK]
-        connection.execute(status.delete().where(status.c.object_id.in_(chunk)))
-        connection.execute(wanted_object.delete().where(wanted_object.c.id.in_(chunk)))
+        connection.execute(_FORGET, {"ids": chunk})
+        connection.execute(_FORGET_WANTED, {"ids": chunk})
 
 
 def operating_of(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
@@ -238,25 +295,3 @@ def _forget(connection: sa.Connection, load_balancer_id: str) -> None:
     """Octavia knows that the load balancer is gone: nothing of it is kept."""
     for table in (status, wanted_object, secret, work, request, listener_statistics):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))
-
-
-def _settle(
-    connection: sa.Connection,
-    where: Iterable[sa.ColumnElement[bool]],
-    provisioning: Provisioning,
-    reason: str | None,
-    *,
-    settled: bool = True,
-) -> None:
-    values: list[tuple[str, object]] = [
-        ("provisioning", provisioning.value),
-        ("since", time.time()),
-        # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
-        ("settled", status.c.version + 1),
-        ("version", status.c.version + 1),
-    ]
-    if settled:
-        values.append(("pending", None))
-    if reason is not None or provisioning is Provisioning.ACTIVE:
-        values.append(("reason", reason))
-    connection.execute(status.update().where(*where).ordered_values(*values))

@@ -181,6 +181,8 @@ amphora = Table(
     Column("compute_id", String(128), nullable=True),
     Column("management_address", String(64), nullable=True),
     Column("confirmed", BigInteger, nullable=False, default=0),
+    # When it confirmed that: one of a pair that begins takes the VIPs a while later.
+    Column("confirmed_at", Double, nullable=True),
     Column("heartbeat_key", LargeBinary, nullable=False),
     # The ports the machine has, with their subnets (JSON), as network and compute backends confirmed them.
     Column("plugged", Body, nullable=True),
@@ -285,6 +287,34 @@ local_port = Table(
     # False for a port a user brought: it is never deleted by us.
     Column("ours", Boolean, nullable=False, default=True),
     UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
+)
+
+# What a VIP may have besides its address. Rates in kilobits (1000 bits) per second; rules as JSON.
+local_qos_policy = Table(
+    "local_qos_policy",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("egress_kbps", BigInteger, nullable=True),
+    Column("ingress_kbps", BigInteger, nullable=True),
+)
+
+local_security_group = Table(
+    "local_security_group",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("rules", Body, nullable=False),
+)
+
+# What the VIPs of a load balancer obey, and on which ports (JSON).
+local_vip_option = Table(
+    "local_vip_option",
+    metadata,
+    Column("load_balancer_id", Id, primary_key=True),
+    Column("qos_policy_id", Id, nullable=True),
+    Column("security_group_ids", Body, nullable=False),
+    Column("port_ids", Body, nullable=False),
 )
 
 local_address = Table(

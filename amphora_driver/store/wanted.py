@@ -4,6 +4,9 @@
 Invariant: after every accepted call the rows of a load balancer are complete and right by themselves. One object is
 one row (its children are rows of their own), so that a small change to a large load balancer reads and writes a few
 small rows. All functions work inside the caller's transaction.
+
+A row changes under the generation that is wanted then, the newest one: so what was read before stays true of all rows
+but those of that generation and later ones, which `since` tells.
 """
 
 from __future__ import annotations
@@ -41,9 +44,10 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
-# What every call of Octavia's needs is built once: putting a statement together costs more than running it.
+# What every call of Octavia's needs is built once: putting a statement together costs more than running it. `OWNER` is
+# the load balancer of an object, for statements of others.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-_OWNER = sa.select(wanted_object.c.load_balancer_id).where(
+OWNER = sa.select(wanted_object.c.load_balancer_id).where(
     wanted_object.c.id == sa.bindparam("of"), ~wanted_object.c.removed
 )
 _ONE = sa.select(wanted_object.c.body).where(
@@ -65,18 +69,37 @@ _TREE = (
     .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
     .order_by(wanted_object.c.created, wanted_object.c.id)
 )
-_SAME = (
-    sa.select(wanted_object.c.id)
-    .where(
-        wanted_object.c.parent_id == sa.bindparam("under"),
+_ALIVE = (
+    sa.select(sa.func.count())
+    .select_from(wanted_object)
+    .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
+    .scalar_subquery()
+)
+# The load balancer's own row is always among them, so that the number of all comes from the same moment.
+_SINCE = sa.select(
+    wanted_object.c.id,
+    wanted_object.c.kind,
+    wanted_object.c.parent_id,
+    wanted_object.c.created,
+    wanted_object.c.removed,
+    wanted_object.c.body,
+    _ALIVE.label("alive"),
+).where(
+    wanted_object.c.load_balancer_id == sa.bindparam("of"),
+    sa.or_(wanted_object.c.generation >= sa.bindparam("known"), wanted_object.c.id == sa.bindparam("of")),
+)
+# The objects that point at a pool, and the members it has at one address and port: at once.
+_AROUND = sa.union_all(
+    _USERS,
+    sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
+        wanted_object.c.parent_id == sa.bindparam("pool"),
         wanted_object.c.kind == Kind.MEMBER.value,
         ~wanted_object.c.removed,
         # The port is followed by another field or ends the object.
         sa.or_(
             *(wanted_object.c.body.contains(sa.bindparam(name, type_=sa.Text())) for name in ("endpoint", "at_the_end"))
         ),
-    )
-    .limit(1)
+    ),
 )
 _INSERT = wanted_object.insert()
 _UPDATE = (
@@ -94,6 +117,21 @@ _REMOVE = (
     .values(removed=True, generation=sa.bindparam("new_generation"), refers_to=None)
 )
 _PURGE = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One object that may be new, changed or removed.
+
+    Attributes:
+        created: the generation it came with.
+        node: the object without its children; None if it is not wanted any more.
+    """
+
+    id: str
+    kind: Kind
+    parent_id: str | None
+    created: int
+    node: Any
 
 
 def kind_of(node: Node) -> Kind:
@@ -129,7 +167,7 @@ def load_balancer_of(connection: sa.Connection, object_id: str) -> str:
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    found = connection.execute(_OWNER, {"of": object_id}).scalar()
+    found = connection.execute(OWNER, {"of": object_id}).scalar()
     if found is None:
         raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
     return str(found)
@@ -170,16 +208,20 @@ def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, An
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
-def same_endpoint(connection: sa.Connection, member: Member) -> str | None:
-    """The id of the member that the pool has at exactly this address and port already.
+def around_member(connection: sa.Connection, member: Member) -> tuple[list[str], list[str]]:
+    """What a new member touches.
 
     The bodies are searched as text, in the database: to read them all would cost a thousand times more.
+
+    Returns:
+        The ids of the listeners that use its pool, and of members the pool has at exactly this address and port.
     """
     # An address has none of the characters that mean something to LIKE: it was checked before.
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
-    wish = {"under": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
-    found = connection.execute(_SAME, wish).scalar()
-    return None if found is None else str(found)
+    wish = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
+    rows = connection.execute(_AROUND, wish).all()
+    users = [row.id if row.kind == Kind.LISTENER.value else row.parent_id for row in rows if row.kind != Kind.MEMBER]
+    return users, [row.id for row in rows if row.kind == Kind.MEMBER and row.id != member.id]
 
 
 def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
@@ -247,6 +289,20 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     )
 
 
+def since(connection: sa.Connection, load_balancer_id: str, generation: int) -> tuple[int, list[Change]]:
+    """What was recorded of a load balancer under a generation or later ones; and how many objects it has now.
+
+    Rows that were forgotten meanwhile are not among the changes: only the number shows it.
+    """
+    rows = connection.execute(_SINCE, {"of": load_balancer_id, "known": generation}).all()
+    changes = []
+    for row in rows:
+        kind = Kind(row.kind)
+        node = None if row.removed else _DECODERS[kind].decode(row.body)
+        changes.append(Change(id=row.id, kind=kind, parent_id=row.parent_id, created=row.created, node=node))
+    return (int(rows[0].alive) if rows else 0), changes
+
+
 def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
     """Make the rows say exactly this tree, and return its objects that were not recorded before."""
     rows = connection.execute(
@@ -266,7 +322,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     return added
 
 
-def refresh(connection: sa.Connection, generation: int, node: Listener | Pool) -> bool:
+def refresh(connection: sa.Connection, generation: int, node: LoadBalancer | Listener | Pool) -> bool:
     """Take the attributes of a recorded object from what was read of it; False if it is not wanted any more."""
     row = connection.execute(_ONE, {"of": node.id, "of_kind": kind_of(node).value}).first()
     if row is None:
@@ -278,14 +334,20 @@ def refresh(connection: sa.Connection, generation: int, node: Listener | Pool) -
 
 
 def _with_ours(node: Node, recorded: str) -> Node:
-    """The node with what only we know: the choices of a load balancer's creation, and the order of SNI certificates.
+    """The node with what only we know: what a load balancer's creation chose, and the order of SNI certificates.
 
     Octavia's database keeps no order of them, and the first one is shown to clients that name no host.
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
+        # Octavia is told of addresses once, when it asks for them: those that came later are known only here.
         return msgspec.structs.replace(
-            node, profile=whole.profile, flavor=whole.flavor, availability_zone=whole.availability_zone
+            node,
+            profile=whole.profile,
+            flavor=whole.flavor,
+            availability_zone=whole.availability_zone,
+            vip=whole.vip,
+            additional_vips=whole.additional_vips,
         )
     if not isinstance(node, Listener) or not node.sni_container_refs:
         return node

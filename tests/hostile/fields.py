@@ -181,7 +181,7 @@ PLAIN: tuple[Field, ...] = (
     Field("loadbalancer.project_id", _logged, "l", "good", written=_percent, alone=False),
     _field("loadbalancer", "name", "good"),
     _field("loadbalancer", "description", "good"),
-    _field("loadbalancer", "vip_qos_policy_id", "", "vip_qos_policy_id"),
+    _field("loadbalancer", "vip_qos_policy_id", "good"),
     _field("loadbalancer", "vip_sg_ids", "good", "vip_sg_ids", many=True),
     # What flavor and zone say is checked when a load balancer is made of them: test_hostile_metadata.py.
     Field("loadbalancer.flavor", partial(_metadata, "flavor"), "b", "good"),

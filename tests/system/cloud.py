@@ -145,7 +145,7 @@ class Cloud:
         """Requests are spread by these weights, exactly, once HAProxy's first round after a change is over."""
         rounds = 4
         wanted = {name: weight * rounds for name, weight in weights.items()}
-        self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"spread as {weights}", 10)
+        self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"spread as {weights}", 30)
 
 
 def _answer(address, port):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import create_connection
 
+import claimed
 import pytest
 
 from amphora_driver import config
@@ -36,9 +37,9 @@ PORT = 9443
 class Lab:
     """A switch, a management network with a controller on it, and one network for load balancers."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, number):
         self.folder = folder
-        self.prefix = f"n{os.getpid() % 99999:05d}"
+        self.prefix = f"n{number}"
         self.file = folder / "lab.conf"
         self.write_configuration(AGENT_PYTHON)
         self.database = Database(f"sqlite:///{folder}/lab.sqlite")
@@ -153,13 +154,14 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path):
-    lab = Lab(tmp_path)
-    try:
-        lab.build()
-        yield lab
-    finally:
-        lab.tear_down()
-    assert namespaces.names(f"{lab.prefix}-") == []
+    with claimed.number(lambda number: not namespaces.names(f"n{number}-")) as number:
+        lab = Lab(tmp_path, number)
+        try:
+            lab.build()
+            yield lab
+        finally:
+            lab.tear_down()
+        assert namespaces.names(f"{lab.prefix}-") == []
 
 
 def test_a_life(lab):

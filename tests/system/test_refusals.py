@@ -109,7 +109,7 @@ POLICIES = [
 ]
 LOAD_BALANCERS = [
     ({"vip_address": "203.0.113.77"}, OURS, "203.0.113.77"),
-    ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "QoS policy is not allowed"),
+    ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "qos_policy"),
     ({"vip_sg_ids": [topology.VIP_SUBNET]}, OCTAVIAS, "Security Group"),
     ({"listeners": [{"name": "x", "protocol": "UDP", "protocol_port": 53}]}, OURS, "listener protocol 'UDP'"),
     (
@@ -258,7 +258,7 @@ def test_an_address_in_use(place):
 @pytest.mark.parametrize(
     ("asked", "status", "sentence"),
     [
-        ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "QoS policy is not allowed"),
+        ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "qos_policy"),
         ({"vip_sg_ids": [topology.VIP_SUBNET]}, OCTAVIAS, "Security Group"),
     ],
 )

@@ -193,7 +193,7 @@ def tls_member(cloud, name, certificate, tmp_path, port=8443):
             except OSError:
                 return
             try:
-                plain.settimeout(2)
+                plain.settimeout(10)
                 with context.wrap_socket(plain, server_side=True) as secured:
                     secured.recv(4096)
                     secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\nencrypted")

@@ -59,7 +59,7 @@ def settled(cloud, balancer):
         return "PENDING" in str(tree)
 
     cloud.active(balancer.id)
-    cloud.until(lambda: not pending(), "nothing PENDING", 15)
+    cloud.until(lambda: not pending(), "nothing PENDING")
 
 
 def test_every_kind_of_object_becomes_active(cloud):

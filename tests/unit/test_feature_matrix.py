@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,15 +44,24 @@ def report(name: str, *, passed: bool = True, when: str = "call"):
     return SimpleNamespace(nodeid=name, when=when, passed=passed)
 
 
+def collect(matrix, items):
+    """As pytest does, with a plugin that then deselects everything."""
+    with suppress(StopIteration):
+        wrapper = matrix.pytest_collection_modifyitems(items)
+        next(wrapper)
+        items.clear()
+        next(wrapper)
+
+
 @pytest.fixture
 def matrix():
-    config = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=lambda _: None)
+    config = SimpleNamespace(addinivalue_line=lambda *_: None, getoption=lambda *_: None)
     return FeatureMatrix(config)
 
 
 def test_complete_takes_every_marked_test(matrix):
     line = "member.weight"
-    matrix.pytest_collection_modifyitems([item("one", line), item("two", line)])
+    collect(matrix, [item("one", line), item("two", line)])
     assert matrix.verdicts() == {line: MISSING}
     matrix.pytest_runtest_logreport(report("one"))
     assert matrix.verdicts() == {line: PARTIAL}
@@ -64,12 +74,23 @@ def test_complete_takes_every_marked_test(matrix):
 
 def test_partly_is_never_complete(matrix):
     line = "member.weight"
-    matrix.pytest_collection_modifyitems([item("one", line), item("two", line, marker="feature_partly")])
+    collect(matrix, [item("one", line), item("two", line, marker="feature_partly")])
     for name in ("one", "two"):
         matrix.pytest_runtest_logreport(report(name))
     assert matrix.verdicts() == {line: PARTIAL}
 
 
+def test_the_first_part_of_a_run_counts(matrix):
+    line = "member.weight"
+    collect(matrix, [item("one", line), item("two", line)])
+    matrix.earlier({"one"}, {"skipped"})
+    assert matrix.verdicts() == {line: PARTIAL}
+    matrix.pytest_runtest_logreport(report("two"))
+    assert matrix.verdicts() == {line: COMPLETE}
+    matrix.earlier((), {"one"})
+    assert matrix.verdicts() == {line: PARTIAL}
+
+
 def test_a_line_that_does_not_exist_ends_the_collection(matrix):
     with pytest.raises(pytest.UsageError, match=r"listener\.protocol\.QUIC"):
-        matrix.pytest_collection_modifyitems([item("one", "listener.protocol.QUIC")])
+        collect(matrix, [item("one", "listener.protocol.QUIC")])

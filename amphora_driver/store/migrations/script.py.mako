@@ -3,6 +3,9 @@
 
 import sqlalchemy as sa
 from alembic import op
+
+# Every step has to be one that may be repeated.
+from amphora_driver.store.migrations.repeatable import add_column, create_index, create_table
 ${imports if imports else ""}
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}
@@ -15,4 +18,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    ${downgrades if downgrades else "pass"}
+    raise NotImplementedError('a schema is brought forward only; to go back, put the backup back')

@@ -12,8 +12,10 @@ import time
 
 import pytest
 
+from amphora_driver import agent_client
 from amphora_driver.agent_client import AgentClient, Applied, Loaded, Vrrp
 from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
@@ -57,7 +59,10 @@ def test_the_reading_calls(world):
     agent.answer = (200, {"files": {"haproxy.cfg": "…"}})
     assert client.diagnostics(AMPHORA, HOST) == {"files": {"haproxy.cfg": "…"}}
     assert [request[1] for request in agent.requests] == [
-        "/v2/info", "/v2/bundle", "/v2/bundle", "/v2/diagnostics",
+        "/v2/info",
+        "/v2/bundle",
+        "/v2/bundle",
+        "/v2/diagnostics",
     ]
 
 
@@ -67,7 +72,8 @@ def test_handing_the_vips_over(world):
     client.expect_vips(AMPHORA, HOST, 65.0)
     client.release_vips(AMPHORA, HOST, 60.0)
     assert [(method, path, json.loads(sent)) for method, path, sent, _ in agent.requests] == [
-        ("POST", "/v2/vrrp/expect", {"seconds": 65.0}), ("POST", "/v2/vrrp/release", {"drain": 60.0}),
+        ("POST", "/v2/vrrp/expect", {"seconds": 65.0}),
+        ("POST", "/v2/vrrp/release", {"drain": 60.0}),
     ]
     agent.answer = (200, {"holds_vip": False, "connections": 3, "draining": 12.5, "expecting": None})
     assert client.vrrp(AMPHORA, HOST) == Vrrp(holds_vip=False, connections=3, draining=12.5)
@@ -101,9 +107,7 @@ def test_many_threads_share_a_client(world):
     agent = world.agent()
     client = world.client(agent.port)
     done = []
-    threads = [
-        threading.Thread(target=lambda: done.append(client.info(AMPHORA, HOST).amphora_id)) for _ in range(16)
-    ]
+    threads = [threading.Thread(target=lambda: done.append(client.info(AMPHORA, HOST).amphora_id)) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -263,6 +267,7 @@ def test_an_endless_answer_is_cut_off(world, monkeypatch):
     assert len(sent) < 1000
 
 
+@pytest.mark.quiet
 def test_a_dripping_answer_ends_with_the_deadline(world):
     agent = world.agent()
 
@@ -277,10 +282,11 @@ def test_a_dripping_answer_ends_with_the_deadline(world):
     agent.behave = drip
     begin = time.monotonic()
     with pytest.raises(AgentUnreachable, match="in time"):
-        world.client(agent.port).info(AMPHORA, HOST, deadline=begin + 0.3)
+        world.client(agent.port).info(AMPHORA, HOST, deadline=Deadline(0.3))
     assert time.monotonic() - begin < 1.5
 
 
+@pytest.mark.quiet
 def test_dripping_headers_end_with_the_deadline(world):
     agent = world.agent()
 
@@ -297,6 +303,7 @@ def test_dripping_headers_end_with_the_deadline(world):
     assert time.monotonic() - begin < 1.5
 
 
+@pytest.mark.quiet
 def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
     plain = socket.create_server((HOST, 0))
     context = world.agent().context
@@ -318,10 +325,11 @@ def test_an_agent_that_does_not_read_ends_with_the_deadline(world):
     plain.close()
 
 
+@pytest.mark.quiet
 def test_a_connection_is_as_good_as_new_after_a_short_deadline(world):
     agent = world.agent()
     client = world.client(agent.port)
-    client.info(AMPHORA, HOST, deadline=time.monotonic() + 0.5)
+    client.info(AMPHORA, HOST, deadline=Deadline(0.5))
     time.sleep(0.5)
     agent.behave = lambda handler: (time.sleep(0.6), setattr(agent, "behave", None), agent.serve(handler, b""))
     client.info(AMPHORA, HOST)
@@ -344,6 +352,7 @@ def test_nobody_listens(world):
         world.client(free_port()).info(AMPHORA, HOST)
 
 
+@pytest.mark.quiet
 def test_no_answer_in_time(world):
     agent = world.agent()
     agent.behave = lambda _handler: time.sleep(0.5)
@@ -352,7 +361,7 @@ def test_no_answer_in_time(world):
         world.client(agent.port, request_timeout=0.2).info(AMPHORA, HOST)
     assert time.monotonic() - begin < 0.45
     with pytest.raises(AgentUnreachable, match="no time was left"):
-        world.client(agent.port).info(AMPHORA, HOST, deadline=time.monotonic() - 1)
+        world.client(agent.port).info(AMPHORA, HOST, deadline=Deadline(-1))
 
 
 def test_no_handshake_in_time(world):
@@ -397,25 +406,59 @@ def test_an_agent_that_restarted_is_found_again(world):
 
 
 def test_wait_until_ready(world):
-    port = free_port()
-    client = world.client(port)
-    ready = []
-    waiting = threading.Thread(
-        target=lambda: ready.append(client.wait_until_ready(AMPHORA, HOST, time.monotonic() + 10))
-    )
-    waiting.start()
-    time.sleep(0.3)
-    agent = world.agent(port=port)
-    waiting.join()
-    assert ready[0].amphora_id == AMPHORA
+    agent = world.agent()
+    assert world.client(agent.port).wait_until_ready(AMPHORA, HOST, Deadline(5)).amphora_id == AMPHORA
     assert len(agent.requests) == 1
 
 
-def test_wait_until_ready_gives_up(world):
+def test_an_agent_that_works_for_long_is_waited_for(world, monkeypatch):
+    monkeypatch.setattr(agent_client, "_SILENCE", 0.3)
+    agent = world.agent()
+    agent.behave = lambda handler: (time.sleep(1.5), setattr(agent, "behave", None), agent.serve(handler, b""))
+    assert world.client(agent.port).info(AMPHORA, HOST).amphora_id == AMPHORA
+    assert agent.connections > 1, "it was asked whether it is there"
+
+
+def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
+    monkeypatch.setattr(agent_client, "_SILENCE", 0.3)
+    monkeypatch.setattr(agent_client, "_HANDSHAKE", 0.3)
+    agent = world.agent()
+    frozen = threading.Event()
+
+    def freeze(_handler):
+        # Whoever connects from now on gets as far as the kernel's backlog, as with a process that is stopped.
+        agent.server.shutdown()
+        frozen.wait(20)
+
+    agent.behave = freeze
     begin = time.monotonic()
-    with pytest.raises(AgentUnreachable):
-        world.client(free_port()).wait_until_ready(AMPHORA, HOST, begin + 0.3)
-    assert time.monotonic() - begin < 1
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port).info(AMPHORA, HOST)
+    took = time.monotonic() - begin
+    frozen.set()
+    assert took < 15, "it would be given 60 seconds"
+
+
+def test_a_port_that_does_not_listen_is_not_waited_for(world):
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="refused"):
+        world.client(free_port()).wait_until_ready(AMPHORA, HOST, Deadline(30))
+    assert time.monotonic() - begin < 5
+
+
+def test_a_deadline_that_is_brought_forward_ends_an_exchange_under_way(world):
+    agent = world.agent()
+    begun = threading.Event()
+    agent.behave = lambda _handler: (begun.set(), time.sleep(2.5))
+    deadline = Deadline(60)
+    cutter = threading.Thread(target=lambda: (begun.wait(10), deadline.cut("something else goes first")))
+    cutter.start()
+    begin = time.monotonic()
+    with pytest.raises(AgentUnreachable, match="in time"):
+        world.client(agent.port).info(AMPHORA, HOST, deadline=deadline.within(30))
+    assert time.monotonic() - begin < 2, "it is noticed long before the agent says anything"
+    assert len(agent.requests) == 1, "and not tried again"
+    cutter.join()
 
 
 def test_wait_until_ready_survives_503_but_no_other_refusal(world):
@@ -430,17 +473,17 @@ def test_wait_until_ready_survives_503_but_no_other_refusal(world):
 
     agent.behave = recover
     client = world.client(agent.port)
-    assert client.wait_until_ready(AMPHORA, HOST, time.monotonic() + 5).amphora_id == AMPHORA
+    assert client.wait_until_ready(AMPHORA, HOST, Deadline(5)).amphora_id == AMPHORA
     answers.append((404, {}))
     with pytest.raises(AgentRefused):
-        client.wait_until_ready(AMPHORA, HOST, time.monotonic() + 5)
+        client.wait_until_ready(AMPHORA, HOST, Deadline(5))
 
 
 def test_wait_until_ready_does_not_wait_for_a_stranger(world):
     agent = world.agent(issued=world.server_authority.issue_server("other", 1))
     begin = time.monotonic()
     with pytest.raises(AgentUntrusted):
-        world.client(agent.port).wait_until_ready(AMPHORA, HOST, begin + 10)
+        world.client(agent.port).wait_until_ready(AMPHORA, HOST, Deadline(10))
     assert time.monotonic() - begin < 2
 
 

@@ -64,6 +64,16 @@ def load_balancer(**changes) -> LoadBalancer:
     return LoadBalancer(id="b", project_id="x", vip=vip, **changes)
 
 
+def _on_a_plain_network(balancer):
+    options.check_vip_options(balancer, "plain", frozenset({"compute_zone"}))
+
+
+def test_what_the_network_backend_serves_is_served():
+    both = load_balancer(vip_sg_ids=("g",), vip_qos_policy_id="q")
+    options.check_vip_options(both, "rich", frozenset(options.VIP_OPTIONS))
+    _on_a_plain_network(load_balancer(vip_sg_ids=()))
+
+
 @pytest.mark.parametrize(
     ("check", "wanted"),
     [
@@ -201,8 +211,9 @@ def test_served(check, wanted):
         (options.check_healthmonitor, monitor(type=MonitorType.TCP, domain_name="a b"), "domain_name", "a b"),
         (options.check_healthmonitor, monitor(domain_name="a..b"), "domain_name", "a..b"),
         (options.check_healthmonitor, monitor(http_version=2.0), "http_version", "2.0"),
-        (options.check_loadbalancer, load_balancer(vip_sg_ids=("g",)), "vip_sg_ids", "g"),
-        (options.check_loadbalancer, load_balancer(vip_qos_policy_id="q"), "vip_qos_policy_id", "q"),
+        (options.check_loadbalancer, load_balancer(vip_sg_ids=("g", "")), "vip_sg_ids", "''"),
+        (_on_a_plain_network, load_balancer(vip_sg_ids=("g",)), "vip_sg_ids", "the network backend plain"),
+        (_on_a_plain_network, load_balancer(vip_qos_policy_id="q"), "vip_qos_policy_id", "q"),
     ],
 )
 def test_refused_by_name_and_value(check, wanted, option, value):

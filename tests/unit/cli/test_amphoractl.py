@@ -3,46 +3,28 @@
 
 from __future__ import annotations
 
-import configparser
-import importlib
-import io
 import json
-import logging
 import time
-from pathlib import Path
 
 import pytest
-from cliff.commandmanager import CommandManager
 
-from amphora_driver.cli.main import COMMANDS, Amphoractl, main
+from amphora_driver.cli.main import COMMANDS, main
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import ListenerProtocol
-from amphora_driver.store import wanted
+from amphora_driver.store import migrate, wanted
 from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora, amphora_seen, metadata, request, work
+from amphora_driver.store.tables import amphora, amphora_seen, request, work
 
 LB = "52cf0000-0000-4000-8000-000000000001"
 OTHER = "52cf0000-0000-4000-8000-000000000002"
 LISTENER = "11500000-0000-4000-8000-000000000001"
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
-SETUP = Path(__file__).parents[3] / "setup.cfg"
-
-
-def entry_points(group):
-    parser = configparser.ConfigParser()
-    parser.read(SETUP)
-    lines = parser["options.entry_points"][group].strip().splitlines()
-    return [tuple(part.strip() for part in line.split("=")) for line in lines]
-
-
-def resolve(target):
-    module, name = target.split(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @pytest.fixture
 def config_file(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrate.upgrade(url)
     database = Database(url)
     database.write(fill)
     database.dispose()
@@ -52,7 +34,6 @@ def config_file(tmp_path):
 
 
 def fill(connection):
-    metadata.create_all(connection)
     tree = LoadBalancer(
         id=LB, project_id="project", name="web",
         vip=Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p"),
@@ -87,36 +68,18 @@ def fill(connection):
     )
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was():
-    """Cliff gives the root logger a handler for its own standard error, which a test closes."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
 @pytest.fixture
-def run(config_file):
-    """Runs a command line; the commands come from setup.cfg, installed or not."""
-
-    def call(*words, path=config_file):
-        commands = CommandManager(COMMANDS)
-        for name, target in entry_points(COMMANDS):
-            commands.add_command(name.replace("_", " "), resolve(target))
-        out, err = io.StringIO(), io.StringIO()
-        app = Amphoractl(commands, stdout=out, stderr=err)
-        status = app.run(["--config-file", str(path), *words])
-        return status, out.getvalue(), err.getvalue()
-
-    return call
+def run(config_file, amphoractl):
+    """Runs a command line on that configuration, or another one."""
+    return lambda *words, path=config_file: amphoractl(path, *words)
 
 
-def test_every_entry_point_of_the_group_is_there():
+def test_every_entry_point_of_the_group_is_there(entry_points, resolve):
     names = {name for name, _target in entry_points(COMMANDS)}
     assert names == {
-        "loadbalancer_list", "loadbalancer_show", "loadbalancer_render", "amphora_list", "amphora_show",
+        "loadbalancer_list", "loadbalancer_show", "loadbalancer_render", "loadbalancer_history",
+        "amphora_list", "amphora_show", "work_list",
+        "database_status", "database_upgrade", "secrets_status", "secrets_reseal",
     }
     assert all(resolve(target) for _name, target in entry_points(COMMANDS))
     assert ("amphoractl", "amphora_driver.cli.main:main") in entry_points("console_scripts")
@@ -213,7 +176,7 @@ def test_amphora_show_never_shows_the_key(run, form):
 
 
 @pytest.mark.parametrize("words", [
-    ("loadbalancer", "show"), ("loadbalancer", "render"), ("amphora", "show"),
+    ("loadbalancer", "show"), ("loadbalancer", "render"), ("loadbalancer", "history"), ("amphora", "show"),
 ])
 def test_what_is_not_recorded_is_said(run, caplog, words):
     status, out, _err = run(*words, "unknown")

@@ -27,6 +27,7 @@ def wanted(**more):
         "roles": ROLES,
         "priorities": {"MASTER": 254, "BACKUP": 253},
         "now": NOW,
+        "taking_vips": (3.0, 7.0),
     }
     return planning.Wanted(**{**values, **more})
 
@@ -82,6 +83,8 @@ class House:
         # What the amphorae would answer: whether one can give its VIPs away, and how many looks its connections last.
         self.stubborn = set()
         self.lasting = {}
+        # How many looks it takes until one of a pair that begins has the VIPs.
+        self.looks = 0
         self.never_fewer = len([one for one in observed if one.confirmed])
 
     def run(self):
@@ -92,7 +95,8 @@ class House:
                 return self.log
             for step in todo:
                 if isinstance(step, planning.Await):
-                    self.want = but(self.want, now=step.until)
+                    # Another job, that knows nothing of what this one has learned.
+                    self.want = but(self.want, now=step.until, absent=frozenset(), vips_taken=None)
                     break
                 self.take(step)
                 serving = [one for one in self.observed.values() if one.confirmed]
@@ -119,6 +123,11 @@ class House:
 
     def take_awaitagent(self, step):
         self.change(step.amphora_id, state=State.READY)
+
+    def take_askvips(self, _step):
+        self.looks -= 1
+        self.want = but(self.want, vips_taken=self.looks < 0)
+        self.log.append("AskVips")
 
     def take_renew(self, _step):
         self.want = but(self.want, generation=self.want.generation + 1)
@@ -149,7 +158,7 @@ class House:
         everyone = tuple(self.observed.values())
         for name in (name for wave in step.waves for name in wave):
             known = partners.partners(self.observed[name], everyone, VIP)
-            self.change(name, confirmed=self.want.generation, partners=known)
+            self.change(name, confirmed=self.want.generation, confirmed_at=self.want.now, partners=known)
         self.log.append("Push " + " ".join("+".join(wave) for wave in step.waves))
         if step.whole:
             self.want = but(self.want, applied=self.want.generation)

@@ -13,6 +13,7 @@ from amphora_driver.controller import plan as planning
 from amphora_driver.controller.bundle import BundleFile, Served, bundle
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
+from amphora_driver.controller.turn import Turn
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.model.vocabulary import L7Action, ListenerProtocol, PoolProtocol
@@ -85,6 +86,15 @@ def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
     assert word in lost[SECURE]
 
 
+def test_one_that_is_no_text_costs_its_own_object_and_is_not_quoted(vault):
+    """Python's own error about it would have all of it among its attributes."""
+    spoilt = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode() + b"\xff")))}
+    found, lost = contents.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
+    assert (found, list(lost)) == ((), [SECURE])
+    assert "not in PEM format" in lost[SECURE]
+    assert MARK not in lost[SECURE]
+
+
 def test_the_document(vault):
     served = Served(
         text="x", files=(BundleFile(name="tls/a", content=Secret(MARK.encode())),), pings={"m": "192.0.2.1"}
@@ -101,8 +111,9 @@ def pushing(tmp_path, vault):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("")
     nothing = dict.fromkeys(("database", "catalogue", "agents", "authority"))
-    lease = Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0)
-    return Pushing(Backends(conf=config.load([str(path)]), vault=vault, **nothing), lease, lambda change: None)
+    turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
+    backends = Backends(conf=config.load([str(path)]), vault=vault, **nothing)
+    return Pushing(backends, turn, lambda change, applied=None: None)
 
 
 def wanted(tree, sealed):

@@ -10,6 +10,7 @@ from amphora_driver import config
 from amphora_driver.agent_client import Vrrp
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.steps import Backends, Steps
+from amphora_driver.controller.turn import Turn
 from amphora_driver.errors import AgentRefused, AgentUnreachable
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
@@ -33,10 +34,10 @@ class Agents:
         self.trouble = trouble
         self.says = says
 
-    def expect_vips(self, amphora_id, _address, seconds):
+    def expect_vips(self, amphora_id, _address, seconds, *, deadline):
         self._ask("expect", amphora_id, seconds)
 
-    def release_vips(self, amphora_id, _address, drain):
+    def release_vips(self, amphora_id, _address, drain, *, deadline):
         self._ask("release", amphora_id, drain)
 
     def vrrp(self, amphora_id, _address, *, deadline=None):
@@ -84,7 +85,7 @@ def take(conf, database, step, agents):
     wanted = planning.Wanted(
         load_balancer_id=LB, generation=1, applied=0, gone=False, readable=True, tree=TREE, networks={}
     )
-    Steps(everything, lease).take(step, wanted, observed)
+    Steps(everything, Turn(lease, database, 60.0)).take(step, wanted, observed)
     after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
     return next(one for one in after if one.id == OLD)
 

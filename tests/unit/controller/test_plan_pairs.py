@@ -16,7 +16,7 @@ def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
     house = House(wanted(generation=1, applied=0))
     log = house.run()
     assert log[:2] == ["Record MASTER", "Record BACKUP"]
-    assert log[2:] == ["Push m0+b1", "ACTIVE"], "both at once: nobody is served by either"
+    assert log[2:] == ["Push m0+b1", "AskVips", "Confirm"], "both at once: nobody is served by either"
     first, second = house.observed.values()
     assert [one.id for one in first.partners] == [second.id]
     assert [one.id for one in second.partners] == [first.id]
@@ -184,14 +184,67 @@ def test_a_partner_with_another_address_is_another_partner():
     assert [type(step).__name__ for step in found] == ["Renew"]
 
 
-def test_one_that_does_not_come_does_not_keep_the_other_from_being_served():
-    coming = but(B, state=State.BOOTING, confirmed=0)
+def test_one_that_is_asked_in_vain_is_waited_for_without_a_job():
+    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW - 1)
+    (step,) = planning.plan(wanted(absent=frozenset("b")), (M, coming))
+    assert (type(step).__name__, step.until, step.amphorae) == ("Await", NOW + 1, ("b",))
+    late = but(coming, booted_at=NOW - 40)
+    (step,) = planning.plan(wanted(absent=frozenset("b")), (M, late))
+    assert step.until == NOW + 5, "it is looked at less often with the time"
+    (step,) = planning.plan(wanted(absent=frozenset("b")), (M, but(coming, management_address=None)))
+    assert type(step).__name__ == "Await", "nor is it booted again and again"
+
+
+def test_two_that_begin_are_served_when_both_are_there():
+    first = but(M, confirmed=0, partners=())
+    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW)
+    kinds = [type(step).__name__ for step in planning.plan(wanted(applied=0), (first, coming))]
+    assert kinds == ["AwaitAgent"]
+    kinds = [type(step).__name__ for step in planning.plan(wanted(applied=0, absent=frozenset("b")), (first, coming))]
+    assert kinds == ["Await"]
+
+
+def test_one_that_has_users_is_given_their_change_while_the_other_boots():
+    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW)
     behind = but(M, confirmed=3, partners=())
     assert [type(step).__name__ for step in planning.plan(wanted(), (behind, coming))] == ["AwaitAgent"]
+    (push,) = planning.plan(wanted(absent=frozenset("b")), (behind, coming))
+    assert (push.waves, push.whole) == ((("m",),), False)
+
+
+def test_one_that_does_not_come_does_not_keep_the_other_from_being_served():
+    coming = but(B, state=State.BOOTING, confirmed=0)
+    behind = but(M, confirmed=0, partners=())
     (push,) = planning.plan(wanted(attempts=1), (behind, coming))
     assert (push.waves, push.whole) == ((("m",),), False)
     served = but(M, partners=(knows("b", 22),))
     assert [type(step).__name__ for step in planning.plan(wanted(attempts=1), (served, coming))] == ["AwaitAgent"]
+
+
+def begun(**more):
+    """A pair that has confirmed its first generation a moment ago."""
+    return tuple(but(one, confirmed_at=NOW - more.get("ago", 0.0)) for one in (M, B))
+
+
+def test_nobody_holds_anything_until_one_has_the_vips():
+    fresh = {"applied": 0}
+    assert [type(step).__name__ for step in planning.plan(wanted(**fresh), begun())] == ["AskVips"]
+    (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun())
+    assert (type(step).__name__, step.until) == ("Await", NOW + 3.0), "none takes them before three advertisements"
+    (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=4.0))
+    assert step.until == pytest.approx(NOW + 0.1)
+    assert [type(step).__name__ for step in planning.plan(wanted(**fresh, vips_taken=True), begun())] == ["Confirm"]
+    (step,) = planning.plan(wanted(**fresh, vips_taken=False), begun(ago=7.0))
+    assert type(step).__name__ == "Confirm", "longer than that nobody waits"
+    (step,) = planning.plan(wanted(applied=3), begun())
+    assert type(step).__name__ == "Confirm", "they have been theirs for long"
+
+
+def test_a_pair_that_begins_looks_until_the_vips_are_there():
+    house = House(wanted(generation=1, applied=0))
+    house.looks = 3
+    assert house.run()[2:] == ["Push m0+b1", *["AskVips"] * 4, "Confirm"]
+    assert house.want.now == pytest.approx(NOW + 3.2)
 
 
 def test_deletion():

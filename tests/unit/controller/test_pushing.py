@@ -11,14 +11,14 @@ from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.controller import plan as planning
-from amphora_driver.controller import pushing
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
-from amphora_driver.errors import AgentRefused, AgentUnreachable
+from amphora_driver.controller.turn import Turn
+from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
-from amphora_driver.queue.jobs import Lease
+from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, generations, migrate, secrets, statuses
 from amphora_driver.store.amphorae import Plugged, State
@@ -53,12 +53,14 @@ class Agents:
         self.answers = {}
         # How long each may take, where that is said.
         self.deadlines = {}
-        # What each says about the VIPs, one answer after the other; the last one for ever.
+        # What each says about the VIPs.
         self.vips = {}
 
-    def info(self, amphora_id, _address):
-        said = self.vips.get(amphora_id, [None])
-        return SimpleNamespace(holds_vip=said.pop(0) if len(said) > 1 else said[0])
+    def info(self, amphora_id, _address, *, deadline):
+        said = self.vips.get(amphora_id)
+        if isinstance(said, Exception):
+            raise said
+        return SimpleNamespace(holds_vip=said)
 
     def put_bundle(self, amphora_id, _address, body, *, deadline=None):
         self.deadlines[amphora_id] = deadline
@@ -87,8 +89,20 @@ class House:
             self.change(name, state=State.READY, plugged=(plugged(number),), management_address="203.0.113.9")
         nothing = dict.fromkeys(("catalogue", "authority"))
         backends = Backends(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
-        lease = Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0)
-        self.pushing = Pushing(backends, lease, self.database.write)
+        lease = Jobs(database, "me", 60.0).claim()
+        self.turn = Turn(lease, database, 60.0)
+        self.turn.saw(1, "apply")
+        self.pushing = Pushing(backends, self.turn, self._write)
+
+    def _write(self, change, applied=None):
+        """As under a lease."""
+
+        def write(connection):
+            if applied is not None:
+                connection.execute(work.update().values(applied=applied))
+            change(connection)
+
+        self.database.write(write)
 
     def change(self, name, **values):
         self.database.write(lambda c: amphorae.change(c, name, **values))
@@ -128,6 +142,14 @@ def plugged(number):
     return Plugged(port=port, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
 
 
+def refuses(status, **more):
+    return lambda _document: AgentRefused("serve it", "no", status=status, **more)
+
+
+def away(_document):
+    return AgentUnreachable("reach it", "nobody answers")
+
+
 @pytest.fixture
 def house(tmp_path):
     path = tmp_path / "amphora-driver.conf"
@@ -137,14 +159,6 @@ def house(tmp_path):
     database = Database(conf.store.connection)
     yield House(database, conf)
     database.dispose()
-
-
-def refuses(status, **more):
-    return lambda _document: AgentRefused("serve it", "no", status=status, **more)
-
-
-def away(_document):
-    return AgentUnreachable("reach it", "nobody answers")
 
 
 def test_both_know_each_other_and_one_is_preferred(house):
@@ -164,32 +178,38 @@ def test_both_know_each_other_and_one_is_preferred(house):
     assert planning.plan(wanted(applied=1), house.observed()) == [], "nothing is left to do"
 
 
-def test_a_pair_that_begins_is_active_when_one_of_them_has_the_vips(house, monkeypatch):
-    applied = []
-    monkeypatch.setattr(pushing.time, "sleep", lambda _: applied.append(house.work().applied))
-    house.agents.vips = {M: [False, False, False], B: [False, False, True]}
-    house.push(((M, B),))
-    assert applied == [0, 0], "asked three times, and not ACTIVE before"
-    assert house.work().applied == 1
+def test_a_pair_that_begins_is_not_active_when_it_has_confirmed(house):
+    (step,) = planning.plan(wanted(), house.observed())
+    house.push(step.waves, whole=step.whole)
+    assert house.work().applied == 0
+    assert all(one.confirmed == 1 and time.time() - 60 < one.confirmed_at <= time.time() for one in house.observed())
+    assert [type(one).__name__ for one in planning.plan(wanted(), house.observed())] == ["AskVips"]
 
 
-def test_a_pair_that_goes_on_waits_for_nothing(house):
-    house.push(((M, B),))
-    house.agents.vips = {M: [False], B: [False]}
-    house.database.write(lambda c: generations.renew(c, LB, 1))
-    begin = time.monotonic()
-    house.push(((B,), (M,)), generation=2)
-    assert house.work().applied == 2
-    # It would be 3.8 seconds: four advertisements and the patience.
-    assert time.monotonic() - begin < 3
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({M: False, B: True}, True),
+        ({M: False, B: False}, False),
+        ({M: None, B: False}, False),
+        ({M: None, B: None}, True),
+        ({M: away(None), B: False}, True),
+    ],
+    ids=["one has", "none has", "one cannot say", "none can say", "one is away"],
+)
+def test_nothing_depends_on_who_has_the_vips_if_nobody_can_say(house, said, taken):
+    house.agents.vips = said
+    assert house.pushing.vips_taken(house.observed()) is taken
 
 
-def test_a_pair_in_which_nobody_takes_the_vips_is_served_nevertheless(house, monkeypatch, caplog):
-    monkeypatch.setattr(pushing, "_VIP_PATIENCE", -0.5)
-    house.agents.vips = {M: [False], B: [False]}
-    house.push(((M, B),))
-    assert house.work().applied == 1
-    assert "nobody has taken the VIPs" in caplog.text
+def test_what_goes_first_is_looked_for_between_two_waves(house):
+    def answer(_document):
+        Intents(house.database, lambda node: None).delete_load_balancer(LB)
+
+    house.agents.answers[B] = answer
+    with pytest.raises(Superseded, match="deletion"):
+        house.push(((B,), (M,)))
+    assert house.agents.order == [B], "the other one is not asked any more"
 
 
 def test_the_standby_refuses_and_the_other_one_is_not_asked(house):
@@ -225,7 +245,7 @@ def test_a_dead_standby_keeps_no_change_from_the_users(house, trouble):
     del house.agents.answers[B]
     (again,) = planning.plan(wanted(), house.observed())
     assert again.waves == ((B,),)
-    house.push(again.waves, whole=again.whole)
+    house.push(again.waves)
     assert house.work().applied == 1
 
 
@@ -284,5 +304,5 @@ def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):
     ((who, document),) = house.agents.given
     assert (who, document["vrrp"]["priority"]) == (M, 1)
     assert [peer["name"] for peer in document["vrrp"]["peers"]] == [B]
-    assert house.agents.deadlines[M] - time.monotonic() < 10
-    assert house.agents.deadlines[B] is None
+    assert house.agents.deadlines[M].left() < 10
+    assert house.agents.deadlines[B].left() > 10

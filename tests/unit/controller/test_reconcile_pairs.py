@@ -102,7 +102,7 @@ class World:
     def wait_until_ready(self, amphora_id, _address, _deadline):
         self._reach(amphora_id)
 
-    def info(self, amphora_id, _address):
+    def info(self, amphora_id, _address, *, deadline):
         return self.vrrp(amphora_id, "")
 
     def put_bundle(self, amphora_id, _address, body, *, deadline=None):
@@ -112,10 +112,10 @@ class World:
         self.holder = self.holder or amphora_id
         return SimpleNamespace(generation=document["generation"], how="reload", reason="")
 
-    def expect_vips(self, amphora_id, _address, _seconds):
+    def expect_vips(self, amphora_id, _address, _seconds, *, deadline):
         self._reach(amphora_id)
 
-    def release_vips(self, amphora_id, _address, _drain):
+    def release_vips(self, amphora_id, _address, _drain, *, deadline):
         self._reach(amphora_id)
         (self.holder,) = [peer["name"] for peer in self.served[amphora_id]["vrrp"]["peers"]]
 
@@ -127,9 +127,9 @@ class World:
 class Control:
     """A controller, and what users and heartbeats do."""
 
-    def __init__(self, conf, database):
+    def __init__(self, conf, database, world=None):
         self.conf = conf
-        self.world = World()
+        self.world = world or World()
         self.database = database
         self.jobs = Jobs(database, "me", 60.0)
         self.intents = Intents(database, lambda node: None)

@@ -16,6 +16,7 @@ from amphora_driver.store.engine import Database
 def conf(tmp_path, monkeypatch):
     path = tmp_path / "amphora-driver.conf"
     (tmp_path / "encryption.keys").write_bytes(Fernet.generate_key())
+    (tmp_path / "encryption.keys").chmod(0o600)
     path.write_text(
         f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/encryption.keys\n"
         f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"

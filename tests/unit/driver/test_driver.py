@@ -212,6 +212,7 @@ def test_vip_is_taken_once_and_given_back_when_the_load_balancer_is_refused(prov
     assert "203.0.113.9" in refusal.value.user_fault_string
 
 
+@pytest.mark.quiet
 def test_a_call_costs_the_same_whatever_the_size(served, database):
     def statements(call):
         seen = []

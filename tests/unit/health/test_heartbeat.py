@@ -153,6 +153,7 @@ def typical():
     return sealed({"generation": 8, "listeners": listeners, "pools": pools})
 
 
+@pytest.mark.quiet
 def test_speed(capsys):
     datagram, key = typical(), Secret(KEY)
     fastest = float("inf")

@@ -192,6 +192,7 @@ def test_threads(ledger):
     assert len(ledger.known()) == 4
 
 
+@pytest.mark.quiet
 def test_speed(capsys):
     ledger = Ledger()
     listeners = {f"listener-{number}": OPEN for number in range(7)}

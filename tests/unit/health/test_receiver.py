@@ -110,6 +110,7 @@ def test_refusals_are_counted_by_reason_and_logged_once(caplog):
     assert len([record for record in caplog.records if "Refused since" in record.message]) == 1
 
 
+@pytest.mark.quiet
 def test_stop_wakes_at_once():
     made = Running("127.0.0.1")
     begin = time.monotonic()

@@ -11,8 +11,9 @@ from sqlalchemy.dialects import mysql, postgresql
 
 from amphora_driver.health import statistics
 from amphora_driver.health.status import ListenerReport, Report
+from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import listener_statistics, metadata
+from amphora_driver.store.tables import listener_statistics
 
 OWNERS = {"amphora-1": "lb", "amphora-2": "lb", "amphora-3": "other"}
 LISTENERS = {"listener-1": "lb", "listener-2": "lb", "listener-3": "other"}
@@ -29,8 +30,9 @@ def row(listener="listener-1", amphora="amphora-1", **values):
 
 @pytest.fixture
 def database(tmp_path):
-    made = Database(f"sqlite:///{tmp_path}/db.sqlite")
-    made.write(lambda connection: metadata.create_all(connection, [listener_statistics]))
+    url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrate.upgrade(url)
+    made = Database(url)
     yield made
     made.dispose()
 

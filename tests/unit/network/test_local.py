@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from amphora_driver import config
-from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
+from amphora_driver.errors import Conflict, UnsupportedOption
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork, vip_owner
 from amphora_driver.store.engine import Database
@@ -119,7 +119,7 @@ def test_subnets_of_two_networks(network):
 def test_exhausted_subnet_leaves_gateway_and_broadcast_alone(network):
     got = [take(network, {"subnet_id": "tiny"})[0].address for _ in range(3)]
     assert got == ["192.0.2.2", "192.0.2.3", "192.0.2.4"]
-    with pytest.raises(NetworkError, match=r"every address of subnet tiny .* is in use"):
+    with pytest.raises(Conflict, match=r"every address of subnet tiny .* is in use"):
         take(network, {"subnet_id": "tiny"})
 
 

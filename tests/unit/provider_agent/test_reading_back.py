@@ -8,11 +8,12 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver import config, provider_agent
+from amphora_driver import config
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
-from amphora_driver.provider_agent import Reporter
+from amphora_driver.provider_agent import reading
+from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import migrate, secrets, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -90,6 +91,7 @@ def octavia(tmp_path):
 def conf(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     (tmp_path / "keys").write_bytes(Fernet.generate_key())
+    (tmp_path / "keys").chmod(0o600)
     path.write_text(
         f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
         f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
@@ -181,7 +183,7 @@ class Away:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(provider_agent, "_READ_PATIENCE", 0.5)
+    monkeypatch.setattr(reading, "READ_PATIENCE", 0.5)
 
 
 def test_what_is_not_handed_over_is_missing_for_a_reason(house, at_once):
@@ -241,8 +243,8 @@ def test_a_whole_tree_brings_its_secrets(house):
 
 
 def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_once):
+    house.intents.create(Kind.LISTENER, PLAIN)
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
-    house.intents.update(Kind.LOAD_BALANCER, "lb", {"name": "x"})
     library = house.reporter.library
     house.reporter._library = Away(library)
     house.reporter.turn()
@@ -251,9 +253,68 @@ def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_onc
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
     assert house.row.read_back, "half a tree is not served"
     house.reporter._library = library
-    house.reporter._unread.clear()
+    house.reporter._reader.unread.clear()
     house.reporter.turn()
     assert not house.row.read_back
+
+
+class Partly:
+    """octavia_lib's client, which hands over these listeners and pools, and nothing else."""
+
+    def __init__(self, library, *readable):
+        self.update_loadbalancer_status = library.update_loadbalancer_status
+        self._library = library
+        self._readable = readable
+
+    def get_loadbalancer(self, _):
+        raise octavia_errors.DriverAgentTimeout(fault_string="no answer in 30 s")
+
+    def get_listener(self, one):
+        return self._library.get_listener(one) if one in self._readable else self.get_loadbalancer(one)
+
+
+PLAIN = Listener(id="plain", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
+
+
+def two_listeners(house):
+    house.octavia.trees["plain"] = as_read(
+        listener_id="plain",
+        protocol="HTTP",
+        protocol_port=80,
+        default_tls_container_ref=None,
+        sni_container_refs=None,
+        l7policies=[{"l7policy_id": "po", "listener_id": "plain", "action": "REJECT", "position": 1, "rules": []}],
+    )
+    house.octavia.trees["li"] = as_read()
+    house.intents.create(Kind.LISTENER, PLAIN)
+    house.create()
+    house.reporter.turn()
+    house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
+    house.intents.update(Kind.LOAD_BALANCER, "lb", {"name": "x"})
+
+
+def test_a_listener_that_is_not_handed_over_costs_no_other(house, at_once):
+    two_listeners(house)
+    house.reporter._library = Partly(house.reporter.library, "plain")
+    house.reporter.turn()
+    assert not house.row.read_back
+    assert {one.id: len(one.l7policies) for one in house.tree.listeners} == {"plain": 1, "li": 0}
+    assert all("could not hand it over" in reason for reason in house.contents().values()), "it is left out for that"
+
+
+def test_one_that_is_left_out_for_no_secret_might_let_in_anybody(house, at_once):
+    two_listeners(house)
+    house.reporter._library = Partly(house.reporter.library, "li")
+    house.reporter.turn()
+    assert house.row.read_back, "its policies are not known"
+    assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
+
+
+def test_one_of_which_nothing_is_missing_does_not_wait_for_an_answer_for_ever(house, at_once):
+    house.database.write(lambda c: c.execute(work.update().values(committed=0)))
+    house.reporter._library = Partly(house.reporter.library)
+    house.reporter.turn()
+    assert house.row.committed == 1
 
 
 def test_deletion_wants_to_know_nothing_any_more(house):

@@ -12,7 +12,7 @@ from amphora_driver import config
 from amphora_driver.health import statistics
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
-from amphora_driver.provider_agent import Reporter
+from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import migrate, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -133,6 +133,7 @@ def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, dat
     assert reporter.turn() < 0.5, "looks again soon"
     assert octavia.statuses == [BARRIER]
     octavia.trees["lb"] = READ_BACK
+    reporter._reader.unread.clear()
     reporter.turn()
     assert octavia.statuses[-1] == ACTIVE
 
@@ -195,7 +196,7 @@ def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, 
     reporter.turn()
     assert octavia.statuses[-1] == {"loadbalancers": [{"id": "lb2", "provisioning_status": "ACTIVE"}]}
     octavia.trees["lb"] = READ_BACK
-    reporter._unread.clear()
+    reporter._reader.unread.clear()
     reporter.turn()
     assert database.read(lambda c: wanted.load_tree(c, "lb")).listeners[0].l7policies
 

@@ -117,8 +117,7 @@ def test_nothing_to_serve(load_balancer):
         (with_monitor(type=MonitorType.SCTP), "h1", "SCTP"),
         (with_monitor(delay=0), "h1", "delay"),
         (with_monitor(type=MonitorType.HTTP, url_path="/a b"), "h1", "url_path"),
-        (change(LB, vip_qos_policy_id="q"), "b", "vip_qos_policy_id"),
-        (change(LB, vip_sg_ids=("g",)), "b", "vip_sg_ids"),
+        (change(LB, vip_sg_ids=("",)), "b", "vip_sg_ids"),
         (change(LB, additional_vips=(change(VIP, address="::%x"),)), "b", "address"),
     ],
 )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real databases with the real schema: SQLite everywhere, and MariaDB where statements mean something else there."""
+"""Real databases with the real schema: SQLite everywhere, and servers where statements mean something else there."""
 
 import os
 import shutil
 
 import mariadb
+import postgresql
 import pytest
 
 from amphora_driver.store import migrate
@@ -18,6 +19,16 @@ def mariadb_url():
     if os.geteuid() != 0 or not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
         pytest.skip("needs root and mariadbd")
     with mariadb.server("store") as (url,):
+        migrate.upgrade(url)
+        yield url
+
+
+@pytest.fixture(scope="session")
+def postgresql_url():
+    """A database of PostgreSQL's with the schema; one server for all tests."""
+    if postgresql.missing():
+        pytest.skip(postgresql.missing())
+    with postgresql.server("store") as (url,):
         migrate.upgrade(url)
         yield url
 
@@ -36,13 +47,13 @@ def database(sqlite_database):
     return sqlite_database
 
 
-@pytest.fixture(params=["sqlite", "mariadb"])
+@pytest.fixture(params=["sqlite", "mariadb", "postgresql"])
 def any_database(request):
-    """The one, then the other; empty."""
+    """One after the other; empty."""
     if request.param == "sqlite":
         yield request.getfixturevalue("sqlite_database")
         return
-    database = Database(request.getfixturevalue("mariadb_url"))
+    database = Database(request.getfixturevalue(f"{request.param}_url"))
     yield database
     database.write(
         lambda connection: [connection.execute(table.delete()) for table in reversed(metadata.sorted_tables)]

@@ -147,6 +147,45 @@ def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, 
     assert said(database) == [("li", Provisioning.ACTIVE, None)]
 
 
+def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(intents, database):
+    """What failed is in ERROR, its user deletes it, and only then a job for the generation before ends."""
+    intents.create(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2, {"li": "no such thing"})
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    intents.delete(Kind.LISTENER, "li")
+    serve(database, 2)
+    serve(database, 2, {"li": "no such thing"})
+    commit(database)
+    assert due(database) == [], "it waits for generation 3"
+    serve(database, 3)
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+
+
+def test_what_served_before_and_fails_now_is_told_even_if_nobody_waits(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    commit(database)
+    serve(database, 2)
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    serve(database, 2, {"li": "no such thing"})
+    assert said(database) == [("li", Provisioning.ERROR, None)]
+    assert database.read(lambda c: c.execute(sa.select(status.c.reason).where(status.c.object_id == "li")).scalar())
+
+
+def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database):
+    seen = []
+    ids = [f"li{number:04}" for number in range(600)]
+    database.write(lambda c: statuses.expect(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
+    serve(database, 1)
+    commit(database)
+    found = database.read(lambda c: statuses.due(c, 10_000))
+    assert len(found) == 601
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    database.write(lambda c: statuses.taken(c, found))
+    assert len([one for one in seen if one.startswith("UPDATE")]) == 2
+    assert due(database) == []
+
+
 def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
     intents.create(Kind.LISTENER, LISTENER)
     intents.delete(Kind.LISTENER, "li")

@@ -4,6 +4,9 @@
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
+
+from amphora_driver.store.migrations.repeatable import create_index, create_table
+
 revision = '0001'
 down_revision = None
 branch_labels = None
@@ -12,7 +15,7 @@ depends_on = None
 
 def upgrade() -> None:
     # Written from tables.py; a test compares the two.
-    op.create_table('amphora',
+    create_table('amphora',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
     sa.Column('role', sa.String(length=16), nullable=False),
@@ -31,10 +34,9 @@ def upgrade() -> None:
     sa.Column('reason', sa.Text(), nullable=True),
     sa.PrimaryKeyConstraint('id', name=op.f('pk_amphora'))
     )
-    with op.batch_alter_table('amphora', schema=None) as batch_op:
-        batch_op.create_index('ix_amphora_load_balancer_id', ['load_balancer_id'], unique=False)
+    create_index('ix_amphora_load_balancer_id', 'amphora', ['load_balancer_id'])
 
-    op.create_table('amphora_seen',
+    create_table('amphora_seen',
     sa.Column('amphora_id', sa.String(length=36), nullable=False),
     sa.Column('seen_at', sa.Double(), nullable=False),
     sa.Column('generation', sa.BigInteger(), nullable=False),
@@ -43,14 +45,14 @@ def upgrade() -> None:
     sa.Column('holds_vip', sa.Boolean(), nullable=True),
     sa.PrimaryKeyConstraint('amphora_id', name=op.f('pk_amphora_seen'))
     )
-    op.create_table('duty',
+    create_table('duty',
     sa.Column('name', sa.String(length=64), nullable=False),
     sa.Column('owner', sa.String(length=128), nullable=False),
     sa.Column('epoch', sa.BigInteger(), nullable=False),
     sa.Column('leased_until', sa.Double(), nullable=False),
     sa.PrimaryKeyConstraint('name', name=op.f('pk_duty'))
     )
-    op.create_table('listener_statistics',
+    create_table('listener_statistics',
     sa.Column('listener_id', sa.String(length=36), nullable=False),
     sa.Column('amphora_id', sa.String(length=36), nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
@@ -63,10 +65,9 @@ def upgrade() -> None:
     sa.Column('reported', sa.BigInteger(), nullable=False),
     sa.PrimaryKeyConstraint('listener_id', 'amphora_id', name=op.f('pk_listener_statistics'))
     )
-    with op.batch_alter_table('listener_statistics', schema=None) as batch_op:
-        batch_op.create_index('ix_listener_statistics_load_balancer_id', ['load_balancer_id'], unique=False)
+    create_index('ix_listener_statistics_load_balancer_id', 'listener_statistics', ['load_balancer_id'])
 
-    op.create_table('local_network',
+    create_table('local_network',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('name', sa.String(length=64), nullable=False),
     sa.Column('bridge', sa.String(length=15), nullable=False),
@@ -75,7 +76,7 @@ def upgrade() -> None:
     sa.UniqueConstraint('bridge', name=op.f('uq_local_network_bridge')),
     sa.UniqueConstraint('name', name=op.f('uq_local_network_name'))
     )
-    op.create_table('request',
+    create_table('request',
     sa.Column('id', sa.BigInteger().with_variant(sa.Integer(), 'sqlite'), autoincrement=True, nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
     sa.Column('generation', sa.BigInteger(), nullable=False),
@@ -86,10 +87,9 @@ def upgrade() -> None:
     sa.Column('outcome', sa.Text(), nullable=True),
     sa.PrimaryKeyConstraint('id', name=op.f('pk_request'))
     )
-    with op.batch_alter_table('request', schema=None) as batch_op:
-        batch_op.create_index('ix_request_load_balancer_id', ['load_balancer_id', 'generation'], unique=False)
+    create_index('ix_request_load_balancer_id', 'request', ['load_balancer_id', 'generation'])
 
-    op.create_table('secret',
+    create_table('secret',
     sa.Column('object_id', sa.String(length=36), nullable=False),
     sa.Column('purpose', sa.String(length=16), nullable=False),
     sa.Column('ref', sa.String(length=255), nullable=False),
@@ -98,10 +98,9 @@ def upgrade() -> None:
     sa.Column('reason', sa.Text(), nullable=True),
     sa.PrimaryKeyConstraint('object_id', 'purpose', 'ref', name='pk_secret')
     )
-    with op.batch_alter_table('secret', schema=None) as batch_op:
-        batch_op.create_index('ix_secret_load_balancer_id', ['load_balancer_id'], unique=False)
+    create_index('ix_secret_load_balancer_id', 'secret', ['load_balancer_id'])
 
-    op.create_table('status',
+    create_table('status',
     sa.Column('object_id', sa.String(length=36), nullable=False),
     sa.Column('kind', sa.String(length=16), nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
@@ -115,16 +114,15 @@ def upgrade() -> None:
     sa.Column('reported', sa.BigInteger(), nullable=False),
     sa.PrimaryKeyConstraint('object_id', name=op.f('pk_status'))
     )
-    with op.batch_alter_table('status', schema=None) as batch_op:
-        batch_op.create_index('ix_status_load_balancer_id', ['load_balancer_id'], unique=False)
+    create_index('ix_status_load_balancer_id', 'status', ['load_balancer_id'])
 
-    op.create_table('vip_claim',
+    create_table('vip_claim',
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
     sa.Column('network', sa.String(length=64), nullable=True),
     sa.Column('claimed_at', sa.Double(), nullable=False),
     sa.PrimaryKeyConstraint('load_balancer_id', name=op.f('pk_vip_claim'))
     )
-    op.create_table('wanted_object',
+    create_table('wanted_object',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('kind', sa.String(length=16), nullable=False),
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
@@ -136,12 +134,11 @@ def upgrade() -> None:
     sa.Column('body', sa.Text().with_variant(mysql.MEDIUMTEXT(), 'mariadb').with_variant(mysql.MEDIUMTEXT(), 'mysql'), nullable=False),
     sa.PrimaryKeyConstraint('id', name=op.f('pk_wanted_object'))
     )
-    with op.batch_alter_table('wanted_object', schema=None) as batch_op:
-        batch_op.create_index('ix_wanted_object_load_balancer_id', ['load_balancer_id'], unique=False)
-        batch_op.create_index('ix_wanted_object_parent_id', ['parent_id'], unique=False)
-        batch_op.create_index('ix_wanted_object_refers_to', ['refers_to'], unique=False)
+    create_index('ix_wanted_object_load_balancer_id', 'wanted_object', ['load_balancer_id'])
+    create_index('ix_wanted_object_parent_id', 'wanted_object', ['parent_id'])
+    create_index('ix_wanted_object_refers_to', 'wanted_object', ['refers_to'])
 
-    op.create_table('work',
+    create_table('work',
     sa.Column('load_balancer_id', sa.String(length=36), nullable=False),
     sa.Column('project_id', sa.String(length=64), nullable=True),
     sa.Column('topology', sa.String(length=32), nullable=False),
@@ -164,10 +161,9 @@ def upgrade() -> None:
     sa.Column('error', sa.Text(), nullable=True),
     sa.PrimaryKeyConstraint('load_balancer_id', name=op.f('pk_work'))
     )
-    with op.batch_alter_table('work', schema=None) as batch_op:
-        batch_op.create_index('ix_work_dirty_free_at', ['dirty', 'free_at'], unique=False)
+    create_index('ix_work_dirty_free_at', 'work', ['dirty', 'free_at'])
 
-    op.create_table('local_port',
+    create_table('local_port',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('network_id', sa.String(length=36), nullable=False),
     sa.Column('owner', sa.String(length=64), nullable=False),
@@ -178,7 +174,7 @@ def upgrade() -> None:
     sa.UniqueConstraint('mac', name=op.f('uq_local_port_mac')),
     sa.UniqueConstraint('owner', 'network_id', name='uq_local_port_owner_network')
     )
-    op.create_table('local_subnet',
+    create_table('local_subnet',
     sa.Column('id', sa.String(length=36), nullable=False),
     sa.Column('network_id', sa.String(length=36), nullable=False),
     sa.Column('name', sa.String(length=64), nullable=False),
@@ -189,7 +185,7 @@ def upgrade() -> None:
     sa.ForeignKeyConstraint(['network_id'], ['local_network.id'], name=op.f('fk_local_subnet_network_id'), ondelete='CASCADE'),
     sa.PrimaryKeyConstraint('id', name=op.f('pk_local_subnet'))
     )
-    op.create_table('local_address',
+    create_table('local_address',
     sa.Column('subnet_id', sa.String(length=36), nullable=False),
     sa.Column('address', sa.String(length=64), nullable=False),
     sa.Column('port_id', sa.String(length=36), nullable=False),
@@ -198,8 +194,7 @@ def upgrade() -> None:
     sa.ForeignKeyConstraint(['subnet_id'], ['local_subnet.id'], name=op.f('fk_local_address_subnet_id')),
     sa.PrimaryKeyConstraint('subnet_id', 'address', name=op.f('pk_local_address'))
     )
-    with op.batch_alter_table('local_address', schema=None) as batch_op:
-        batch_op.create_index('ix_local_address_port_id', ['port_id'], unique=False)
+    create_index('ix_local_address_port_id', 'local_address', ['port_id'])
 
 
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands about secrets at rest.
+
+Invariant: keys are called by their place in the file and a fingerprint; neither a key nor what it seals is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from cliff.lister import Lister
+from cliff.show import ShowOne
+
+from amphora_driver.store import resealing
+from amphora_driver.store.vault import Vault
+
+
+class SecretsStatus(Lister):
+    """How many secrets are sealed with which key: only keys that seal nothing any more may go from the file."""
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+        """Column names and rows."""
+        vault = Vault.load(self.app.conf.store.encryption_key_file)
+        counts = resealing.count(self.app.database, vault)
+        rows = ((one.column, _place(one.key), one.fingerprint, _use(one.key), one.rows) for one in counts)
+        return ("Column", "Line", "Key", "Use", "Secrets"), rows
+
+
+class ResealSecrets(ShowOne):
+    """Seal every secret with the first key of the file. May be ended and run again, while everything works."""
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Names and values."""
+        vault = Vault.load(self.app.conf.store.encryption_key_file)
+        database = self.app.database
+        done = resealing.reseal(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
+        counts = resealing.count(database, vault)
+        left = sum(one.rows for one in counts if one.key not in (0, None))
+        lost = sum(one.rows for one in counts if one.key is None)
+        # Some are left where a process that has not read the key file yet sealed one meanwhile: run it again.
+        names = ("Key", "Resealed", "Left with other keys", "Fit no key")
+        return names, (vault.fingerprints[0], done, left, lost)
+
+
+def _place(key: int | None) -> int | None:
+    return None if key is None else key + 1
+
+
+def _use(key: int | None) -> str:
+    if key is None:
+        return "not in the file"
+    return "opens" if key else "seals and opens"

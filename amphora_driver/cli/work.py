@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is being worked on, and what it waits for.
+
+Invariant: a load balancer is in the list as long as anything of it is not done: not committed by Octavia, not read
+back, not served, or not reported. An empty list means that nothing is pending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from cliff.lister import Lister
+
+from amphora_driver.cli.columns import Age, Left
+from amphora_driver.store.tables import request, status, work
+
+_HEAD = (
+    *("Load balancer", "Op", "Wanted", "Applied", "Waits for", "Pending since"),
+    *("Objects pending", "To report", "Owner", "Epoch", "Attempts", "Due in", "Error"),
+)
+
+
+class ListWork(Lister):
+    """Load balancers with something left to do: what they wait for, since when, who works on them, what went wrong."""
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+        """Column names and rows."""
+        now = time.time()
+        return _HEAD, (_shown(row, now) for row in self.app.read(lambda connection: connection.execute(_left()).all()))
+
+
+def waits_for(row: Any, now: float) -> str:
+    """What has to happen next.
+
+    Args:
+        row: of the table `work`, with `to_report` beside it.
+        now: seconds since 1970.
+    """
+    if row.committed < row.generation:
+        return "Octavia's commit"
+    if row.read_back:
+        return "reading back from Octavia"
+    if row.owner is not None and (row.leased_until or 0.0) > now:
+        return "the controller at work"
+    if row.dirty:
+        return "its next attempt" if row.free_at > now else "a controller"
+    return "Octavia to be told" if row.to_report else "a controller"
+
+
+def _left() -> sa.Select[Any]:
+    def number(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
+        counted = sa.select(sa.func.count()).where(status.c.load_balancer_id == work.c.load_balancer_id, condition)
+        return counted.scalar_subquery()
+
+    pending = number(status.c.pending.is_not(None))
+    to_report = number(status.c.version > status.c.reported)
+    since = (
+        sa.select(sa.func.min(request.c.accepted_at))
+        .where(request.c.load_balancer_id == work.c.load_balancer_id, request.c.applied_at.is_(None))
+        .scalar_subquery()
+    )
+    undone = sa.or_(work.c.dirty, work.c.committed < work.c.generation, work.c.read_back, pending > 0, to_report > 0)
+    columns = (work, pending.label("pending"), to_report.label("to_report"), since.label("since"))
+    return sa.select(*columns).where(undone).order_by(since, work.c.load_balancer_id)
+
+
+def _shown(row: Any, now: float) -> tuple[Any, ...]:
+    return (
+        *(row.load_balancer_id, row.op, row.generation, row.applied, waits_for(row, now), Age(row.since)),
+        *(row.pending, row.to_report, row.owner, row.epoch, row.attempts),
+        *(Left(row.free_at if row.dirty else None), row.error),
+    )

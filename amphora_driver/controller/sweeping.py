@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removing what a crash between two systems left, and what nobody will ever ask for.
+
+Invariant: a backend is asked first and the rows are read after that, so that nothing that is being made looks like
+nobody's. Only what this deployment made is listed at all, and only what was nobody's for the whole grace is removed:
+ids are never used again, so that nobody can come to own it then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.store import orphans
+from amphora_driver.store.orphans import Thing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.backends import Catalogue
+    from amphora_driver.network.interface import Network
+    from amphora_driver.store.engine import Database
+
+LOG = logging.getLogger(__name__)
+# So many things of one kind that belong to nobody are believed, or a tenth of all.
+_MOST = 10
+
+
+class Sweeper:
+    """Looks for machines, ports and VIPs that belong to nobody.
+
+    Args:
+        conf: our options.
+        database: where the rows are.
+        catalogue: the backends.
+    """
+
+    def __init__(self, conf: ConfigOpts, database: Database, catalogue: Catalogue) -> None:
+        self._grace: float = conf.controller.orphan_grace
+        self._database = database
+        self._catalogue = catalogue
+
+    def sweep(self) -> int:
+        """Note what belongs to nobody, and remove what has for long; returns how many were removed.
+
+        A backend that is away is asked next time, and holds up no other.
+        """
+        removed = 0
+        for name, compute in self._catalogue.computes().items():
+            removed += self._look(Thing.MACHINE, name, compute.machines, compute.destroy)
+        for name, network in self._catalogue.networks().items():
+            removed += self._look_at(name, network)
+        self._database.write(orphans.drop_rows)
+        return removed
+
+    def _look_at(self, name: str, network: Network) -> int:
+        def remove_ports(amphora_id: str) -> None:
+            for port in network.ports(amphora_id):
+                network.delete_port(port.id)
+
+        return self._look(Thing.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._look(
+            Thing.VIP, name, lambda: network.owners().load_balancers, network.release_vip
+        )
+
+    def _look(
+        self, thing: Thing, backend: str, ask: Callable[[], Collection[str]], remove: Callable[[str], None]
+    ) -> int:
+        removed = 0
+        try:
+            there = ask()
+            for one in self._due(thing, backend, there):
+                LOG.warning("%s %s (%s) belongs to nobody: it is removed", thing.value, one, backend)
+                remove(one)
+                removed += 1
+        except AmphoraDriverError as error:
+            LOG.warning("housekeeping: %s", error)
+        return removed
+
+    def _due(self, thing: Thing, backend: str, there: Collection[str]) -> list[str]:
+        """Those that have belonged to nobody for long enough."""
+        found, noted = self._database.read(
+            lambda connection: (orphans.unowned(connection, thing, there), orphans.noted(connection, thing, backend))
+        )
+        if not (found or noted):
+            # Nearly always: looking costs less than locking.
+            return []
+        for one in sorted(found - noted.keys()):
+            LOG.warning("%s %s (%s) belongs to nobody; it goes in %.0f s", thing.value, one, backend, self._grace)
+        due = self._database.write(
+            lambda connection: orphans.note(connection, thing, backend, found, time.time(), self._grace)
+        )
+        if len(due) > max(_MOST, len(there) // 10):
+            # Crashes leave one thing now and then. So many at once are somebody else's, or our rows are lost.
+            LOG.error(
+                "%d of %d of %s (%s) belong to nobody: none is removed", len(due), len(there), thing.value, backend
+            )
+            return []
+        return due

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a load balancer's VIPs still lack: addresses that take their time, and what they have besides.
+
+Invariant: the addresses of one load balancer are known all at once or not at all; until then none of its amphorae is
+plugged or pushed. What the backend was told last is written down, so that it is told again only when something of it
+has changed: the options, or an amphora that has come. What it refuses for good is told to the user, and not asked again
+before the user has said something new.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.errors import NetworkError, RequestError
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
+from amphora_driver.store import claims, generations, wanted
+from amphora_driver.store.claims import Wish
+from amphora_driver.store.tables import request, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from amphora_driver.controller import plan as planning
+    from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+    from amphora_driver.network.interface import Network
+    from amphora_driver.store.amphorae import Amphora
+    from amphora_driver.store.engine import Database
+
+    Write = Callable[[Callable[[sa.Connection], object]], None]
+
+LOG = logging.getLogger(__name__)
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend was told of a load balancer's VIPs, as `work.vip_applied` has it.
+
+    Attributes:
+        options: what the VIPs are to obey.
+        ports: the amphorae's ports it was told of.
+        refused: why it would not.
+        generation: the one it was told for.
+    """
+
+    options: VipOptions
+    ports: tuple[str, ...] = ()
+    refused: str = ""
+    generation: int = 0
+
+
+# --- what is seen, without I/O ----------------------------------------------------------------------------------------
+
+
+def known(tree: LoadBalancer | None) -> bool:
+    """Whether every VIP has its address; nothing is missing of one that is to go."""
+    return tree is None or all(vip.address for vip in tree.vips)
+
+
+def options_of(tree: LoadBalancer) -> VipOptions:
+    """What is wanted of the VIPs besides their addresses."""
+    return VipOptions(
+        qos_policy_id=tree.vip_qos_policy_id or None, security_group_ids=tuple(sorted(tree.vip_sg_ids or ()))
+    )
+
+
+def ports_of(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
+    """The amphorae's ports that carry what is sent to the VIPs."""
+    return tuple(
+        sorted(
+            plugged.port.id
+            for one in amphorae
+            for plugged in one.plugged
+            if plugged.port.network_id == tree.vip.network_id
+        )
+    )
+
+
+def due(tree: LoadBalancer | None, given: Given | None, amphorae: Sequence[Amphora]) -> str:
+    """Why the backend is to be told of the VIPs' options; empty if it knows them."""
+    if tree is None or not known(tree):
+        return ""
+    options = options_of(tree)
+    if given is None:
+        return "the VIPs have options that the network does not know" if options else ""
+    if options != given.options:
+        return "other options are wanted of the VIPs"
+    if not given.refused and set(ports_of(tree, amphorae)) - set(given.ports):
+        return "an amphora has come to which the VIPs' options do not apply yet"
+    return ""
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def given_of(row: sa.Row[tuple[object, ...]]) -> Given | None:
+    """What a row of `work` says."""
+    return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=Given)
+
+
+def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | None) -> dict[str, str]:
+    """Why the load balancer is not as its user wants it, by its id; nothing once the user has asked for something else.
+
+    Otherwise nobody could ever change it again: Octavia takes no change of one in ERROR.
+    """
+    if given is None or not given.refused:
+        return {}
+    newest = connection.execute(
+        sa.select(sa.func.max(request.c.generation)).where(request.c.load_balancer_id == load_balancer_id)
+    ).scalar()
+    return {load_balancer_id: given.refused} if (newest or 0) <= given.generation else {}
+
+
+def again_at(connection: sa.Connection, load_balancer_id: str) -> float:
+    """When the backend is to be asked (again) for the addresses, in seconds since 1970; 0 for now."""
+    wish = claims.wish_of(connection, load_balancer_id)
+    return 0.0 if wish is None else wish.again_at
+
+
+class Vips:
+    """Takes the steps that have to do with VIPs, of one load balancer under one lease.
+
+    Args:
+        database: where claims are.
+        write: runs a change of the store under the lease.
+        patience: seconds after which a backend that has no addresses is an error, though it is asked on.
+    """
+
+    def __init__(self, database: Database, write: Write, patience: float) -> None:
+        self._database = database
+        self._write = write
+        self._patience = patience
+
+    def allocate(self, network: Network, seen: planning.Wanted, tree: LoadBalancer, machines: Sequence[str]) -> None:
+        """Ask for the addresses, and write down what they are or that they are still to come.
+
+        Raises:
+            RequestError: they cannot be had.
+            NetworkError: the backend failed, or has needed too long.
+        """
+        wish = self._database.read(lambda connection: claims.wish_of(connection, tree.id)) or _wish(tree)
+        answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
+        if isinstance(answer, NotYet):
+            later = claims.later(wish, answer, time.time())
+            LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
+            self._write(lambda connection: claims.keep(connection, tree.id, seen.network, later))
+            if time.time() - wish.since > self._patience:
+                waited = f"none in {time.time() - wish.since:.0f} s: {answer.reason}"
+                raise NetworkError(f"take a VIP for load balancer {tree.id}", waited, final=True)
+            return
+        LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
+        self._write(lambda connection: settle(connection, tree.id, seen.generation, answer))
+
+    def apply(self, network: Network, tree: LoadBalancer, amphorae: Sequence[Amphora], generation: int) -> None:
+        """Tell the backend what the VIPs obey; what it refuses for good is written down."""
+        options, ports = options_of(tree), ports_of(tree, amphorae)
+        refused = ""
+        try:
+            network.apply_vip_options(tree.id, options, ports)
+        except RequestError as error:
+            LOG.warning("load balancer %s: %s", tree.id, error)
+            refused = str(error)
+        given = Given(options=options, ports=ports, refused=refused, generation=generation)
+        text = msgspec.json.encode(given).decode() if options else None
+        self._write(
+            lambda connection: connection.execute(
+                work.update().where(work.c.load_balancer_id == tree.id).values(vip_applied=text)
+            )
+        )
+
+
+def settle(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
+    """These are the addresses of the load balancer, which nobody asked for: it is the next generation that has them."""
+    generations.renew(connection, load_balancer_id, generation)
+    now = connection.execute(
+        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+    ).scalar_one()
+    node: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    wanted.update(connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))])
+    claims.answered(connection, load_balancer_id)
+
+
+def _wish(tree: LoadBalancer) -> Wish:
+    """What can be asked for if nothing else is recorded: any addresses on the same subnets."""
+    vips = tuple(
+        VipRequest(
+            subnet_id=vip.subnet_id or None,
+            network_id=vip.network_id or None,
+            address=vip.address or None,
+            port_id=vip.port_id or None,
+        )
+        for vip in tree.vips
+    )
+    return Wish(project_id=tree.project_id, vips=vips, since=time.time())

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the VIPs of the embedded network backend obey: recorded, and enforced in the switch.
+
+Invariant: the switch has exactly the rules that follow from the rows, made from them as a whole and put in place at
+once. Whoever changes rows enforces them afterwards; two who do so at the same time wait for each other, and the last
+one has read the newest rows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.errors import NetworkError, UnsupportedOption
+from amphora_driver.network import namespaces, policies, rows
+from amphora_driver.network.bridges import near_end
+from amphora_driver.network.interface import VipOptions
+from amphora_driver.network.policies import Guarded, QosPolicy, Rule, SecurityGroup
+from amphora_driver.store.tables import (
+    local_address,
+    local_port,
+    local_qos_policy,
+    local_security_group,
+    local_vip_option,
+)
+
+if TYPE_CHECKING:
+    from amphora_driver.store.engine import Database
+
+_SECONDS = 30
+
+
+class Guards:
+    """Security groups and QoS policies of one machine.
+
+    Args:
+        database: where the rows are.
+        switch: the namespace of the bridges.
+    """
+
+    def __init__(self, database: Database, switch: str) -> None:
+        self._database = database
+        self._switch = switch
+
+    # --- what the operator says --------------------------------------------------------------------------------------
+
+    def define_policy(self, policy: QosPolicy) -> None:
+        """Write a QoS policy down, or change it; VIPs that have it obey at once."""
+        values = {"name": policy.name, "egress_kbps": policy.egress_kbps, "ingress_kbps": policy.ingress_kbps}
+        self._database.write(lambda c: rows.upsert(c, local_qos_policy, policy.id, values))
+        self._enforce_if_any()
+
+    def define_group(self, group: SecurityGroup) -> None:
+        """Write a security group down, or change it; VIPs that have it obey at once.
+
+        Raises:
+            NetworkError: one of its rules means nothing.
+        """
+        policies.check(group)
+        values = {"name": group.name, "rules": msgspec.json.encode(group.rules).decode()}
+        self._database.write(lambda c: rows.upsert(c, local_security_group, group.id, values))
+        self._enforce_if_any()
+
+    def policies(self) -> tuple[QosPolicy, ...]:
+        """Every QoS policy."""
+        return tuple(self._database.read(_policies).values())
+
+    def groups(self) -> tuple[SecurityGroup, ...]:
+        """Every security group."""
+        return tuple(self._database.read(_groups).values())
+
+    # --- what load balancers want ------------------------------------------------------------------------------------
+
+    def apply(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
+        """Have the VIPs of a load balancer obey exactly this.
+
+        Raises:
+            UnsupportedOption: there is no such policy or group.
+            NetworkError: the kernel would not have it.
+        """
+
+        def write(connection: sa.Connection) -> None:
+            _check_known(connection, load_balancer_id, options)
+            connection.execute(local_vip_option.delete().where(local_vip_option.c.load_balancer_id == load_balancer_id))
+            if options:
+                values = {
+                    "qos_policy_id": options.qos_policy_id,
+                    "security_group_ids": msgspec.json.encode(options.security_group_ids).decode(),
+                    "port_ids": msgspec.json.encode(list(port_ids)).decode(),
+                }
+                connection.execute(local_vip_option.insert().values(load_balancer_id=load_balancer_id, **values))
+
+        self._database.write(write)
+        self.enforce()
+
+    def forget(self, load_balancer_id: str) -> None:
+        """The VIPs of a load balancer go; whoever has their addresses next obeys nothing of theirs."""
+        mine = local_vip_option.c.load_balancer_id == load_balancer_id
+        if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
+            return
+        # The rules first: the row is what says that there is something to be removed.
+        self._enforce(without=load_balancer_id)
+        self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
+
+    def enforce(self) -> None:
+        """Have the switch obey the rows; nothing happens where there is no switch."""
+        self._enforce()
+
+    # --- the kernel --------------------------------------------------------------------------------------------------
+
+    def _enforce_if_any(self) -> None:
+        if self._database.read(lambda c: c.execute(sa.select(local_vip_option)).first()) is not None:
+            self._enforce()
+
+    def _enforce(self, without: str | None = None) -> None:
+        if not namespaces.exists(self._switch):
+            return
+        place = namespaces.path(self._switch)
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            guarded = [one for one in self._database.read(_guarded) if one.load_balancer_id != without]
+            _execute(str(place), policies.ruleset(guarded))
+        finally:
+            os.close(descriptor)
+
+
+def _execute(place: str, commands: str) -> None:
+    argv = ["nsenter", f"--net={place}", "--", "nft", "-f", "-"]
+    wanted = "restrict the VIPs of this machine"
+    try:
+        done = subprocess.run(argv, input=commands, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NetworkError(wanted, str(error), "Install nftables and util-linux.") from error
+    if done.returncode != 0:
+        raise NetworkError(wanted, done.stderr.strip() or "nft said no", "Use a kernel with nf_tables for bridges.")
+
+
+def _check_known(connection: sa.Connection, load_balancer_id: str, options: VipOptions) -> None:
+    wanted = f"apply the options of the VIPs of load balancer {load_balancer_id}"
+    if options.qos_policy_id and options.qos_policy_id not in _policies(connection):
+        raise UnsupportedOption(wanted, f"QoS policy {options.qos_policy_id} does not exist")
+    missing = sorted(set(options.security_group_ids) - set(_groups(connection)))
+    if missing:
+        raise UnsupportedOption(wanted, f"security group {', '.join(missing)} does not exist")
+
+
+def _policies(connection: sa.Connection) -> dict[str, QosPolicy]:
+    query = sa.select(local_qos_policy).order_by(local_qos_policy.c.name, local_qos_policy.c.id)
+    return {row["id"]: QosPolicy(**row) for row in connection.execute(query).mappings()}
+
+
+def _groups(connection: sa.Connection) -> dict[str, SecurityGroup]:
+    query = sa.select(local_security_group).order_by(local_security_group.c.name, local_security_group.c.id)
+    return {
+        row.id: SecurityGroup(id=row.id, name=row.name, rules=_rules(row.rules)) for row in connection.execute(query)
+    }
+
+
+def _rules(text: str) -> tuple[Rule, ...]:
+    return msgspec.json.decode(text, type=tuple[Rule, ...])
+
+
+def _guarded(connection: sa.Connection) -> list[Guarded]:
+    asked = connection.execute(sa.select(local_vip_option).order_by(local_vip_option.c.load_balancer_id)).all()
+    known, limits = _groups(connection), _policies(connection)
+    return [_of(connection, row, known, limits) for row in asked]
+
+
+def _of(connection: sa.Connection, row: Any, known: dict[str, SecurityGroup], limits: dict[str, QosPolicy]) -> Guarded:
+    vips = (
+        sa.select(local_address.c.address)
+        .join(local_port, local_port.c.id == local_address.c.port_id)
+        .where(local_port.c.owner == f"lb-{row.load_balancer_id}")
+        .order_by(local_address.c.ordinal)
+    )
+    ids = msgspec.json.decode(row.security_group_ids, type=list[str])
+    # A group nobody knows any more lets nobody in.
+    groups = tuple(known.get(one, SecurityGroup(id=one, name=one)) for one in ids) if ids else None
+    return Guarded(
+        load_balancer_id=row.load_balancer_id,
+        addresses=tuple(connection.execute(vips).scalars()),
+        interfaces=tuple(near_end(one) for one in msgspec.json.decode(row.port_ids, type=list[str])),
+        groups=groups,
+        policy=limits.get(row.qos_policy_id),
+    )

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Telling Octavia what has become of what it asked for.
+
+Invariant: Octavia hears of nothing before its own transaction has ended. Its driver methods run inside that
+transaction; a status sent then is lost (the row is not there yet) or overwritten (it becomes PENDING_UPDATE
+afterwards). So every accepted generation first passes a *barrier*: a status update of the load balancer's own row,
+which waits for the row's lock until Octavia has committed. Only then are statuses sent, from the outbox, until
+Octavia has taken them.
+
+One reporter at a time is enough; the duty moves when it dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from octavia_lib.api.drivers import driver_lib
+from octavia_lib.api.drivers import exceptions as octavia_errors
+
+from amphora_driver import points
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.model.vocabulary import Kind, Provisioning
+from amphora_driver.provider_agent import taking
+from amphora_driver.provider_agent.audit import Auditor
+from amphora_driver.provider_agent.reading import Reader
+from amphora_driver.queue import doorbell, hints, jobs
+from amphora_driver.store import counters, statuses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
+    from multiprocessing.synchronize import Event
+
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.store.engine import Database
+
+LOG = logging.getLogger(__name__)
+
+# A deleted row costs Octavia about 34 ms, but for a member it loads the whole pool: half a second among a thousand on a
+# busy machine. A call is given up after 30 s, while Octavia goes on with it: to try again then doubles its work. Others
+# cost about 2 ms.
+_MOST_DELETED = 15
+_MOST_ROWS = 300
+# What it means that Octavia is away for now: its agent is not there, does not answer, or hangs up. octavia_lib raises
+# the same error for "not reached" and for "refused"; only the latter names an object.
+_AWAY = (
+    AmphoraDriverError,
+    octavia_errors.DriverAgentNotFound,
+    octavia_errors.DriverAgentTimeout,
+    octavia_errors.DriverError,
+    octavia_errors.UpdateStatusError,
+    octavia_errors.UpdateStatisticsError,
+    OSError,
+)
+# How long a load balancer waits for a child whose status Octavia refuses, in seconds: longer is no passing trouble.
+_CHILD_FIRST = 2.0
+_DUTY = "reporter"
+_DUTY_SECONDS = 10.0
+
+
+class Reporter:
+    """Passes barriers, has trees read back, and empties the outbox.
+
+    Args:
+        conf: our options.
+        database: where the outbox is.
+        name: of this process. Who comes after one that has died has its name, and so its duty at once.
+        hands: who reads from Octavia; without, whoever takes a turn.
+    """
+
+    def __init__(
+        self, conf: ConfigOpts, database: Database, name: str | None = None, hands: Executor | None = None
+    ) -> None:
+        self._conf = conf
+        self._database = database
+        self._name = name or jobs.process_name()
+        self._library: driver_lib.DriverLibrary | None = None
+        self._reader = Reader(conf, database, lambda: self.library, hands)
+        self._auditor = Auditor(conf, database, lambda: self.library, self._reader)
+        self._held_until = 0.0
+        self._ended = threading.Event()
+        # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
+        self._refused: dict[str, tuple[float, float]] = {}
+        # The load balancer that was reported last.
+        self._turn = ""
+
+    def run(self, exit_event: Event) -> None:
+        """Work whenever somebody rings, and now and then anyway."""
+        # Statistics have a socket of their own, and a call takes a tenth of a second: nobody's ACTIVE waits for them.
+        counting = threading.Thread(target=self._count, name="statistics", daemon=True)
+        counting.start()
+        with (
+            doorbell.Doorbell(self._conf.queue.doorbell_dir, doorbell.REPORTER) as bell,
+            hints.heard(self._conf, bell.press),
+        ):
+            pause = 0.0
+            while not exit_event.is_set():
+                # Short enough for the end to be noticed soon: an Event of another process cannot be selected on.
+                bell.wait(min(pause, 0.5))
+                try:
+                    pause = self.turn()
+                except _AWAY as error:
+                    LOG.warning("Octavia could not be told, trying again: %s", error)
+                    pause = self._conf.queue.poll_interval
+        self._ended.set()
+        counting.join()
+        jobs.drop_duty(self._database, _DUTY, self._name)
+
+    def _count(self) -> None:
+        while not self._ended.wait(self._conf.queue.poll_interval):
+            try:
+                if time.monotonic() < self._held_until:
+                    self.report_statistics()
+            except _AWAY as error:
+                LOG.warning("Octavia could not be told of statistics, trying again: %s", error)
+
+    def turn(self) -> float:
+        """Do all that is due; returns after how many seconds to look again if nobody rings."""
+        if not self._on_duty():
+            return float(self._conf.queue.poll_interval)
+        waiting = self._pass_barriers()
+        while self._report_statuses():
+            pass
+        self._auditor.turn()
+        return 0.05 if waiting else float(self._conf.queue.poll_interval)
+
+    @property
+    def library(self) -> driver_lib.DriverLibrary:
+        """octavia_lib's client, made when the sockets are first needed."""
+        if self._library is None:
+            octavia = self._conf.octavia
+            self._library = driver_lib.DriverLibrary(
+                status_socket=octavia.status_socket, stats_socket=octavia.stats_socket, get_socket=octavia.get_socket
+            )
+        return self._library
+
+    def _on_duty(self) -> bool:
+        now = time.monotonic()
+        if now < self._held_until:
+            return True
+        if not jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
+            return False
+        self._held_until = now + _DUTY_SECONDS / 2
+        return True
+
+    # --- barriers ---------------------------------------------------------------------------------------------------
+
+    def _pass_barriers(self) -> bool:
+        """Wait for Octavia's transactions; True if one of them is still open."""
+        rows = [row for row in self._database.read(taking.uncommitted) if self._reader.may_read(row.load_balancer_id)]
+        if not rows:
+            return False
+        operating = self._database.read(
+            lambda connection: statuses.operating_of(connection, [row.load_balancer_id for row in rows])
+        )
+        barriers = {
+            row.load_balancer_id: {
+                "id": row.load_balancer_id,
+                "operating_status": operating[row.load_balancer_id].value,
+            }
+            for row in rows
+        }
+        points.reach(points.Point.BARRIER_NEXT)
+        held = self._barrier(barriers)
+        points.reach(points.Point.BARRIER_PASSED)
+        waited = [row for row in rows if row.load_balancer_id not in held]
+        passed = [(row.load_balancer_id, row.generation) for row in waited if not _asks(row)]
+        if passed:
+            self._database.write(lambda connection: taking.mark_committed(connection, passed))
+        points.reach(points.Point.COMMITTED)
+        self._auditor.changed(row.load_balancer_id for row in waited)
+        known = [self._reader.read(row, self._auditor.verify) for row in waited if _asks(row)]
+        return len(passed) + sum(known) < len(rows)
+
+    def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
+        """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
+        try:
+            self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
+        except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None or len(barriers) == 1:
+                raise
+            LOG.warning("Octavia refused a barrier (%s): waiting on the load balancers one by one", error.fault_string)
+        else:
+            return set()
+        held = set()
+        for load_balancer_id, barrier in barriers.items():
+            try:
+                self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
+            except octavia_errors.UpdateStatusError as error:
+                LOG.warning("no barrier for load balancer %s: %s", load_balancer_id, error.fault_string)
+                held.add(load_balancer_id)
+        return held
+
+    # --- the outbox ---------------------------------------------------------------------------------------------------
+
+    def _report_statuses(self) -> bool:
+        """Send one call's worth of statuses; True if there may be more."""
+        found = self._database.read(lambda connection: statuses.due(connection, _MOST_ROWS, self._turn))
+        reports = _one_call([one for one in found if self._due(one)])
+        if not reports:
+            return False
+        # One that has more to say than fits into a call lets the others go first next time.
+        self._turn = reports[-1].load_balancer_id
+        try:
+            self.library.update_loadbalancer_status(document(reports))
+            accepted = list(reports)
+        except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None:
+                raise
+            LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
+            accepted = [report for report in reports if self._due(report) and self._report_alone(report)]
+        points.reach(points.Point.REPORT_SENT)
+        self._database.write(lambda connection: statuses.taken(connection, accepted))
+        points.reach(points.Point.REPORT_TAKEN)
+        return True
+
+    def _due(self, report: statuses.Due) -> bool:
+        until, _ = self._refused.get(report.object_id, (0.0, 0.0))
+        if until > time.monotonic():
+            return False
+        if until and report.kind is Kind.LOAD_BALANCER:
+            self._refused.pop(report.object_id)
+        return True
+
+    def _report_alone(self, report: statuses.Due) -> bool:
+        try:
+            self.library.update_loadbalancer_status(document([report]))
+        except octavia_errors.UpdateStatusError as error:
+            if error.status_object_id is None:
+                raise
+            if report.kind is Kind.LOAD_BALANCER and self.library.get_loadbalancer(report.object_id) is None:
+                # Nothing is there to be told about: deleted before, or never committed.
+                return report.provisioning is Provisioning.DELETED
+            pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
+            LOG.warning(
+                "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
+            )
+            self._refused[report.object_id] = (time.monotonic() + pause, pause)
+            if pause <= _CHILD_FIRST:
+                # The load balancer stays PENDING, and so closed to the next request, until its child is told.
+                self._refused.setdefault(report.load_balancer_id, (time.monotonic() + pause, 0.125))
+            return False
+        self._refused.pop(report.object_id, None)
+        return True
+
+    def report_statistics(self) -> None:
+        """Send the totals of listeners that changed since they were sent last."""
+        totals = self._database.read(lambda connection: counters.due(connection, _MOST_ROWS))
+        if not totals:
+            return
+        self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
+        self._database.write(lambda connection: counters.taken(connection, totals))
+
+
+def document(reports: Sequence[statuses.Due]) -> dict[str, list[dict[str, str]]]:
+    """The status document of octavia_lib for these reports."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for report in reports:
+        entry = {"id": report.object_id}
+        if report.provisioning is not None:
+            entry["provisioning_status"] = report.provisioning.value
+        if report.operating is not None and report.provisioning is not Provisioning.DELETED:
+            entry["operating_status"] = report.operating.value
+        found.setdefault(report.kind.value, []).append(entry)
+    return found
+
+
+def _asks(row: Any) -> bool:
+    """Whether Octavia is asked something before it is told anything."""
+    return not row.committed or row.read_back or row.batch
+
+
+def _one_call(reports: Sequence[statuses.Due]) -> list[statuses.Due]:
+    """The first reports that fit into one call."""
+    chosen: list[statuses.Due] = []
+    deleted = 0
+    for report in reports:
+        deleted += report.provisioning is Provisioning.DELETED
+        if deleted > _MOST_DELETED:
+            break
+        chosen.append(report)
+    return chosen

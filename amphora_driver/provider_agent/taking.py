@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Octavia has said, written down: each function is the whole content of one transaction.
+
+Invariant: what was read counts only if nothing was accepted since: whoever reads holds no lock meanwhile. A load
+balancer that is to go wants to know nothing any more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from amphora_driver.model.secrets import used_by, used_in
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
+from amphora_driver.store.intents import Op
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.tables import request, status, wanted_object, work
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
+    from amphora_driver.model.secrets import SecretName
+
+NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the secret is there and can be read"
+
+
+def uncommitted(connection: sa.Connection) -> Sequence[Any]:
+    """Load balancers with a generation whose transaction in Octavia may still be open, or that are to be read."""
+    accepted = (
+        sa.select(sa.func.min(request.c.accepted_at))
+        .where(request.c.load_balancer_id == work.c.load_balancer_id)
+        .scalar_subquery()
+    )
+    batch = sa.exists().where(
+        request.c.load_balancer_id == work.c.load_balancer_id,
+        request.c.generation > work.c.committed,
+        request.c.action == "set members",
+    )
+    return connection.execute(
+        sa.select(
+            work.c.load_balancer_id,
+            work.c.generation,
+            work.c.committed,
+            work.c.read_back,
+            work.c.reread,
+            accepted.label("accepted_at"),
+            batch.label("batch"),
+        ).where(sa.or_(work.c.committed < work.c.generation, work.c.read_back))
+    ).all()
+
+
+def recently_changed(connection: sa.Connection, since: float) -> list[str]:
+    """Load balancers for which something was accepted after that time (seconds since 1970)."""
+    rows = connection.execute(sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since).distinct())
+    return list(rows.scalars())
+
+
+def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
+    """Octavia's transactions have ended for these load balancers, up to these generations."""
+    for load_balancer_id, generation in passed:
+        connection.execute(
+            work.update()
+            .where(work.c.load_balancer_id == load_balancer_id, work.c.committed < generation)
+            .values(committed=generation)
+        )
+
+
+def take_tree(
+    connection: sa.Connection,
+    row: Any,
+    tree: LoadBalancer,
+    contents: Mapping[SecretName, Sealed],
+    reason: str = NOT_GIVEN,
+) -> bool:
+    """The tree Octavia has now is the wanted one; its new objects wait for the same generation.
+
+    Args:
+        connection: of `Database.write`.
+        row: what was to be read, as it was seen before.
+        tree: what was read.
+        contents: what came of the secrets it uses.
+        reason: why nothing came of the others.
+
+    Returns:
+        Whether it counts.
+    """
+    if not _as_seen(connection, row):
+        return False
+    added = wanted.replace_tree(connection, row.generation, tree)
+    statuses.expect(connection, tree.id, row.generation, [(wanted.kind_of(node), node.id) for node in added])
+    secrets.drop_load_balancer(connection, tree.id)
+    lost = Sealed(reason=reason)
+    secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in dict.fromkeys(used_in(tree))})
+    reading_back.done(connection, tree.id)
+    mark_committed(connection, [(tree.id, row.generation)])
+    return True
+
+
+def take_objects(
+    connection: sa.Connection,
+    row: Any,
+    nodes: Sequence[LoadBalancer | Listener | Pool],
+    contents: Mapping[SecretName, Sealed],
+    reason: str = NOT_GIVEN,
+) -> bool:
+    """What Octavia has of these objects is wanted; secrets of which nothing is known are missing for this reason."""
+    if not _as_seen(connection, row):
+        return False
+    for node in nodes:
+        if wanted.refresh(connection, row.generation, node):
+            used = used_by(node)
+            secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
+    tree = wanted.load_tree(connection, row.load_balancer_id)
+    recorded = secrets.of_load_balancer(connection, row.load_balancer_id)
+    lost = {name: Sealed(reason=reason) for name in dict.fromkeys(used_in(tree)) if name not in recorded}
+    secrets.put(connection, row.load_balancer_id, lost)
+    reading_back.done(connection, row.load_balancer_id)
+    mark_committed(connection, [(row.load_balancer_id, row.generation)])
+    return True
+
+
+def fail(connection: sa.Connection, row: Any, reason: str) -> None:
+    """Octavia has committed what it will not hand over: its user is told."""
+    statuses.fail(connection, row.load_balancer_id, row.generation, reason)
+    mark_committed(connection, [(row.load_balancer_id, row.generation)])
+
+
+def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Octavia rolled the creation back: everything made for it goes again."""
+    generation = connection.execute(
+        sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
+    ).scalar_one()
+    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
+    wanted.remove(connection, generation + 1, [object_id for _, object_id in everything])
+    statuses.expect(connection, load_balancer_id, generation + 1, everything)
+    connection.execute(
+        work.update()
+        .where(work.c.load_balancer_id == load_balancer_id)
+        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=0.0)
+    )
+
+
+def correct(
+    connection: sa.Connection,
+    row: Any,
+    tree: LoadBalancer,
+    contents: Mapping[SecretName, Sealed],
+    gone: Collection[str],
+) -> bool:
+    """Octavia has kept something else than we recorded: that is wanted from the next generation on.
+
+    Nobody is told, as far as Octavia waits for nothing: of what it rolled back no user ever heard.
+
+    Args:
+        connection: of `Database.write`.
+        row: the work row as it was before Octavia was asked.
+        tree: what Octavia has.
+        contents: what came of the secrets it uses.
+        gone: ids of objects that Octavia does not have.
+
+    Returns:
+        Whether it counts.
+    """
+    if not _as_seen(connection, row):
+        return False
+    generation = row.generation + 1
+    generations.renew(connection, tree.id, row.generation)
+    added = wanted.replace_tree(connection, generation, tree)
+    statuses.expect(connection, tree.id, generation, [(wanted.kind_of(node), node.id) for node in added])
+    for one in sorted(gone):
+        connection.execute(status.delete().where(status.c.object_id == one))
+    secrets.drop_objects(connection, sorted(gone))
+    kept, lost = secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
+    missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept]
+    secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in missing})
+    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=0.0))
+    return True
+
+
+def batch_of(connection: sa.Connection, row: Any) -> tuple[Member | None, list[str]]:
+    """What a batch of members has added or changed (one of them), and the ids of those it has removed."""
+    mine = (
+        wanted_object.c.load_balancer_id == row.load_balancer_id,
+        wanted_object.c.kind == Kind.MEMBER.value,
+        wanted_object.c.generation > row.committed,
+    )
+    removed = list(connection.execute(sa.select(wanted_object.c.id).where(*mine, wanted_object.c.removed)).scalars())
+    newest = sa.select(wanted_object.c.id).where(*mine, ~wanted_object.c.removed)
+    kept = connection.execute(newest.order_by(wanted_object.c.created.desc()).limit(1)).scalar() if removed else None
+    return (None if kept is None else wanted.load(connection, Kind.MEMBER, kept)), removed
+
+
+def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
+    """What a batch has removed stays, since Octavia has kept nothing of that batch; False if it does not count."""
+    if not _as_seen(connection, row):
+        return False
+    generation = row.generation + 1
+    connection.execute(
+        work.update()
+        .where(work.c.load_balancer_id == row.load_balancer_id)
+        .values(generation=generation, committed=generation, dirty=True, free_at=0.0)
+    )
+    for one in sorted(removed):
+        changed = wanted_object.update().where(wanted_object.c.id == one)
+        connection.execute(changed.values(removed=False, generation=generation))
+    # Perhaps it is noted already that they are gone: nobody says so before they are back.
+    statuses.expect(connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)])
+    return True
+
+
+def settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, LoadBalancer, set[str]] | None:
+    """A load balancer nobody is changing in Octavia, as it is recorded; None while somebody is, or if it is gone.
+
+    Also the ids of objects that are removed, and that Octavia has until it is told so: read after it was asked, this
+    would not name those of which it was told meanwhile.
+    """
+    row = connection.execute(_SEEN, {"of": load_balancer_id}).first()
+    if row is None or row.op == Op.DELETE or row.read_back or row.committed < row.generation:
+        return None
+    leaving = set(connection.execute(_LEAVING, {"of": load_balancer_id}).scalars())
+    return row, wanted.load_tree(connection, load_balancer_id), leaving
+
+
+_SEEN = sa.select(
+    work.c.load_balancer_id, work.c.generation, work.c.committed, work.c.read_back, work.c.reread, work.c.op
+).where(work.c.load_balancer_id == sa.bindparam("of"))
+_LEAVING = sa.select(wanted_object.c.id).where(
+    wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed
+)
+
+
+def _as_seen(connection: sa.Connection, row: Any) -> bool:
+    """Whether nothing was accepted, read or decided since a row was seen; it stays so until the transaction ends."""
+    now = connection.execute(_SEEN.with_for_update(), {"of": row.load_balancer_id}).first()
+    return (
+        now is not None
+        and now.op != Op.DELETE
+        and (now.generation, bool(now.read_back), now.reread) == (row.generation, bool(row.read_back), row.reread)
+    )

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that no two tests of this machine have at the same time: for names that are too short for a process id.
+
+Invariant: a number is held by a lock of the process, which ends with it; files stay, so that nobody locks one that
+another has just removed.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCKS = Path("/run/lock/amphora-tests")
+_MOST = 1000
+
+
+@contextmanager
+def number(free=lambda _: True) -> Iterator[int]:
+    """One below 1000, while the block runs.
+
+    Args:
+        free: says whether nothing of a number's last holder, who may have been killed, is left.
+    """
+    _LOCKS.mkdir(parents=True, exist_ok=True)
+    for candidate in range(_MOST):
+        with (_LOCKS / str(candidate)).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if free(candidate):
+                yield candidate
+                return
+    raise AssertionError(f"all {_MOST} numbers are taken: see {_LOCKS}")

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports of loopback for servers that must be told theirs before they start."""
+
+import socket
+from contextlib import ExitStack
+
+
+def free_ports(number):
+    """So many ports that nobody listens on; all different."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            probe = stack.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            found.append(probe.getsockname()[1])
+        return found

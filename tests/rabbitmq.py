@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A RabbitMQ server of a test's own: a folder, loopback only, and Erlang's name service of its own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from free_ports import free_ports
+
+_START_SECONDS = 90.0
+# Debian's own program on PATH changes to another user first; this one is behind it.
+_SERVER = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+
+
+def missing():
+    """What is not installed here, or nothing."""
+    return None if Path(_SERVER).exists() else "needs rabbitmq-server"
+
+
+@contextmanager
+def server():
+    """Runs while the block does; yields a `Broker`."""
+    folder = Path(tempfile.mkdtemp(prefix="adr-"))
+    broker = Broker(folder)
+    try:
+        broker.start()
+        yield broker
+    finally:
+        broker.end()
+        shutil.rmtree(folder)
+
+
+class Broker:
+    """One server, that can be frozen, killed, and started again with what it had or with nothing."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self.port, self._names_port, distribution = free_ports(3)
+        self.url = f"amqp://guest:guest@127.0.0.1:{self.port}//"
+        self._process = None
+        self._names = None
+        self._environment = {
+            "PATH": "/usr/lib/rabbitmq/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(folder),
+            "LANG": "C.UTF-8",
+            # Erlang's processes find each other by a name service on a port of its own: nobody else's is used or left.
+            "ERL_EPMD_PORT": str(self._names_port),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": f"amphora-{os.getpid()}-{self.port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(distribution),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq"),
+            "RABBITMQ_CONF_ENV_FILE": str(folder / "none"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "none.config"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-noinput -kernel inet_dist_use_interface {127,0,0,1} +sbwt none",
+            # The server itself is our child then, and not a shell that waits for it.
+            "RABBITMQ_ALLOW_INPUT": "1",
+        }
+        (folder / "plugins").write_text("[].\n")
+        (folder / "rabbitmq.conf").write_text(
+            "vm_memory_high_watermark.absolute = 512MB\ndisk_free_limit.absolute = 1MB\n"
+        )
+
+    def start(self):
+        if self._names is None:
+            self._names = self._run(["epmd", "-address", "127.0.0.1", "-port", str(self._names_port)], "names")
+            self._await(self._names, self._names_port, "names")
+        self._process = self._run([_SERVER], "server")
+        self._await(self._process, self.port, "server")
+
+    def freeze(self):
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self):
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self):
+        """kill -9, and nothing of what it had on its disk is left."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+            self._process = None
+
+    def lose_everything(self):
+        """What it was given to keep is gone; it does not run."""
+        self.kill()
+        shutil.rmtree(self._folder / "data", ignore_errors=True)
+
+    def end(self):
+        self.kill()
+        if self._names is not None:
+            os.killpg(self._names.pid, signal.SIGKILL)
+            self._names.wait(30)
+            self._names = None
+
+    def _run(self, command, name):
+        with (self._folder / f"{name}.out").open("ab") as out:
+            # A group of its own: all of Erlang's helpers end with it.
+            return subprocess.Popen(
+                command, stdout=out, stderr=out, cwd=self._folder, env=self._environment, start_new_session=True
+            )
+
+    def _await(self, process, port, name):
+        deadline = time.monotonic() + _START_SECONDS
+        out = self._folder / f"{name}.out"
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+            except OSError:
+                assert process.poll() is None, out.read_text()
+                assert time.monotonic() < deadline, out.read_text()
+                time.sleep(0.05)
+            else:
+                return

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox in which processes die at chosen moments, and questions about what is left afterwards.
+
+Invariant: whatever is killed is killed by the number of its own process, and what is expected to die is seen to have
+died: a point that nobody reached is a failure of the test, not a pass.
+"""
+
+import os
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import keystoneauth1.exceptions
+import openstack.exceptions
+import requests.exceptions
+import sqlalchemy as sa
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver import config
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.compute.process import find
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.points import VARIABLE
+from amphora_driver.sandbox import demo
+from amphora_driver.store import statuses, tables
+from amphora_driver.store.engine import Database
+
+# What a client sees of an API that dies, or cannot do what it was asked.
+FAILED = (
+    OSError,
+    requests.exceptions.RequestException,
+    keystoneauth1.exceptions.ClientException,
+    openstack.exceptions.SDKException,
+)
+# What a user may have to wait for, whatever died.
+PATIENCE = 60.0
+# Everything that waits for its time comes soon: a matrix of deaths is not to take an hour.
+HASTE = {
+    "controller": {
+        "lease": "1",
+        "retry_first": "0.1",
+        "retry_most": "2",
+        "forget_vip_after": "3",
+        "housekeeping_interval": "1",
+        "orphan_grace": "3",
+    },
+    "octavia": {"commit_patience": "2", "audit_after": "1", "audit_interval": "0.5"},
+}
+MOMENTS = ("before", "done", "marked")
+
+
+def in_step(*kinds):
+    """The points of these kinds of steps."""
+    return tuple(f"{kind}-{moment}" for kind in kinds for moment in MOMENTS)
+
+
+@contextmanager
+def lab(**choices):
+    """A sandbox whose processes can be told where to die."""
+    with tempfile.TemporaryDirectory(prefix="adk-") as folder:
+        os.environ[VARIABLE] = folder
+        try:
+            with running(options=HASTE, **choices) as (stack, settings):
+                connection = demo.connect(settings)
+                database = Database(settings.database_url)
+                made = Lab(stack, settings, connection, database, Path(folder))
+                try:
+                    yield made
+                    made.disarm()
+                    made.cloud.clean()
+                    made.settled()
+                finally:
+                    made.disarm()
+                    database.dispose()
+                    connection.close()
+        finally:
+            del os.environ[VARIABLE]
+
+
+class Lab:
+    """One sandbox, and the points at which its processes die."""
+
+    def __init__(self, stack, settings, connection, database, points):
+        self.stack = stack
+        self.settings = settings
+        self.connection = connection
+        self.database = database
+        self.cloud = Cloud(settings, connection, database)
+        self._points = points
+        self._network = LocalNetwork(config.load([str(settings.our_configuration)]), database)
+        self._compute = NetnsCompute(config.load([str(settings.our_configuration)]), self._network)
+
+    # --- dying --------------------------------------------------------------------------------------------------------
+
+    def arm(self, *points):
+        """Whoever comes to one of these points dies there, once."""
+        for point in points:
+            (self._points / point).write_text("die", encoding="ascii")
+
+    def hold(self, point):
+        """Whoever comes to this point waits there."""
+        (self._points / point).write_text("wait", encoding="ascii")
+
+    def held(self, point, seconds=PATIENCE):
+        """Wait until somebody waits there."""
+        Cloud.until((self._points / f"{point}.here").exists, f"somebody waits at {point}", seconds)
+
+    def armed(self):
+        """The points nobody came to."""
+        return {path.name for path in self._points.iterdir() if path.suffix != ".here"}
+
+    def beside(self, request):
+        """Make a request beside all else; returns a function that waits for its end, and says whether it was done."""
+        outcome = []
+
+        def make():
+            try:
+                request()
+                outcome.append(True)
+            except (*FAILED, AssertionError):
+                outcome.append(False)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+
+        def end():
+            thread.join(PATIENCE)
+            assert outcome, "the request is not answered"
+            return outcome[0]
+
+        return end
+
+    def disarm(self):
+        for path in self._points.iterdir():
+            path.unlink(missing_ok=True)
+
+    def reached(self, seconds=PATIENCE):
+        """Wait until somebody has died at every armed point."""
+        deadline = time.monotonic() + seconds
+        while self.armed():
+            assert time.monotonic() < deadline, f"nobody came to {sorted(self.armed())} in {seconds:.0f} s"
+            time.sleep(0.02)
+
+    # --- asking Octavia's API while its processes die -----------------------------------------------------------------
+
+    def failed(self, request):
+        """Make a request that nobody lives to answer; returns when the API answers others again."""
+        try:
+            request()
+        except FAILED as error:
+            self.reached()
+            self.answers()
+            return error
+        raise AssertionError("the request was answered, although whoever was to answer it should have died")
+
+    def set_members(self, pool_id, names):
+        """The members of a pool become these."""
+        members = [self.cloud.member(one) for one in names]
+        answer = self.connection.load_balancer.put(
+            self.cloud.url(f"pools/{pool_id}/members"), json={"members": members}
+        )
+        assert answer.status_code < 300, answer.text
+
+    def answers(self):
+        """Wait until the API answers."""
+
+        def ask():
+            try:
+                return self.connection.load_balancer.get(self.settings.endpoint).status_code < 500
+            except FAILED:
+                return False
+
+        Cloud.until(ask, "the API answers")
+
+    # --- what is left -------------------------------------------------------------------------------------------------
+
+    def settled(self, seconds=PATIENCE):
+        """Wait until nothing is PENDING, nobody has anything left to do, and nothing belongs to nobody."""
+        deadline = time.monotonic() + seconds
+        while trouble := (self._undecided() or self._undone() or self.unowned()):
+            assert time.monotonic() < deadline, f"after {seconds:.0f} s: {trouble}"
+            time.sleep(0.1)
+
+    def _undecided(self):
+        """What Octavia still calls PENDING."""
+        found = []
+        for kind in ("loadbalancers", "listeners", "pools", "healthmonitors", "l7policies"):
+            rows = self.connection.load_balancer.get(self.cloud.url(kind)).json()[kind]
+            found += [(kind, row["id"], row["provisioning_status"]) for row in rows]
+            if kind == "pools":
+                for row in rows:
+                    members = self.connection.load_balancer.get(self.cloud.url(f"pools/{row['id']}/members")).json()
+                    # It may be gone by now.
+                    found += [("member", one["id"], one["provisioning_status"]) for one in members.get("members", [])]
+        return [one for one in found if one[2].startswith("PENDING")]
+
+    def _undone(self):
+        """What we have accepted and not settled, and what Octavia was not told."""
+
+        def read(connection):
+            work = tables.work
+            busy = sa.select(work.c.load_balancer_id, work.c.generation, work.c.applied, work.c.committed).where(
+                sa.or_(
+                    work.c.dirty,
+                    work.c.owner.is_not(None),
+                    work.c.applied < work.c.generation,
+                    work.c.committed < work.c.generation,
+                    work.c.read_back,
+                )
+            )
+            said = [(one.object_id, one.provisioning) for one in statuses.due(connection, 100)]
+            return [tuple(row) for row in connection.execute(busy)] + said
+
+        return self.database.read(read)
+
+    def unowned(self):
+        """What is on this machine or in a table and belongs to no load balancer that Octavia knows."""
+        known = {row["id"] for row in self._load_balancers()}
+
+        def read(connection):
+            def values(column):
+                return set(connection.execute(sa.select(column).distinct()).scalars())
+
+            return (
+                {row.id: row.load_balancer_id for row in connection.execute(sa.select(tables.amphora))},
+                {row.id: row.owner for row in connection.execute(sa.select(tables.local_port))},
+                {
+                    table.name: values(table.c.load_balancer_id)
+                    for table in (tables.work, tables.wanted_object, tables.status, tables.secret, tables.vip_claim)
+                },
+                values(tables.amphora_seen.c.amphora_id),
+                values(tables.orphan.c.id),
+            )
+
+        amphorae, ports, owned, seen, noted = self.database.read(read)
+        found = [f"work without a load balancer: {one}" for one in owned["work"] - known]
+        found += [f"unknown to the provider: {one}" for one in known - owned["work"]]
+        for name in ("wanted_object", "status", "secret"):
+            found += [f"{name} of {one}" for one in owned[name] - owned["work"]]
+        found += [f"claim of {one}" for one in owned["vip_claim"] - owned["work"]]
+        found += [f"amphora {one} of {of}" for one, of in amphorae.items() if of not in owned["work"]]
+        found += [f"seen: {one}" for one in seen - amphorae.keys()]
+        found += [f"noted as an orphan: {one}" for one in noted]
+        hosts = {name.removeprefix(f"{self.settings.prefix}-") for name in namespaces.names(self.settings.prefix)}
+        owners = {*amphorae, *hosts, *(f"lb-{one}" for one in owned["work"])}
+        found += [f"port {one} of {of}" for one, of in ports.items() if of not in owners and not of.startswith("user-")]
+        folders = {path.name for path in self.settings.amphorae.iterdir()}
+        found += [f"folder of {one}" for one in folders - amphorae.keys()]
+        found += [f"no folder of {one}" for one in amphorae.keys() - folders]
+        fixed = {"switch", "control", "client", "member1", "member2", "member3"}
+        machines = {self._compute.namespace(one).removeprefix(f"{self.settings.prefix}-") for one in amphorae}
+        found += [f"namespace {one}" for one in hosts - fixed - machines]
+        found += [
+            f"process of {one}"
+            for one in folders - amphorae.keys()
+            if find(str(self.settings.amphorae / one / "spec.json"))
+        ]
+        found += [
+            f"{len(running)} machines of {one}"
+            for one in amphorae
+            # The outermost and the first process inside.
+            if len(running := find(str(self.settings.amphorae / one / "spec.json"))) > 2
+        ]
+        return found
+
+    def _load_balancers(self):
+        return self.connection.load_balancer.get(self.cloud.url("loadbalancers")).json()["loadbalancers"]
+
+
+class Witness:
+    """A client of one load balancer that never stops asking while others die.
+
+    Nothing of the control plane is in the path of a request: not one may fail.
+    """
+
+    def __init__(self, cloud, address):
+        self._cloud = cloud
+        self._address = address
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.failed = []
+        self.answered = 0
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def _ask(self):
+        while not self._over.wait(0.1):
+            for said, number in self._cloud.answers(self._address, 2).items():
+                if said.startswith("member"):
+                    self.answered += number
+                else:
+                    self.failed.append(said)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything runs at DEBUG, goes wrong on purpose, and then no secret is anywhere but where it belongs.
+
+Octavia is started with debug as well, and what it writes into its log, its database and its own folders is searched in
+the same way: whatever of ours, or of octavia_lib, writes there would be found. Only one thing is Octavia's alone: its
+certificate manager, in the sandbox a folder with users' keys (`tls/`), of which the operator decides.
+"""
+
+import base64
+import json
+import secrets as random
+import shutil
+import traceback
+from pathlib import Path
+
+import mariadb
+import pytest
+import sqlalchemy as sa
+from canaries import Canary, Search, key_in
+from cloud import Cloud
+from cryptography.fernet import Fernet
+from cryptography.hazmat.primitives import serialization
+from dataplane.pki import Authority
+from sandbox_of_a_test import running
+
+from amphora_driver import config
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.controller.tickets import ticket_keys
+from amphora_driver.errors import AgentRefused
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import configuration, demo
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae, secrets
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora, metadata, secret
+from amphora_driver.store.vault import Vault
+
+ROOT = Authority("root")
+DEFAULT, SNI, CLIENT, SEALED, MISMATCHED, PUSHED = (
+    ROOT.issue(f"{name}.example.com", number=number)
+    for number, name in enumerate(("default", "sni", "client", "sealed", "mismatched", "pushed"), start=70)
+)
+PASSPHRASE, PASSWORD, BROKER = (f"canary{random.token_hex(12)}" for _ in range(3))
+LOUD = {
+    "debug": "True",
+    "default_log_levels": "urllib3=DEBUG,stevedore=DEBUG,alembic=DEBUG,oslo=DEBUG,sqlalchemy=WARNING,amqp=DEBUG",
+}
+_USERS = ("tls/*",)
+
+
+class Patient(Cloud):
+    """Everything writes down all it does, which takes its time."""
+
+    @staticmethod
+    def until(question, what, seconds=180.0):
+        return Cloud.until(question, what, seconds)
+
+
+def encrypted(pem, passphrase):
+    key = serialization.load_pem_private_key(pem.encode(), None)
+    form = serialization.BestAvailableEncryption(passphrase.encode())
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, form).decode()
+
+
+def keep(settings, ref, certificate, key=None, passphrase=None):
+    """Put a certificate where Octavia finds it."""
+    (settings.tls / f"{ref}.crt").write_text(certificate.certificate_pem)
+    (settings.tls / f"{ref}.key").write_text(key or certificate.key_pem)
+    if passphrase:
+        (settings.tls / f"{ref}.pass").write_text(passphrase)
+
+
+@pytest.fixture
+def store():
+    """A MariaDB that asks for a password and writes down every statement it is sent."""
+    if not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
+        pytest.skip("needs mariadbd")
+    with mariadb.server("store") as (url,):
+        root = sa.create_engine(url)
+        with root.begin() as connection:
+            connection.exec_driver_sql(f"CREATE USER canary@localhost IDENTIFIED BY '{PASSWORD}'")
+            connection.exec_driver_sql("GRANT ALL ON store.* TO canary@localhost")
+            connection.exec_driver_sql("SET GLOBAL general_log_file = 'statements.log'")
+            connection.exec_driver_sql("SET GLOBAL general_log = 1")
+        folder = Path(root.url.query["unix_socket"]).parent
+        made = root.url.set(username="canary", password=PASSWORD)
+        yield made.render_as_string(hide_password=False), folder / "data" / "statements.log"
+        root.dispose()
+
+
+@pytest.fixture
+def loud(store, monkeypatch):
+    """A sandbox in which everything talks, with all its secrets; yields it as a user sees it."""
+    url, statements = store
+    quiet = configuration._octavia_options
+
+    def octavia_options(settings):
+        made = quiet(settings)
+        return {**made, "DEFAULT": {**made["DEFAULT"], **LOUD}}
+
+    monkeypatch.setattr(configuration, "_octavia_options", octavia_options)
+    options = {
+        "DEFAULT": LOUD,
+        # Nobody is there: whoever tries to reach it says so.
+        "queue": {"engine": "celery", "broker_url": f"amqp://canary:{BROKER}@127.0.0.1:1//"},
+    }
+    with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
+        database = Database(url)
+        yield Patient(settings, connection, database), statements
+        database.dispose()
+
+
+def canaries(cloud):
+    """Every secret there is, and the files it belongs in."""
+    etc = cloud.settings.etc
+    users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
+    vault = Vault.load(str(etc / "encryption.keys"))
+    kept = cloud.database.read(lambda c: c.execute(sa.select(secret).where(secret.c.purpose == "tickets")).all())
+    seeds = [vault.open(row.sealed) for row in kept]
+    assert len(seeds) == 1
+    heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
+    derived = base64.b64decode(ticket_keys(seeds[0], 1).reveal().splitlines()[1])
+    settings = ("etc/amphora-driver.conf", "sandbox.json")
+    return [
+        *(Canary(f"user's key, {name}", key_in(one.key_pem), _USERS) for name, one in users.items()),
+        Canary("user's key, pushed", key_in(PUSHED.key_pem)),
+        Canary("passphrase", PASSPHRASE.encode(), _USERS, whole=True),
+        *(
+            Canary(f"heartbeat key of {one}", key.reveal(), (f"amphorae/{one}/etc/heartbeat.key",))
+            for one, key in heartbeat.items()
+        ),
+        Canary("seed of TLS tickets", seeds[0].reveal()),
+        Canary("key of TLS tickets", derived),
+        Canary("controller's key", key_in((etc / "controller.pem").read_bytes()), ("etc/controller.pem",)),
+        Canary("authority's key", key_in((etc / "amphora_ca.key").read_bytes()), ("etc/amphora_ca.key",)),
+        *(
+            Canary(f"vault key {number}", base64.urlsafe_b64decode(key), ("etc/encryption.keys",))
+            for number, key in enumerate((etc / "encryption.keys").read_bytes().split())
+        ),
+        Canary("database password", PASSWORD.encode(), settings, whole=True),
+        Canary("broker password", BROKER.encode(), settings, whole=True),
+    ]
+
+
+def serve(cloud):
+    """A load balancer that uses every kind of secret; returns it with its TLS listener."""
+    settings = cloud.settings
+    keep(settings, "default", DEFAULT)
+    keep(settings, "sni", SNI)
+    keep(settings, "client", CLIENT)
+    keep(settings, "sealed", SEALED, encrypted(SEALED.key_pem, PASSPHRASE), PASSPHRASE)
+    balancer = cloud.served("canary", ("member1",))
+    listener = cloud.post(
+        "listeners",
+        {
+            "listener": {
+                "name": "https",
+                "protocol": "TERMINATED_HTTPS",
+                "protocol_port": 443,
+                "loadbalancer_id": balancer.id,
+                "default_tls_container_ref": "default",
+                "sni_container_refs": ["sni", "sealed"],
+            }
+        },
+    )["listener"]
+    cloud.active(balancer.id)
+    cloud.put(f"pools/{cloud.pool_of(balancer).id}", {"pool": {"tls_enabled": True, "tls_container_ref": "client"}})
+    cloud.active(balancer.id)
+    return balancer, listener["id"]
+
+
+def make_the_agent_talk(cloud, amphora_id):
+    """It is restarted with DEBUG, and so is given all its secrets once more."""
+    settings = cloud.settings
+    path = settings.amphorae / amphora_id / "etc" / "agent.conf"
+    path.write_text(path.read_text().replace("[agent]\n", "[agent]\nlog_level = DEBUG\n", 1))
+    conf = config.load([str(settings.our_configuration)])
+    compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
+    compute.power_off(amphora_id)
+    assert compute.power_on(amphora_id)
+
+
+def refused_by_the_door(cloud, listener):
+    """A key that belongs to another certificate: Octavia's user is told, without it."""
+    keep(cloud.settings, "mismatched", DEFAULT, MISMATCHED.key_pem)
+    answer = cloud.balancers.put(
+        cloud.url(f"listeners/{listener}"), json={"listener": {"default_tls_container_ref": "mismatched"}}
+    )
+    assert answer.status_code >= 400
+    return answer.text
+
+
+def refused_by_the_agent(cloud, amphora_id):
+    """A configuration with a key among its files, that HAProxy does not read; returns all that can be said of it."""
+    settings = cloud.settings
+    rows = cloud.database.read(lambda c: c.execute(sa.select(amphora)).all())
+    (address,) = [row.management_address for row in rows if row.id == amphora_id]
+    (balancer,) = [row.load_balancer_id for row in rows if row.id == amphora_id]
+    bind = f"    bind :443 ssl crt tls/{balancer}/pushed\n"
+    text = f"defaults\n    mode http\nfrontend {balancer}\n{bind}    rubbish\n"
+    body = {
+        "format": 1,
+        "amphora_id": amphora_id,
+        "load_balancer_id": balancer,
+        "generation": 1000,
+        "haproxy": text,
+        "files": [{"name": f"tls/{balancer}/pushed", "content": PUSHED.pem}],
+        "pings": {},
+        "limits": {"connections": None, "threads": None, "drain": None, "workers": None},
+        "interfaces": [],
+        "allowed": [],
+        "vrrp": None,
+    }
+
+    def push(client):
+        with pytest.raises(AgentRefused) as caught:
+            client.put_bundle(amphora_id, address, json.dumps(body).encode())
+        assert "unknown keyword 'rubbish'" in str(caught.value), "it is HAProxy that refuses"
+        return "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(caught.value))
+
+    return with_agents(settings, push)
+
+
+def diagnosed(cloud, amphora_id):
+    """What an amphora says of itself, with the logs of all that runs in it."""
+    rows = cloud.database.read(lambda c: c.execute(sa.select(amphora)).all())
+    (address,) = [row.management_address for row in rows if row.id == amphora_id]
+    return json.dumps(with_agents(cloud.settings, lambda client: client.diagnostics(amphora_id, address)))
+
+
+def with_agents(settings, ask):
+    """Ask an agent as a controller does."""
+
+    def go():
+        client = AgentClient(config.load([str(settings.our_configuration)]))
+        try:
+            return ask(client)
+        finally:
+            client.close()
+
+    return namespaces.inside(namespaces.path(settings.control), go)
+
+
+def failed_in_the_controller(cloud, balancer, listener):
+    """A secret that cannot be read when it is opened: the fault is in a frame that has it in clear."""
+    vault = Vault.load(str(cloud.settings.etc / "encryption.keys"))
+    spoilt = vault.seal(Secret(SNI.pem.encode() + b"\xff"))
+    before = cloud.database.read(lambda c: secrets.of_load_balancer(c, balancer.id))
+    (name,) = [one for one in before if one.ref == "sni"]
+    cloud.database.write(lambda c: secrets.put(c, balancer.id, {name: secrets.Sealed(content=spoilt)}))
+    cloud.balancers.update_listener(cloud.listener_of(balancer), name="renamed")
+    cloud.until(lambda: state(cloud, listener) == "ERROR", "it is noticed")
+    cloud.active(balancer.id)
+    cloud.database.write(lambda c: secrets.put(c, balancer.id, {name: before[name]}))
+
+
+def said(cloud, words):
+    return words in (cloud.settings.log / "amphora-controller.log").read_text(errors="replace")
+
+
+def state(cloud, listener):
+    return cloud.balancers.get_listener(listener).provisioning_status
+
+
+def pushed_in_vain(cloud, balancer, amphora_id):
+    """The machine is off in the middle of a change: the push fails, and is tried until it is back."""
+    conf = config.load([str(cloud.settings.our_configuration)])
+    compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
+    compute.power_off(amphora_id)
+    cloud.balancers.update_listener(cloud.listener_of(balancer), name="again")
+    cloud.until(lambda: said(cloud, "; again in"), "the push failed")
+    compute.power_on(amphora_id)
+    cloud.active(balancer.id)
+
+
+@pytest.mark.root
+def test_no_secret_is_anywhere_but_where_it_belongs(loud):
+    cloud, statements = loud
+    balancer, listener = serve(cloud)
+    (amphora_id,) = cloud.amphorae(balancer)
+    told = [refused_by_the_door(cloud, listener), refused_by_the_agent(cloud, amphora_id)]
+    pushed_in_vain(cloud, balancer, amphora_id)
+    make_the_agent_talk(cloud, amphora_id)
+    failed_in_the_controller(cloud, balancer, listener)
+    rotated(cloud, balancer)
+
+    told.append(diagnosed(cloud, amphora_id))
+    everything = canaries(cloud)
+    search = Search(everything)
+    found, files = search.files(cloud.settings.state)
+    at, processes = search.processes()
+    with cloud.database.engine.connect() as connection:
+        inside, rows = search.tables(connection, metadata.sorted_tables)
+    elsewhere = [("statements sent to the database", name) for name in search.within(statements.read_bytes())]
+    answers = [("an answer", name) for text in told for name in search.within(text.encode())]
+    assert found + at + inside + elsewhere + answers == []
+
+    # The search itself can fail, and has looked at something.
+    assert (files > 30, processes > 50, rows > 20) == (True, True, True)
+    assert statements.stat().st_size > 100_000
+    logs = {path.name: path.read_bytes() for path in cloud.settings.log.glob("*.log")}
+    assert {name for name, text in logs.items() if b"DEBUG" in text} >= {
+        "octavia-api.log",
+        "octavia-driver-agent.log",
+        "amphora-controller.log",
+        "amphora-health-manager.log",
+    }
+    assert "DEBUG" in told[-1], "an amphora's log is in its diagnosis"
+    plant(cloud, search, everything)
+
+
+def rotated(cloud, balancer):
+    """A new key on top, while everything runs; what was sealed before and after is served."""
+    path = cloud.settings.etc / "encryption.keys"
+    fresh = path.with_name("fresh.keys")
+    fresh.write_bytes(Fernet.generate_key() + b"\n" + path.read_bytes())
+    fresh.chmod(0o600)
+    fresh.replace(path)
+    keep(cloud.settings, "sni", SNI)
+    listener = next(one for one in cloud.balancers.listeners() if one.protocol == "TERMINATED_HTTPS")
+    cloud.put(f"listeners/{listener.id}", {"listener": {"sni_container_refs": ["sni", "sealed"]}})
+    cloud.active(balancer.id)
+    vault = Vault.load(str(path))
+    kept = cloud.database.read(lambda c: secrets.of_load_balancer(c, balancer.id))
+    places = {name.ref: vault.sealed_with(one.content) for name, one in kept.items()}
+    assert (places["sni"], places["client"]) == (0, 1), "the API process has taken the new key up"
+    assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
+
+
+def plant(cloud, search, everything):
+    """Each of them is found, in every shape, wherever it is put."""
+    log = cloud.settings.log / "planted.log"
+    for canary in everything:
+        content = canary.secret
+        inside = base64.b64encode(b"x" + content + b"yz")
+        shapes = [content, content.hex().encode(), repr(content)[2:-1].encode(), inside]
+        for shape in shapes[:2] if canary.whole else shapes:
+            log.write_bytes(b"DEBUG something\n" + shape + b"\nDEBUG something else\n")
+            found, _ = search.files(cloud.settings.state)
+            assert ("log/planted.log", canary.name) in found, (canary.name, shape)
+    log.write_text(f"2026 DEBUG {{'private_key': {SNI.key_pem!r}}}\n")
+    assert ("log/planted.log", "user's key, sni") in search.files(cloud.settings.state)[0]
+    log.unlink()

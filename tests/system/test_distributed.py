@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several hosts: Octavia with its controller on one, another controller on "another host", MariaDB and RabbitMQ.
+
+The other host is a directory of doorbells and a line to the database of its own: nothing but the database and the
+broker is shared.
+"""
+
+import re
+import sys
+import time
+from configparser import ConfigParser
+from contextlib import contextmanager
+
+import mariadb
+import pytest
+import rabbitmq
+import sqlalchemy as sa
+from bad_line import BadLine
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver.queue import doorbell
+from amphora_driver.queue.broker import Sender
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.sandbox.processes import Program
+from amphora_driver.store import tables
+from amphora_driver.store.engine import Database
+
+pytestmark = pytest.mark.root
+FIRST, OTHER = "amphora-controller", "other-controller"
+# Seconds between two looks of the other host's controller: whatever it does sooner, it was told.
+POLL = 45.0
+# Seconds in which a call is answered, whatever the broker does. Usually it takes 20 ms; the rest is a busy machine.
+ANSWERED = 5.0
+
+
+@pytest.fixture(scope="module")
+def broker():
+    if rabbitmq.missing():
+        pytest.skip(rabbitmq.missing())
+    with rabbitmq.server() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def sandbox(broker):
+    with (
+        mariadb.server("octavia", "provider") as (octavia, provider),
+        running(store_url=provider, octavia_url=octavia, broker_url=broker.url) as (stack, settings),
+        BadLine(sa.make_url(provider).query["unix_socket"]) as line,
+    ):
+        stack.line = line
+        yield stack, settings
+
+
+@pytest.fixture(scope="module")
+def stack(sandbox):
+    return sandbox[0]
+
+
+@pytest.fixture(scope="module")
+def database(sandbox):
+    database = Database(sandbox[1].database_url)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def cloud(sandbox, database):
+    stack, settings = sandbox
+    connection = demo.connect(settings)
+    cloud = Cloud(settings, connection, database)
+    yield cloud
+    stack.supervision.stop(OTHER)
+    stack.up()
+    cloud.clean()
+    connection.close()
+
+
+def program(stack):
+    """The controller of the other host."""
+    settings = stack.settings
+    options = ConfigParser(interpolation=None)
+    options.read(settings.our_configuration)
+    bells = settings.run / "far"
+    bells.mkdir(exist_ok=True)
+    url = sa.make_url(settings.database_url).update_query_dict({"unix_socket": stack.line.path})
+    options["store"]["connection"] = url.render_as_string(hide_password=False)
+    options["queue"].update({"doorbell_dir": str(bells), "poll_interval": str(POLL)})
+    file = settings.etc / "other.conf"
+    with file.open("w", encoding="utf-8") as target:
+        options.write(target)
+    argv = ("env", f"AMPHORA_DRIVER_CONFIG={file}", sys.executable, "-m", "amphora_driver.controller.service")
+    return Program(name=OTHER, argv=argv, namespace=settings.control)
+
+
+@contextmanager
+def other_host(stack, *, alone):
+    """The other host's controller runs, and hears; alone, or beside the one of Octavia's host."""
+    if alone:
+        stack.supervision.stop(FIRST)
+    stack.supervision.start(program(stack))
+    try:
+        Cloud.until(lambda: "Connected to amqp" in text(stack, OTHER), "the other controller hears the broker")
+        yield
+    finally:
+        stack.supervision.stop(OTHER)
+        stack.up()
+
+
+def text(stack, name):
+    log = stack.supervision.log(name)
+    return log.read_text(encoding="utf-8") if log.exists() else ""
+
+
+def worked_on(stack, name, begin=0):
+    """The load balancers a controller did anything for."""
+    return set(re.findall(r"load balancer (\S+): Record ", text(stack, name)[begin:]))
+
+
+def create(cloud, name):
+    return cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET)
+
+
+def answered(call):
+    begun = time.monotonic()
+    result = call()
+    assert time.monotonic() - begun < ANSWERED
+    return result
+
+
+def test_a_controller_of_another_host_hears_of_a_call(cloud, stack):
+    with other_host(stack, alone=True):
+        # It has looked when it began, and looks again only when it is told, or after POLL seconds.
+        time.sleep(1)
+        begun = time.monotonic()
+        made = create(cloud, "far")
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller has begun", POLL)
+        assert time.monotonic() - begun < POLL / 2, "it was told"
+        cloud.active(made.id)
+        assert len(cloud.amphorae(made)) == 1
+
+
+def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
+    with other_host(stack, alone=False):
+        log = len(text(stack, FIRST))
+        made = []
+        # Who is quicker takes a load balancer; sooner or later that is each of them.
+        while not worked_on(stack, OTHER) or not worked_on(stack, FIRST, log):
+            assert len(made) < 20, "one of the two never took any"
+            made += [create(cloud, f"shared-{len(made) + number}") for number in range(4)]
+            sender = Sender(broker.url)
+            for one in made:
+                for _ in range(3):
+                    sender.send(doorbell.CONTROLLER, one.id)
+            sender.close()
+            for one in made:
+                cloud.active(one.id)
+        mine, theirs = worked_on(stack, FIRST, log), worked_on(stack, OTHER)
+        assert mine | theirs == {one.id for one in made}
+        for one in made:
+            assert len(cloud.amphorae(one)) == 1, "none was made twice"
+
+
+def test_a_broker_that_hangs_dies_and_forgets_costs_no_call_anything(cloud, stack, broker):
+    balancer = cloud.served("hung", ("member1",))
+    pool = cloud.pool_of(balancer)
+    broker.freeze()
+    try:
+        answered(lambda: cloud.balancers.create_member(pool, **cloud.member("member2")))
+        cloud.active(balancer.id)
+        during = answered(lambda: create(cloud, "during-hang"))
+        cloud.active(during.id)
+    finally:
+        broker.thaw()
+    broker.kill()
+    after = answered(lambda: create(cloud, "without-broker"))
+    cloud.active(after.id)
+    # What was said to nobody is found by looking; what was in its queues is not needed.
+    broker.lose_everything()
+    lost = answered(lambda: create(cloud, "lost"))
+    broker.start()
+    cloud.active(lost.id)
+    assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}
+    with other_host(stack, alone=True):
+        made = create(cloud, "heard-again")
+        begun = time.monotonic()
+        # The publisher notices with its first hint that its connection is dead.
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "hints arrive again", POLL + 15)
+        cloud.active(made.id)
+        assert time.monotonic() - begun < 2 * POLL
+
+
+def test_a_controller_cut_off_from_the_database_is_replaced_and_changes_nothing_later(cloud, stack, database):
+    line = stack.line
+    with other_host(stack, alone=True):
+        made = create(cloud, "parted")
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller has begun", POLL + 15)
+        line.freeze()
+        try:
+            stack.up()
+            cloud.active(made.id)
+            row = sa.select(tables.work.c.epoch, tables.work.c.generation, tables.work.c.applied).where(
+                tables.work.c.load_balancer_id == made.id
+            )
+            before = tuple(database.read(lambda c: c.execute(row).one()))
+            amphorae = cloud.amphorae(made)
+            assert before[0] >= 2, "its lease was taken over"
+        finally:
+            line.thaw()
+        cloud.until(lambda: re.search(f"{made.id}: .*Could not", text(stack, OTHER)), "the late one notices")
+        assert tuple(database.read(lambda c: c.execute(row).one())) == before
+        assert cloud.amphorae(made) == amphorae
+        assert len(amphorae) == 1
+        on_the_machine = {path.name for path in stack.settings.amphorae.iterdir() if path.is_dir()}
+        assert amphorae == on_the_machine

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two Galera nodes written at once: calls are accepted on both, and controllers work on both.
+
+Locks are each node's own there; what collides is noticed when it is committed.
+"""
+
+import threading
+import time
+from collections import Counter
+
+import galera
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import request, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+BALANCERS = [f"lb{number}" for number in range(6)]
+CALLS = 60
+# Seconds for everything on a busy machine; on a quiet one it takes about two.
+PATIENCE = 120.0
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    if galera.missing():
+        pytest.skip(galera.missing())
+    with galera.cluster("provider") as urls:
+        migrate.upgrade(urls[0])
+        databases = [Database(url) for url in urls]
+        yield databases
+        for database in databases:
+            database.dispose()
+
+
+class Workers:
+    """Controllers' loops: claim, look what is wanted, be busy, give back. They notice if two are at one."""
+
+    def __init__(self):
+        self.ending = threading.Event()
+        self.at_work = set()
+        self.doubled = []
+        self.done = Counter()
+        self._lock = threading.Lock()
+
+    def run(self, database, name):
+        jobs = Jobs(database, name, 30)
+        while not self.ending.is_set():
+            lease = jobs.claim()
+            if lease is None:
+                self.ending.wait(0.01)
+                continue
+            one = lease.load_balancer_id
+            with self._lock:
+                if one in self.at_work:
+                    self.doubled.append(one)
+                self.at_work.add(one)
+            seen = database.read(
+                lambda c, one=one: c.scalar(sa.select(work.c.generation).filter_by(load_balancer_id=one))
+            )
+            time.sleep(0.005)
+            database.write(
+                lambda c, one=one, seen=seen: c.execute(
+                    work.update().where(work.c.load_balancer_id == one).values(applied=seen, committed=seen)
+                )
+            )
+            with self._lock:
+                self.at_work.discard(one)
+            jobs.finish(lease, seen)
+            self.done[name] += 1
+
+
+def accept(database, name, failed):
+    """One host's API: every call goes to one of the load balancers the other host is asked about too."""
+    intents = Intents(database, lambda node: None)
+    try:
+        for number in range(CALLS):
+            intents.update(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
+    except Exception as error:
+        failed.append(error)
+        raise
+
+
+def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
+    for number, one in enumerate(BALANCERS):
+        intents = Intents(nodes[number % 2], lambda node: None)
+        intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
+    workers, failed = Workers(), []
+    controllers = [
+        threading.Thread(target=workers.run, args=(database, f"controller-{number}"))
+        for number, database in enumerate((*nodes, *nodes))
+    ]
+    hosts = [
+        threading.Thread(target=accept, args=(database, f"api-{number}", failed))
+        for number, database in enumerate((*nodes, *nodes))
+    ]
+    for thread in (*controllers, *hosts):
+        thread.start()
+    try:
+        for thread in hosts:
+            thread.join(PATIENCE)
+        until = time.monotonic() + PATIENCE
+        unfinished = sa.select(sa.func.count()).where(work.c.applied < work.c.generation)
+        while any(node.read(lambda c: c.scalar(unfinished)) for node in nodes):
+            assert time.monotonic() < until, "what was accepted is applied"
+            time.sleep(0.05)
+    finally:
+        workers.ending.set()
+        for thread in controllers:
+            thread.join(PATIENCE)
+    assert failed == []
+    assert workers.doubled == []
+    assert {name.split("-")[1] for name in workers.done} >= {"0", "1"}, "both nodes' controllers had some"
+    for node in nodes:
+        generations = dict(
+            map(tuple, node.read(lambda c: c.execute(sa.select(work.c.load_balancer_id, work.c.generation)).all()))
+        )
+        # Every call counts once: four hosts' calls and the creation.
+        assert generations == dict.fromkeys(BALANCERS, 4 * CALLS // len(BALANCERS) + 1)
+        assert node.read(lambda c: c.scalar(sa.select(sa.func.count(request.c.id)))) == 4 * CALLS + len(BALANCERS)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provider's own state in PostgreSQL: a load balancer's life, from the first call to the last."""
+
+import postgresql
+import pytest
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver.sandbox import demo
+from amphora_driver.store import tables
+from amphora_driver.store.engine import Database
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def cloud():
+    if postgresql.missing():
+        pytest.skip(postgresql.missing())
+    with (
+        postgresql.server("provider") as (provider,),
+        running(store_url=provider) as (_, settings),
+    ):
+        connection = demo.connect(settings)
+        database = Database(settings.database_url)
+        cloud = Cloud(settings, connection, database)
+        yield cloud
+        cloud.clean()
+        database.dispose()
+        connection.close()
+
+
+def test_a_load_balancer_is_made_changed_and_removed(cloud):
+    balancer = cloud.served(
+        "elephant", ("member1",), monitor={"type": "TCP", "delay": 1, "timeout": 1, "max_retries": 1}
+    )
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}
+    cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))
+    cloud.active(balancer.id)
+    cloud.online(balancer.id)
+    cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.gone(balancer.id)
+
+    def rows():
+        names = (tables.work, tables.amphora, tables.wanted_object, tables.status, tables.local_port)
+        found = {}
+        for table in names:
+            mine = (
+                table.select() if table is not tables.local_port else table.select().where(table.c.owner.like("lb-%"))
+            )
+            found[table.name] = len(cloud.database.read(lambda c, mine=mine: c.execute(mine).all()))
+        return found
+
+    cloud.until(lambda: not any(rows().values()), "nothing of it is left")

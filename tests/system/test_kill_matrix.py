@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever dies, and whenever: in the end everything is ACTIVE or ERROR, and nothing is left of what did not come about.
+
+One sandbox for all: in each operation every point it comes by is armed at once, so that it is interrupted again and
+again, each time further on. A client of another load balancer asks all the time, and is never refused.
+"""
+
+import json
+
+import kill_lab
+import pytest
+from kill_lab import Witness, in_step
+
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.sandbox import topology
+from amphora_driver.store import wanted
+
+pytestmark = pytest.mark.root
+
+API = ("intent-written", "intent-committed")
+VIPS = ("claim-noted", "addresses-taken")
+TELLING = ("barrier-next", "barrier-passed", "committed", "report-sent", "report-taken")
+READING = ("tree-read", "tree-taken")
+HEARING = ("flushing", "flushed")
+LEASE = ("claimed", "finishing", "finished")
+COMING = in_step("Record", "Boot", "Plug", "AwaitAgent", "Push")
+GOING = in_step("Release", "ReleaseVip")
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with kill_lab.lab() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def witness(lab):
+    balancer = lab.cloud.served("witness", ("member1", "member2"))
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        yield witness
+    assert witness.failed == []
+    assert witness.answered > 100
+
+
+@pytest.fixture
+def cloud(lab, witness):
+    yield lab.cloud
+    lab.disarm()
+
+
+def survive(lab, request, *points):
+    """Make a request while everybody who works on it dies wherever he can; returns its answer."""
+    lab.arm(*points)
+    answer = request()
+    lab.reached()
+    lab.settled()
+    return answer
+
+
+def refused(lab, request, points):
+    """Make it once for each of these points at which the API dies; nothing is left of it."""
+    for point in points:
+        lab.arm(point)
+        lab.failed(request)
+        lab.settled()
+
+
+def wish(name):
+    return {"name": name, "vip_subnet_id": topology.VIP_SUBNET}
+
+
+def test_create(lab, cloud):
+    create = lambda: cloud.balancers.create_load_balancer(**wish("alone"))  # noqa: E731 - made again and again
+    before = {one.id for one in cloud.balancers.load_balancers()}
+    refused(lab, create, (*VIPS, *API))
+    assert {one.id for one in cloud.balancers.load_balancers()} == before, "nothing came of requests that failed"
+    made = survive(lab, create, *LEASE, *COMING, *TELLING, *HEARING)
+    assert cloud.active(made.id)
+    assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
+
+
+def populated(cloud, name, **more):
+    """Two listeners, one pool with members, and an L7 policy that does not come with Octavia's call."""
+    member = cloud.member("member1")
+    pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
+    policy = {"action": "REJECT", "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/secret"}]}
+    listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool, "l7policies": [policy]}
+    return cloud.balancers.create_load_balancer(**wish(name), listeners=[listener], **more)
+
+
+@pytest.fixture(scope="module")
+def victim(lab, witness):
+    """A load balancer that is changed while everybody dies."""
+    cloud = lab.cloud
+    refused(lab, lambda: populated(cloud, "victim"), API)
+    made = survive(lab, lambda: populated(cloud, "victim"), *LEASE, *in_step("Push"), *TELLING, *READING)
+    balancer = cloud.active(made.id)
+    assert cloud.answers(balancer.vip_address, 4) == {"member1": 4}
+    assert cloud.get(balancer.vip_address, "/secret")[0] == 403, "what did not come with the call is served too"
+    return balancer
+
+
+def weight(cloud, balancer):
+    return next(iter(cloud.balancers.members(cloud.pool_of(balancer)))).weight
+
+
+def test_update(lab, cloud, victim):
+    pool = cloud.pool_of(victim)
+    member = next(iter(cloud.balancers.members(pool)))
+    refused(lab, lambda: cloud.balancers.update_member(member, pool, weight=7), API)
+    assert weight(cloud, victim) == 1
+    cloud.until(lambda: recorded_weight(lab, member.id) == 1, "what Octavia has not kept is not wanted any more")
+    survive(lab, lambda: cloud.balancers.update_member(member, pool, weight=3), *LEASE, *in_step("Push"), *TELLING)
+    assert (weight(cloud, victim), recorded_weight(lab, member.id)) == (3, 3)
+
+
+def recorded_weight(lab, member_id):
+    return lab.database.read(lambda c: wanted.load(c, Kind.MEMBER, member_id)).weight
+
+
+def test_batch(lab, cloud, victim):
+    pool = cloud.pool_of(victim)
+
+    def batch():
+        return lab.set_members(pool.id, ("member2", "member3"))
+
+    refused(lab, batch, API)
+    cloud.until(lambda: cloud.answers(victim.vip_address, 6) == {"member1": 6}, "the members Octavia has kept")
+    survive(lab, batch, *LEASE, *in_step("Push"), *TELLING, *HEARING)
+    cloud.balanced(victim.vip_address, {"member2": 1, "member3": 1})
+
+
+@pytest.mark.parametrize("cascade", [False, True], ids=["alone", "cascade"])
+def test_delete(lab, cloud, cascade):
+    """A request to delete that was accepted by us and lost by Octavia is carried out: the user wanted it."""
+    balancer = cloud.served("gone", ("member1",)) if cascade else cloud.load_balancer("gone")
+    delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
+    refused(lab, delete, API[:1])
+    assert cloud.active(balancer.id)
+    survive(lab, delete, *LEASE, *GOING, *TELLING)
+    cloud.gone(balancer.id)
+
+
+@pytest.fixture
+def pairs(cloud):
+    """The id of a flavor that makes pairs, whose standby takes over in less than a second."""
+    data = {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.2}
+    profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=json.dumps(data))
+    made = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
+    yield made.id
+    cloud.balancers.delete_flavor(made)
+    cloud.balancers.delete_flavor_profile(profile)
+
+
+def test_a_pair(lab, cloud, pairs):
+    points = (*in_step("Record", "Boot", "Plug", "Push"), "claimed", "finished", "barrier-passed", "tree-read")
+    made = survive(lab, lambda: populated(cloud, "pair", flavor_id=pairs), *points)
+    assert len(cloud.amphorae(made)) == 2
+    balancer = cloud.active(made.id)
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "it serves")
+    survive(lab, lambda: cloud.balancers.delete_load_balancer(made.id, cascade=True), *GOING)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some of the deaths of `test_kill_matrix` where rows are locked, not the whole file; and that of the server itself."""
+
+import kill_lab
+import mariadb
+import pytest
+from kill_lab import Witness, in_step
+
+from amphora_driver.sandbox import topology
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def server():
+    with mariadb.mortal("octavia", "provider") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lab(server):
+    octavia, provider = server.urls
+    with kill_lab.lab(store_url=provider, octavia_url=octavia) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def balancer(lab):
+    """Made while everybody dies once, and asked by a client from then on."""
+    lab.arm("claimed", *in_step("Boot", "Push"), "barrier-passed", "tree-read", "report-sent", "flushing")
+    made = lab.cloud.balancers.create_load_balancer(
+        name="survivor", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener(lab.cloud)]
+    )
+    lab.reached()
+    lab.settled()
+    balancer = lab.cloud.active(made.id)
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        yield balancer
+    assert witness.failed == []
+    assert witness.answered > 20
+
+
+def listener(cloud):
+    pool = {"name": "survivor", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [cloud.member("member1")]}
+    return {"protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+
+
+def batch(lab, balancer, *names):
+    return lab.set_members(lab.cloud.pool_of(balancer).id, names)
+
+
+@pytest.mark.parametrize("point", ["intent-written", "intent-committed"])
+def test_what_octavia_rolled_back_is_not_served(lab, balancer, point):
+    lab.arm(point)
+    lab.failed(lambda: batch(lab, balancer, "member2", "member3"))
+    lab.settled()
+    lab.cloud.until(lambda: lab.cloud.answers(balancer.vip_address, 4) == {"member1": 4}, "what Octavia has kept")
+
+
+@pytest.mark.parametrize(
+    ("point", "names"),
+    [
+        ("intent-committed", ("member1", "member2")),
+        ("Push-before", ("member1",)),
+        ("Push-done", ("member1", "member2")),
+        ("barrier-passed", ("member1",)),
+        ("report-sent", ("member1", "member2")),
+    ],
+)
+def test_the_server_is_killed(lab, balancer, server, point, names):
+    """At a point at which somebody waits, with its transaction open or just ended; then it comes back."""
+    lab.hold(point)
+    asked = lab.beside(lambda: batch(lab, balancer, *names))
+    lab.held(point)
+    answered = point != "intent-committed" and asked()
+    server.kill()
+    lab.disarm()
+    server.start()
+    asked()
+    lab.settled()
+    pool = lab.cloud.pool_of(balancer)
+    kept = {one.name for one in lab.cloud.balancers.members(pool)}
+    assert kept == set(names) or not answered, "what was accepted stays"
+    lab.cloud.until(lambda: set(lab.cloud.answers(balancer.vip_address, 6)) == kept, "what Octavia has kept is served")
+
+
+def test_delete(lab, balancer):
+    other = lab.cloud.load_balancer("gone")
+    lab.arm("Release-done", "Release-marked", "ReleaseVip-done", "report-sent")
+    lab.cloud.balancers.delete_load_balancer(other.id)
+    lab.reached()
+    lab.settled()
+    lab.cloud.gone(other.id)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others need is away for a while: requests are accepted or refused with a sentence, never half; nobody is blamed.
+
+Octavia's own database is a file here, and stays. AMPHORA_OUTAGE_SECONDS says how long an outage lasts; a minute takes
+a minute for each test.
+"""
+
+import os
+import time
+
+import kill_lab
+import mariadb
+import pytest
+from kill_lab import Witness
+
+from amphora_driver.sandbox import topology
+
+pytestmark = pytest.mark.root
+SECONDS = float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with mariadb.mortal("provider") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lab(server):
+    with kill_lab.lab(store_url=server.urls[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def balancer(lab):
+    """A load balancer that a client asks all the time, and whose amphora stays the one it is."""
+    cloud = lab.cloud
+    monitor = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+    balancer = cloud.served("steady", ("member1", "member2"), monitor=monitor)
+    cloud.online(balancer.id)
+    before = cloud.amphorae(balancer)
+    with Witness(cloud, balancer.vip_address) as witness:
+        yield balancer
+    assert witness.failed == []
+    assert witness.answered > 100
+    assert cloud.amphorae(balancer) == before, "nobody was failed over"
+
+
+@pytest.fixture
+def calm(lab, balancer):
+    """At the end of a test all is as it should be, and nothing ever said something else."""
+    yield
+    lab.settled()
+    found = lab.cloud.online(balancer.id)
+    assert found.provisioning_status == "ACTIVE"
+
+
+def change(lab, balancer):
+    """A request that changes a load balancer; returns the answer's status and body."""
+    pool = lab.cloud.pool_of(balancer)
+    member = next(iter(lab.cloud.balancers.members(pool)))
+    answer = lab.cloud.balancers.put(
+        lab.cloud.url(f"pools/{pool.id}/members/{member.id}"), json={"member": {"weight": member.weight + 1}}
+    )
+    return answer.status_code, answer.text
+
+
+def create(lab, name):
+    body = {"loadbalancer": {"name": name, "vip_subnet_id": topology.VIP_SUBNET}}
+    answer = lab.cloud.balancers.post(lab.cloud.url("loadbalancers"), json=body)
+    return answer.status_code, answer.text
+
+
+def names(lab):
+    return {one.name for one in lab.cloud.balancers.load_balancers()}
+
+
+@pytest.mark.usefixtures("calm")
+def test_the_database_hangs(lab, balancer, server):
+    """Connections stay open and nobody answers: whoever asks waits, and goes on as if nothing had been."""
+    changing = lab.beside(lambda: accepted(change(lab, balancer)))
+    server.freeze()
+    try:
+        creating = lab.beside(lambda: accepted(create(lab, "while-it-hangs")))
+        time.sleep(SECONDS)
+    finally:
+        server.thaw()
+    changing()
+    made = creating()
+    lab.settled()
+    assert ("while-it-hangs" in names(lab)) == made
+
+
+def accepted(answer):
+    status, text = answer
+    assert status < 300, text
+
+
+@pytest.mark.usefixtures("calm")
+def test_the_database_is_gone(lab, balancer, server):
+    server.kill()
+    before = next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight
+    try:
+        begin = time.monotonic()
+        status, text = change(lab, balancer)
+        assert status == 500
+        assert "database" in text, "a sentence says what is the matter"
+        # The sandbox's network is in the same database: Octavia asks that first.
+        assert create(lab, "while-it-is-gone")[0] >= 400
+        assert time.monotonic() - begin < 30, "and not only after a while"
+        # Nobody can be told anything, and nobody is.
+        assert lab.cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
+        time.sleep(SECONDS)
+        assert lab.cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
+    finally:
+        server.start()
+    lab.settled()
+    assert "while-it-is-gone" not in names(lab)
+    assert next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight == before
+    accepted(change(lab, balancer))
+
+
+@pytest.mark.usefixtures("calm")
+def test_the_database_goes_in_the_middle_of_a_creation(lab, balancer, server):
+    lab.hold("Plug-done")
+    accepted(create(lab, "interrupted"))
+    lab.held("Plug-done")
+    server.kill()
+    lab.disarm()
+    time.sleep(SECONDS / 2)
+    server.start()
+    made = next(one for one in lab.cloud.balancers.load_balancers() if one.name == "interrupted")
+    assert lab.cloud.active(made.id)
+    lab.cloud.balancers.delete_load_balancer(made.id)
+
+
+@pytest.mark.usefixtures("calm")
+def test_octavias_agent_is_gone(lab, balancer):
+    """Everything that happens meanwhile is done and remembered; Octavia hears how it is, not how it was."""
+    cloud = lab.cloud
+    member = next(one for one in cloud.balancers.members(cloud.pool_of(balancer)) if one.name == "member2")
+    lab.stack.supervision.stop("octavia-driver-agent")
+    accepted(change(lab, balancer))
+    lab.stack.supervision.stop("member2")
+    time.sleep(SECONDS / 2)
+    begin_again(lab)
+    time.sleep(SECONDS / 2)
+    found = cloud.balancers.get_load_balancer(balancer.id)
+    assert (found.provisioning_status, found.operating_status) == ("PENDING_UPDATE", "ONLINE"), "nobody told Octavia"
+    lab.stack.up()
+    said = set()
+
+    def settled():
+        said.add(cloud.balancers.get_member(member.id, cloud.pool_of(balancer)).operating_status)
+        return cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+
+    cloud.until(settled, "ACTIVE")
+    lab.settled()
+    assert said == {"ONLINE"}, "what is over is not told"
+
+
+def begin_again(lab):
+    """The member's server, and nothing else."""
+    program = next(one for one in lab.stack.programs() if one.name == "member2")
+    lab.stack.supervision.start(program)
+    lab.stack.supervision.wait_ready(program, 60)
+
+
+@pytest.mark.usefixtures("calm")
+def test_the_health_manager_is_gone(lab, balancer):
+    """What nobody hears is not known; it is not taken for bad, and changes need nobody to hear it."""
+    cloud = lab.cloud
+    lab.stack.supervision.stop("amphora-health-manager")
+    try:
+        time.sleep(SECONDS)
+        assert cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
+        accepted(change(lab, balancer))
+        cloud.active(balancer.id)
+    finally:
+        lab.stack.up()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amphorae that swallow whatever they are sent cost their own load balancers time, and nobody else.
+
+The controller has two hands, and there are more black holes than that. Leases last much longer than any test waits, so
+that nothing here is mended by a lease that runs out.
+"""
+
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+import sqlalchemy as sa
+from sandbox_of_a_test import running
+
+from amphora_driver.network import namespaces
+from amphora_driver.queue import doorbell
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import work
+
+pytestmark = pytest.mark.root
+
+HANDS, LEASE = 2, 120
+# More of them than there are hands.
+HOLES = 3
+# Seconds. A connection to an agent may take 60, a lease 120; whoever has to wait for either is later than this. What is
+# measured is far below: the machine that runs this may be busy with other things.
+SOON, CONNECT = 25.0, 60
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    slow = {"controller": {"threads": str(HANDS), "lease": str(LEASE)}, "agent": {"connect_timeout": str(CONNECT)}}
+    with running(options=slow) as (stack, settings):
+        yield stack, settings
+
+
+@pytest.fixture(scope="module")
+def settings(sandbox):
+    return sandbox[1]
+
+
+@pytest.fixture(scope="module")
+def stack(sandbox):
+    return sandbox[0]
+
+
+@pytest.fixture(scope="module")
+def database(settings):
+    database = Database(settings.database_url)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture(scope="module")
+def connection(settings):
+    connection = demo.connect(settings)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def intents(cloud, settings, database):
+    """The driver's own door: Octavia refuses what its users may not ask for while something is PENDING."""
+    bells = str(settings.run / "bells")
+    made = Intents(database, lambda node: None)
+
+    def ask(call, load_balancer_id):
+        getattr(made, call)(load_balancer_id)
+        doorbell.ring(bells, doorbell.CONTROLLER)
+        doorbell.ring(bells, doorbell.REPORTER)
+
+    return ask
+
+
+@pytest.fixture
+def holes(cloud, settings):
+    """Turns amphorae into black holes, until the test ends."""
+    made = BlackHoles(settings)
+    yield made
+    made.undo()
+
+
+class BlackHoles:
+    """Two kinds: a machine that takes what it is sent and does nothing with it, and one behind a cable that is cut."""
+
+    def __init__(self, settings):
+        self._settings = settings
+        self._frozen = []
+        self._cut = []
+
+    def freeze(self, amphora_id):
+        for process in namespaces.processes(self._namespace(amphora_id)):
+            process.signal(signal.SIGSTOP)
+            self._frozen.append(process)
+
+    def cut(self, amphora_id):
+        self._link(amphora_id, "down")
+        self._cut.append(amphora_id)
+
+    def undo(self):
+        for process in self._frozen:
+            with suppress(ProcessLookupError):
+                process.signal(signal.SIGCONT)
+        for amphora_id in self._cut:
+            if namespaces.exists(self._namespace(amphora_id)):
+                self._link(amphora_id, "up")
+
+    def _namespace(self, amphora_id):
+        return f"{self._settings.prefix}-{amphora_id[:13]}"
+
+    def _link(self, amphora_id, state):
+        def work(kernel):
+            kernel.link("set", index=kernel.link_lookup(ifname="eth0")[0], state=state)
+
+        namespaces.routing(namespaces.path(self._namespace(amphora_id)), work)
+
+
+def booting(cloud, name):
+    """A load balancer whose machine has just been started; its amphora, and itself."""
+    made = cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET)
+    amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
+    cloud.until((cloud.settings.amphorae / amphora_id / "process.json").exists, "its machine runs")
+    return made, amphora_id
+
+
+def owners(database):
+    return [one for one in database.read(lambda c: c.execute(sa.select(work.c.owner)).scalars().all()) if one]
+
+
+def swallowed(cloud, holes, name, kind="freeze"):
+    """A load balancer with a change under way at an amphora that does not answer."""
+    balancer = cloud.served(name, ("member1",))
+    pool = cloud.pool_of(balancer)
+    (amphora_id,) = cloud.amphorae(balancer)
+    getattr(holes, kind)(amphora_id)
+    cloud.balancers.create_member(pool, **cloud.member("member2"))
+    return balancer, amphora_id
+
+
+def test_black_holes_cost_nobody_else_time(cloud, stack, holes, database):
+    log = stack.supervision.log("amphora-controller")
+    well = cloud.served("well", ("member1",))
+    pool = cloud.pool_of(well)
+    swallowed(cloud, holes, "cut off", "cut")
+    pools = {}
+    for number in range(HOLES):
+        hole = cloud.served(f"hole-{number}", ("member1",))
+        pools[hole.id] = cloud.pool_of(hole)
+        holes.freeze(*cloud.amphorae(hole))
+    begin, asked = log.stat().st_size, time.monotonic()
+    for one in pools.values():
+        cloud.balancers.create_member(one, **cloud.member("member2"))
+    cloud.until(lambda: len(owners(database)) >= HANDS, "all hands are in black holes")
+    cloud.balancers.create_member(pool, **cloud.member("member2"))
+    cloud.active(well.id)
+    # A second for a hand to be free, and the change itself; a black hole keeps its hand for ten seconds and more.
+    assert time.monotonic() - asked < SOON
+    with log.open(encoding="utf-8") as file:
+        file.seek(begin)
+        lines = file.readlines()
+    served = next(number for number, line in enumerate(lines) if f"{well.id}: Push" in line)
+    given_up = [number for number, line in enumerate(lines) if "again in" in line and any(one in line for one in pools)]
+    assert not given_up or served < given_up[0], "before the first of those that hang has come to an end"
+    cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
+
+
+def test_a_deletion_does_not_wait_for_what_hangs(cloud, holes, database, intents):
+    balancer, amphora_id = swallowed(cloud, holes, "hangs")
+    cloud.until(lambda: owners(database), "it is worked on")
+    begin = time.monotonic()
+    intents("delete_load_balancer", balancer.id)
+    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "its amphora is gone")
+    assert time.monotonic() - begin < SOON
+    cloud.gone(balancer.id)
+
+
+def test_a_fail_over_does_not_wait_for_what_hangs(cloud, holes, database, intents):
+    balancer, amphora_id = swallowed(cloud, holes, "replaced")
+    cloud.until(lambda: owners(database), "it is worked on")
+    begin = time.monotonic()
+    intents("fail_over", balancer.id)
+    cloud.until(lambda: cloud.amphorae(balancer) - {amphora_id}, "another amphora is made")
+    assert time.monotonic() - begin < SOON
+    cloud.active(balancer.id)
+    cloud.until(lambda: amphora_id not in cloud.amphorae(balancer), "the old one is gone")
+    cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+
+
+def test_machines_that_boot_hold_neither_hand_nor_lease(cloud, holes, database, intents):
+    frozen = []
+    for number in range(HANDS + 1):
+        made, amphora_id = booting(cloud, f"slow-boot-{number}")
+        holes.freeze(amphora_id)
+        frozen.append(made)
+    begin = time.monotonic()
+    cloud.load_balancer("quick-boot")
+    assert time.monotonic() - begin < SOON, "as if there were no others"
+    cloud.until(lambda: not owners(database), "nobody works on those that boot")
+    first = frozen.pop()
+    (amphora_id,) = cloud.amphorae(first)
+    begin = time.monotonic()
+    intents("delete_load_balancer", first.id)
+    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "its amphora is gone")
+    assert time.monotonic() - begin < SOON, "it is deleted at once, although it boots"
+    holes.undo()
+    for one in frozen:
+        cloud.active(one.id)
+
+
+def test_what_a_killed_controller_had_is_taken_up_before_its_lease_runs_out(cloud, stack, holes, database):
+    balancer, _ = swallowed(cloud, holes, "orphaned")
+    cloud.until(lambda: owners(database), "it is worked on")
+    process = stack.supervision.running("amphora-controller")
+    for one in (process, *process.children()):
+        one.signal(signal.SIGKILL)
+    assert process.wait(10)
+    before = owners(database)
+    assert before, "its lease is there still"
+    holes.undo()
+    begin = time.monotonic()
+    stack.up()
+    cloud.active(balancer.id)
+    assert time.monotonic() - begin < LEASE / 2
+    assert not set(before) & set(owners(database))
+
+
+def test_a_controller_that_ends_gives_its_leases_back(cloud, stack, holes, database):
+    balancer, _ = swallowed(cloud, holes, "given-back")
+    cloud.until(lambda: owners(database), "it is worked on")
+    stack.supervision.stop("amphora-controller")
+    assert owners(database) == []
+    holes.undo()
+    stack.up()
+    cloud.active(balancer.id)

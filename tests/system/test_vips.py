@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VIPs through Octavia's real API: addresses, what they obey besides, and the load balancer switched off."""
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+
+from amphora_driver import config
+from amphora_driver.network import namespaces
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.network.policies import QosPolicy, Rule, SecurityGroup
+from amphora_driver.sandbox import topology
+from amphora_driver.store import tables, wanted
+
+pytestmark = pytest.mark.root
+
+NOT_SERVED, TAKEN, INVALID = 501, 409, 400
+STREAM_PORT = 9000
+TINY = topology.identifier("zz-tiny")
+SHUT_OUT = "TimeoutError"
+
+
+@pytest.fixture(scope="module")
+def network(settings, database):
+    return LocalNetwork(config.load([str(settings.our_configuration)]), database)
+
+
+@pytest.fixture
+def tiny(network, database):
+    """A subnet beside the others with two addresses to give away: for a VIP, and its amphora."""
+    network.define_subnet(
+        AddressRange(
+            id=TINY,
+            network_id=topology.VIP_NETWORK,
+            # The last one by name: a VIP by network alone is to be on another.
+            name="zz-tiny",
+            cidr="198.51.101.0/29",
+            gateway=None,
+            first="198.51.101.2",
+            last="198.51.101.3",
+        )
+    )
+    yield TINY
+    database.write(lambda c: c.execute(tables.local_subnet.delete().where(tables.local_subnet.c.id == TINY)))
+
+
+def group(network, *ports):
+    made = SecurityGroup(
+        id=str(uuid.uuid4()),
+        name="of-a-test",
+        rules=tuple(Rule(protocol="tcp", first_port=port, last_port=port) for port in ports),
+    )
+    network.guards.define_group(made)
+    return made.id
+
+
+def ports(cloud):
+    """Every port there is, with its owner."""
+    row = tables.local_port.c
+    return cloud.database.read(lambda c: dict(c.execute(sa.select(row.id, row.owner)).tuples().all()))
+
+
+def refused(cloud, asked, status, sentence):
+    before = ports(cloud)
+    body = {"loadbalancer": {"name": "refused", "vip_subnet_id": topology.VIP_SUBNET, **asked}}
+    answer = cloud.balancers.post(cloud.url("loadbalancers"), json=body)
+    assert (answer.status_code, sentence in answer.json()["faultstring"]) == (status, True), answer.text
+    assert ports(cloud) == before
+
+
+SIX = topology.VIP_SUBNET_6
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "sentence"),
+    [
+        ({"vip_address": "198.51.100.2"}, TAKEN, "198.51.100.2 of subnet vip-subnet (198.51.100.0/24) is in use"),
+        ({"vip_address": "198.51.100.1"}, TAKEN, "198.51.100.1 is the gateway of"),
+        ({"vip_address": "198.51.100.255"}, NOT_SERVED, "is the network's own address"),
+        ({"vip_address": "192.0.2.200"}, NOT_SERVED, "192.0.2.200 lies outside of subnet vip-subnet"),
+        ({"vip_address": "2001:db8:1::77"}, NOT_SERVED, "2001:db8:1::77 lies outside of subnet vip-subnet"),
+        ({"vip_subnet_id": SIX, "vip_address": "2001:DB8:1:0::2"}, TAKEN, "2001:db8:1::2 of subnet vip-subnet-v6"),
+        (
+            {"additional_vips": [{"subnet_id": SIX, "ip_address": "2001:db8:1::2"}]},
+            TAKEN,
+            "2001:db8:1::2 of subnet vip-subnet-v6 (2001:db8:1::/64) is in use",
+        ),
+        ({"additional_vips": [{"subnet_id": topology.MEMBER_SUBNET}]}, INVALID, "must belong to the same network"),
+        ({"additional_vips": [{"subnet_id": topology.VIP_SUBNET}]}, INVALID, "Duplicate VIP subnet"),
+        ({"vip_subnet_id": topology.identifier("management-subnet")}, NOT_SERVED, "management network is for"),
+        ({"vip_qos_policy_id": topology.VIP_SUBNET}, INVALID, "qos_policy"),
+        ({"vip_sg_ids": [topology.VIP_SUBNET]}, INVALID, "Security Group"),
+    ],
+)
+def test_what_cannot_be_had_is_answered_so_and_leaves_nothing(cloud, asked, status, sentence):
+    refused(cloud, asked, status, sentence)
+
+
+def test_ports_of_others_and_subnets_without_addresses(cloud, network, tiny):
+    """A port somebody uses is not a VIP; an exhausted subnet is a conflict, until its address comes back."""
+    theirs = network.ports(topology.CLIENT)[0]
+    asked = {"vip_subnet_id": topology.VIP_SUBNET, "vip_port_id": theirs.id}
+    refused(cloud, asked, INVALID, f"Port {theirs.id} is already used by device client")
+
+    fixed = [{"subnet_id": tiny}]
+    hers = [cloud.connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed) for _ in range(2)]
+    refused(cloud, {"vip_subnet_id": tiny}, TAKEN, "every address of subnet zz-tiny (198.51.101.0/29)")
+    for port in hers:
+        cloud.connection.network.delete_port(port.id)
+    with contextlib.ExitStack() as restored:
+        restored.callback(cloud.clean)
+        made = cloud.balancers.create_load_balancer(name="last-one", vip_subnet_id=tiny)
+        assert made.vip_address == "198.51.101.2"
+        cloud.active(made.id)
+        refused(cloud, {"vip_subnet_id": tiny}, TAKEN, "every address of subnet zz-tiny")
+    assert f"lb-{made.id}" not in ports(cloud).values()
+
+
+class Stream:
+    """A server in a member's namespace that sends as much as its client takes."""
+
+    def __init__(self, settings, member):
+        place = namespaces.path(settings.host(member))
+        self._listener = namespaces.inside(place, lambda: socket.create_server(("192.0.2.11", STREAM_PORT)))
+        self._listener.settimeout(0.2)
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._send, args=(connection,)))
+                self._threads[-1].start()
+
+    def _send(self, connection):
+        connection.settimeout(0.5)
+        with connection, contextlib.suppress(OSError):
+            while not self._ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    connection.send(bytes(65536))
+
+    def close(self):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+
+@pytest.fixture(scope="module")
+def place(settings, connection, database, network):
+    """A load balancer with an IPv6 address too, a web server behind port 80 and a stream behind port 81."""
+    stream = Stream(settings, "member1")
+    cloud = Cloud(settings, connection, database)
+    streaming = {"address": "192.0.2.11", "protocol_port": STREAM_PORT, "subnet_id": topology.MEMBER_SUBNET}
+    listeners = [
+        {
+            "name": name,
+            "protocol": protocol,
+            "protocol_port": port,
+            "default_pool": {
+                "name": name,
+                "protocol": protocol,
+                "lb_algorithm": "ROUND_ROBIN",
+                "members": [member],
+            },
+        }
+        for name, protocol, port, member in (
+            ("web", "HTTP", 80, cloud.member("member1")),
+            ("stream", "TCP", 81, streaming),
+        )
+    ]
+    made = cloud.load_balancer("vips", listeners=listeners, additional_vips=[{"subnet_id": SIX}])
+    six = made.additional_vips[0]["ip_address"]
+    yield cloud, made, (made.vip_address, six)
+    cloud.clean()
+    stream.close()
+
+
+def change(cloud, balancer, **asked):
+    cloud.put(f"loadbalancers/{balancer.id}", {"loadbalancer": asked})
+    return cloud.active(balancer.id)
+
+
+def reachable(cloud, address, port):
+    """What becomes of a connection."""
+
+    def ask():
+        try:
+            with socket.create_connection((address, port), timeout=1.5):
+                return "open"
+        except OSError as error:
+            return type(error).__name__
+
+    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
+
+
+def doors(cloud, addresses):
+    """Ports 80 and 81 of every address."""
+    return [[reachable(cloud, address, port) for port in (80, 81)] for address in addresses]
+
+
+def fail_over(cloud, balancer):
+    before = cloud.amphorae(balancer)
+    cloud.balancers.failover_load_balancer(balancer.id)
+    cloud.active(balancer.id)
+    cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
+
+
+@pytest.mark.feature("lb.vip_sg_id")
+def test_security_groups(place, network):
+    """Changes of them never reach the driver: they are read from Octavia after its commit."""
+    cloud, balancer, addresses = place
+    web, stream, nobody = group(network, 80), group(network, 81), group(network)
+    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+
+    found = change(cloud, balancer, vip_sg_ids=[web])
+    assert doors(cloud, addresses) == 2 * [["open", SHUT_OUT]]
+    assert cloud.answers(addresses[0], 2) == {"member1": 2}, "what the members answer comes through"
+    shown = cloud.balancers.get(cloud.url(f"loadbalancers/{found.id}")).json()["loadbalancer"]
+    assert shown["vip_sg_ids"] == [web]
+
+    change(cloud, balancer, name="other", vip_sg_ids=[stream, nobody])
+    assert doors(cloud, addresses) == 2 * [[SHUT_OUT, "open"]]
+    # What the operator changes in a group is so at once.
+    network.guards.define_group(SecurityGroup(id=nobody, name="not-nobody", rules=(Rule(remote="198.51.100.0/25"),)))
+    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+    fail_over(cloud, balancer)
+    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+
+    # Another change says nothing of them: they stay.
+    change(cloud, balancer, description="changed")
+    assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
+    change(cloud, balancer, vip_sg_ids=None)
+    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+
+
+def rate(cloud, address):
+    """Bytes per second that a client gets, after what may be sent at once."""
+
+    def ask():
+        with socket.create_connection((address, 81), timeout=20) as connection:
+            until, taken = time.monotonic() + 1.0, 0
+            while time.monotonic() < until:
+                connection.recv(65536)
+            start = time.monotonic()
+            while time.monotonic() < start + 2.0:
+                taken += len(connection.recv(65536))
+            return taken / (time.monotonic() - start)
+
+    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
+
+
+@pytest.mark.feature("lb.vip_qos_policy_id")
+def test_qos_policy(place, network):
+    cloud, balancer, addresses = place
+    slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", egress_kbps=8_000)
+    network.guards.define_policy(slow)
+    # TCP never fills what a policer lets through: half of it on a busy machine is plenty.
+    limited = pytest.approx(700_000, abs=500_000)
+    free = min(rate(cloud, address) for address in addresses)
+    assert free > 3_000_000
+
+    change(cloud, balancer, vip_qos_policy_id=slow.id)
+    assert [rate(cloud, address) for address in addresses] == [limited, limited]
+    fail_over(cloud, balancer)
+    assert rate(cloud, addresses[0]) == limited
+    change(cloud, balancer, description="still")
+    assert rate(cloud, addresses[0]) == limited
+    change(cloud, balancer, vip_qos_policy_id=None)
+    assert rate(cloud, addresses[0]) > 3_000_000
+
+
+@pytest.mark.feature("lb.admin_state_up")
+def test_switched_off_and_on_again(place):
+    """Nothing is served; the addresses are held, so that a connection is refused and not lost."""
+    cloud, balancer, addresses = place
+    change(cloud, balancer, admin_state_up=False)
+    assert doors(cloud, addresses) == 2 * [2 * ["ConnectionRefusedError"]]
+    refused(cloud, {"vip_address": addresses[0]}, TAKEN, "in use")
+    cloud.operating(lambda: cloud.balancers.get_load_balancer(balancer.id), "OFFLINE")
+    change(cloud, balancer, admin_state_up=True)
+    assert doors(cloud, addresses) == 2 * [["open", "open"]]
+    cloud.online(balancer.id)
+
+
+def test_from_the_beginning_until_the_end(cloud, network):
+    """Options of a creation are there before anybody is served; who has the address next obeys nothing of it."""
+    web = group(network, 80)
+    slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", ingress_kbps=1_000)
+    network.guards.define_policy(slow)
+    listener = {"protocol_port": 81}
+    balancer = cloud.served("guarded", listener=listener, vip_sg_ids=[web], vip_qos_policy_id=slow.id)
+    tree = cloud.database.read(lambda c: wanted.load_tree(c, balancer.id))
+    assert (tree.vip_sg_ids, tree.vip_qos_policy_id) == ((web,), slow.id)
+    assert reachable(cloud, balancer.vip_address, 81) == SHUT_OUT
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.gone(balancer.id)
+    again = cloud.served("open", listener=listener, vip_address=balancer.vip_address)
+    assert reachable(cloud, again.vip_address, 81) == "open"

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network backend that needs time: the call returns without an address, and everything else goes on (docs/vips.md).
+
+What Octavia does with such a load balancer is here too: it is the reason for what is said there about its interface.
+"""
+
+import re
+import subprocess
+import sys
+import uuid
+
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+from installed import package
+from sandbox_of_a_test import running
+
+from amphora_driver.backends import NETWORK
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.store import amphorae, tables, wanted
+from amphora_driver.store.engine import Database
+
+pytestmark = pytest.mark.root
+
+# An allocator of somebody else's: it answers when a file says so, and only about machines that there are.
+SOURCE = """
+    from pathlib import Path
+
+    from amphora_driver.errors import Conflict
+    from amphora_driver.network.interface import NotYet
+    from amphora_driver.network.local import LocalNetwork
+
+    ANSWERS = Path({folder!r})
+
+
+    class External(LocalNetwork):
+        supports = frozenset()
+
+        def allocate_vip(self, load_balancer_id, project_id, wanted, machines=()):
+            with (ANSWERS / "asked").open("a") as asked:
+                asked.write(f"{{load_balancer_id}} {{project_id}} {{' '.join(machines)}}\\n")
+            if (ANSWERS / "refuse").exists():
+                raise Conflict(f"take a VIP for load balancer {{load_balancer_id}}", "the allocator has none left")
+            if not machines or not (ANSWERS / "go").exists():
+                return NotYet(reason="the allocator has not answered", again_in=0.2)
+            return super().allocate_vip(load_balancer_id, project_id, wanted, machines)
+"""
+OPTIONS = {"network": {"driver": "external"}}
+SIX = topology.VIP_SUBNET_6
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return tmp_path_factory.mktemp("answers")
+
+
+@pytest.fixture(scope="module")
+def cloud(answers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(answers))
+        # stevedore remembers below HOME what it found on a path; this one is gone afterwards.
+        patch.setenv("HOME", str(answers))
+        source = SOURCE.format(folder=str(answers))
+        package(answers, "external_network", source, {NETWORK: {"external": "External"}})
+        with running(options=OPTIONS) as (_, settings):
+            database = Database(settings.database_url)
+            connection = demo.connect(settings)
+            cloud = Cloud(settings, connection, database)
+            yield cloud
+            cloud.clean()
+            connection.close()
+            database.dispose()
+
+
+def shown(cloud, load_balancer_id):
+    return cloud.balancers.get(cloud.url(f"loadbalancers/{load_balancer_id}")).json()["loadbalancer"]
+
+
+def ours(cloud, load_balancer_id):
+    return cloud.database.read(lambda c: wanted.load_tree(c, load_balancer_id))
+
+
+def operator_sees(cloud, load_balancer_id):
+    """The line about VIPs of `amphoractl loadbalancer show`."""
+    argv = [sys.executable, "-m", "amphora_driver.cli.main", "--config-file", str(cloud.settings.our_configuration)]
+    done = subprocess.run(
+        [*argv, "loadbalancer", "show", load_balancer_id, "-f", "value", "-c", "VIPs"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def wish(name, **more):
+    member = Cloud.member("member1")
+    pool = {"name": f"{name}-pool", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
+    listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+    return {"name": name, "vip_subnet_id": topology.VIP_SUBNET, "listeners": [listener], **more}
+
+
+def machines(cloud, load_balancer_id):
+    return cloud.database.read(lambda c: amphorae.of_load_balancer(c, load_balancer_id))
+
+
+def test_an_address_that_comes_later(cloud, answers):
+    made = cloud.post("loadbalancers", {"loadbalancer": wish("later", additional_vips=[{"subnet_id": SIX}])})
+    one = made["loadbalancer"]
+    # Octavia takes it, stores it, and answers; what is known besides is there.
+    assert (one["vip_address"], one["vip_port_id"], one["vip_subnet_id"]) == (None, None, topology.VIP_SUBNET)
+    assert [(vip["subnet_id"], vip["ip_address"]) for vip in one["additional_vips"]] == [(SIX, None)]
+
+    # The amphora boots meanwhile; where it is may decide the address. It is not plugged before that is known.
+    (amphora,) = cloud.until(lambda: [m for m in machines(cloud, one["id"]) if m.compute_id], "an amphora boots")
+    line = re.compile(f"{one['id']} \\S+ {amphora.compute_id}")
+    cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator is told of the machine")
+    assert "not known yet (the allocator has not answered; asked" in operator_sees(cloud, one["id"])
+    assert machines(cloud, one["id"])[0].plugged == ()
+    assert shown(cloud, one["id"])["provisioning_status"] == "PENDING_CREATE"
+
+    (answers / "go").touch()
+    cloud.active(one["id"])
+    (answers / "go").unlink()
+    four, six = (vip.address for vip in ours(cloud, one["id"]).vips)
+    assert (four[:11], six[:11]) == ("198.51.100.", "2001:db8:1:")
+    assert operator_sees(cloud, one["id"]) == f"{four}, {six}"
+    for address in (four, six):
+        assert cloud.answers(address, 2) == {"member1": 2}
+    # Here Octavia's interface ends: nobody can tell it the address.
+    assert shown(cloud, one["id"])["vip_address"] is None
+
+    # Everything else works, also what reads the load balancer from Octavia.
+    balancer = cloud.balancers.get_load_balancer(one["id"])
+    cloud.put(f"loadbalancers/{one['id']}", {"loadbalancer": {"description": "changed"}})
+    cloud.active(one["id"])
+    cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))
+    cloud.active(one["id"])
+    cloud.balanced(four, {"member1": 1, "member2": 1})
+    before = cloud.amphorae(balancer)
+    cloud.balancers.failover_load_balancer(one["id"])
+    cloud.active(one["id"])
+    cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
+    cloud.balanced(six, {"member1": 1, "member2": 1})
+    # All but this: Octavia compares the networks with addresses that it does not have.
+    values = {"loadbalancer_id": one["id"], "protocol": "HTTP", "protocol_port": 81, "allowed_cidrs": ["192.0.2.0/24"]}
+    answer = cloud.balancers.post(cloud.url("listeners"), json={"listener": values})
+    assert (answer.status_code, "None does not appear to be an IPv4 or IPv6 address" in answer.text) == (500, True)
+
+    cloud.balancers.delete_load_balancer(one["id"], cascade=True)
+    cloud.gone(one["id"])
+    owner = tables.local_port.c.owner
+    assert cloud.database.read(lambda c: c.execute(sa.select(owner).where(owner == f"lb-{one['id']}")).first()) is None
+
+
+def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers):
+    """Octavia shows what was asked for; that it cannot be had ends in ERROR, with the reason."""
+    body = wish("refused", vip_address="198.51.100.88")
+    one = cloud.post("loadbalancers", {"loadbalancer": body})["loadbalancer"]
+    assert one["vip_address"] == "198.51.100.88"
+    cloud.until(lambda: [m for m in machines(cloud, one["id"]) if m.compute_id], "an amphora boots")
+    assert ours(cloud, one["id"]).vip.address == ""
+    (answers / "refuse").touch()
+    try:
+        cloud.until(lambda: shown(cloud, one["id"])["provisioning_status"] == "ERROR", "its user is told")
+        error = sa.select(tables.work.c.error).where(tables.work.c.load_balancer_id == one["id"])
+        assert "the allocator has none left" in cloud.database.read(lambda c: c.execute(error).scalar())
+        # Refused at once, it is refused at once.
+        answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("no")})
+        assert (answer.status_code, "the allocator has none left" in answer.text) == (409, True)
+    finally:
+        (answers / "refuse").unlink()
+    cloud.balancers.delete_load_balancer(one["id"], cascade=True)
+    cloud.gone(one["id"])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"vip_qos_policy_id": topology.identifier("ten-megabit")}, {"vip_sg_ids": [topology.identifier("web")]}]
+)
+def test_options_that_this_backend_does_not_know(cloud, asked):
+    (name,) = asked
+    answer = cloud.balancers.post(cloud.url("loadbalancers"), json={"loadbalancer": wish("odd", **asked)})
+    assert answer.status_code == 501
+    assert f"load balancer option {name}" in answer.text
+    assert "the network backend external does not serve it" in answer.text
+
+
+def test_the_names_of_ids_are_real(cloud):
+    """What the test before asks for exists: it is not Octavia that refuses it."""
+    group = cloud.connection.network.find_security_group("web")
+    assert uuid.UUID(group.id) == uuid.UUID(topology.identifier("web"))
+    assert cloud.connection.network.find_qos_policy("ten-megabit").id == topology.identifier("ten-megabit")

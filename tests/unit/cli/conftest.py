@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amphoractl` as setup.cfg wires it, installed or not."""
+
+import configparser
+import importlib
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from cliff.commandmanager import CommandManager
+
+from amphora_driver.cli.main import COMMANDS, Amphoractl
+
+SETUP = Path(__file__).parents[3] / "setup.cfg"
+
+
+def entry_points(group):
+    parser = configparser.ConfigParser()
+    parser.read(SETUP)
+    lines = parser["options.entry_points"][group].strip().splitlines()
+    return [tuple(part.strip() for part in line.split("=")) for line in lines]
+
+
+def resolve(target):
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def run_amphoractl(path, *words):
+    """Status, standard output and standard error of one command line."""
+    commands = CommandManager(COMMANDS)
+    for name, target in entry_points(COMMANDS):
+        commands.add_command(name.replace("_", " "), resolve(target))
+    out, err = io.StringIO(), io.StringIO()
+    app = Amphoractl(commands, stdout=out, stderr=err)
+    status = app.run(["--config-file", str(path), *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """Cliff gives the root logger a handler for its own standard error, which a test closes."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture(name="entry_points")
+def entry_points_of():
+    """Names and targets of a group in setup.cfg."""
+    return entry_points
+
+
+@pytest.fixture(name="resolve")
+def resolve_target():
+    """What a target of an entry point names."""
+    return resolve
+
+
+@pytest.fixture
+def amphoractl():
+    """Runs a command line: configuration file, then the words."""
+    return run_amphoractl

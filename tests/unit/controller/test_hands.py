@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may begin a job, as a table: how many work, how many wait for somebody, how many failed before."""
+
+import time
+
+import pytest
+
+from amphora_driver.controller.hands import CROWD, STALL, Hands
+from amphora_driver.controller.turn import Turn
+from amphora_driver.queue.jobs import Lease
+
+
+def turn(number, *, stalled=False, attempts=0):
+    one = Turn(Lease(load_balancer_id=f"lb{number}", owner="me", epoch=1, attempts=attempts), None, 60.0)
+    if stalled:
+        one.since = time.monotonic() - STALL - 1
+    return one
+
+
+def hands(number, turns):
+    made = Hands(number)
+    for one in turns:
+        made.take(one)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("working", "stalled", "free"),
+    [(0, 0, True), (3, 0, True), (4, 0, False), (3, 9, True), (4, 9, False), (0, 4 * CROWD, False)],
+)
+def test_who_waits_takes_no_hand_but_there_is_an_end(working, stalled, free):
+    turns = [turn(number) for number in range(working)] + [turn(n, stalled=True) for n in range(stalled)]
+    assert hands(4, turns).free() is free
+
+
+@pytest.mark.parametrize(
+    ("failed", "stalled", "only"), [(0, 0, False), (1, 0, False), (2, 0, True), (1, 6, False), (0, 8, True)]
+)
+def test_what_failed_before_takes_half_of_them(failed, stalled, only):
+    turns = [turn(number, attempts=1) for number in range(failed)]
+    turns += [turn(number, attempts=1, stalled=True) for number in range(stalled)]
+    assert hands(4, turns).only_fresh() is only
+
+
+def test_one_hand_is_enough():
+    one = hands(1, [turn(1, attempts=3)])
+    assert one.only_fresh()
+    assert not one.free()
+    one = hands(1, [turn(1, attempts=3, stalled=True)])
+    assert one.free()
+    assert not one.only_fresh()
+
+
+def test_a_job_that_has_ended_counts_no_more():
+    first = turn(1)
+    made = hands(1, [first])
+    made.lay_down(first)
+    made.lay_down(first)
+    assert made.free()
+    assert made.turns() == []

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What boots is waited for without a lease: the real loop over a real database, with a machine that comes or not."""
+
+import time
+
+import pytest
+from test_reconcile_pairs import LB, LISTENER, TREE, Control, World
+
+from amphora_driver import config
+from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.errors import AgentUnreachable, ComputeError
+from amphora_driver.model.loadbalancer import Listener
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.store import amphorae, migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.topology.single import SingleTopology
+
+
+class SlowWorld(World):
+    """One amphora, whose agent answers when `listens` is set, and whose machine may end or be late with its address."""
+
+    roles = SingleTopology.roles
+    priorities = SingleTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.listens = False
+        self.ended = False
+        self.address = "203.0.113.9"
+        self.refusal = None
+        self.boots = 0
+        self.destroyed = 0
+
+    def boot(self, order):
+        self.boots += 1
+        if self.refusal is not None:
+            raise self.refusal
+        self.ended = False
+        self.machines[order.amphora_id] = 20
+        return self.get(order.amphora_id)
+
+    def get(self, amphora_id):
+        if self.ended:
+            return Machine(compute_id=amphora_id, state=MachineState.FAILED, reason="it ended")
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=self.address)
+
+    def destroy(self, amphora_id):
+        self.destroyed += 1
+        super().destroy(amphora_id)
+
+    def wait_until_ready(self, _amphora_id, _address, deadline):
+        assert deadline.left() <= 5, "nobody waits here"
+        if not self.listens:
+            raise AgentUnreachable("reach it", "connection refused")
+
+
+class Room:
+    """Remembers who is waited for."""
+
+    def __init__(self, crowd=0):
+        self.awaited = []
+        self.crowd = crowd
+
+    def __len__(self):
+        return self.crowd
+
+    def wait_for(self, awaited):
+        self.awaited += awaited
+
+
+@pytest.fixture
+def control(tmp_path):
+    for name in ("client_ca.pem", "ca.pem"):
+        (tmp_path / name).write_text("authority")
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
+        f"[certificates]\nclient_ca = {tmp_path}/client_ca.pem\nca_certificate = {tmp_path}/ca.pem\n"
+    )
+    conf = config.load([str(path)])
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    control = Control(conf, database, SlowWorld())
+    control.room = control.reconciler._room = Room()
+    control.intents.create_load_balancer(TREE, read_back=False)
+    yield control
+    database.dispose()
+
+
+def only(control):
+    (one,) = control.observed().values()
+    return one
+
+
+def test_nobody_works_on_what_boots(control):
+    before = time.time()
+    assert control.work() == 1, "one job, that ends"
+    row = control.row()
+    assert (row.owner, row.dirty, row.attempts) == (None, True, 0)
+    assert before + 0.5 < row.free_at < time.time() + 2
+    one = only(control)
+    assert before <= one.booted_at <= time.time()
+    assert [(each.amphora_id, each.address, each.load_balancer_id) for each in control.room.awaited] == [
+        (one.id, "203.0.113.9", LB)
+    ]
+
+    control.world.listens = True
+    control.jobs.hasten([LB])
+    assert control.work() == 1
+    assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
+    assert not control.row().dirty
+    assert control.world.boots == 1
+
+
+def test_where_many_boot_each_is_looked_at_less_often(control):
+    control.room.crowd = 200
+    control.work()
+    assert control.row().free_at > time.time() + 8
+
+
+def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
+    control.work()
+    name = only(control).id
+    control.world.ended = True
+    control.hurry()
+    control.work()
+    assert control.row().attempts == 1
+    assert only(control).booted_at is None
+    control.hurry()
+    control.work()
+    assert control.world.boots == 2
+    assert only(control).id == name
+    assert control.row().attempts == 1, "waiting is neither an attempt nor a success"
+    control.world.listens = True
+    control.hurry()
+    control.work()
+    assert control.provisioning()[LB] == "ACTIVE"
+
+
+def test_one_that_never_comes_is_told_and_booted_anew(control):
+    control.work()
+    most = control.conf.controller.boot_timeout
+    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - most - 1))
+    control.hurry()
+    control.work()
+    assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
+    assert control.world.destroyed == 1
+    assert only(control).management_address is None
+    assert "has not answered in 300 s: connection refused" in control.row().error
+    control.world.listens = True
+    control.hurry()
+    control.work()
+    assert control.world.boots == 2
+    assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
+
+
+def test_a_backend_may_say_later_where_the_machine_is(control):
+    control.world.address = None
+    assert control.work() == 1
+    assert control.row().attempts == 0
+    begun = only(control).booted_at
+    control.world.address, control.world.listens = "203.0.113.9", True
+    control.hurry()
+    control.work()
+    assert control.provisioning()[LB] == "ACTIVE"
+    assert only(control).booted_at == begun, "it was ordered once"
+
+
+def test_the_first_hard_error_is_told_at_once(control):
+    control.world.refusal = ComputeError("boot it", "the quota is used up", final=True)
+    control.work()
+    assert control.provisioning()[LB] == "ERROR"
+    assert "quota" in control.row().error
+
+
+def test_another_error_is_tried_again_first(control):
+    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.work()
+    assert control.pending() == {LB, LISTENER}
+    assert control.row().attempts == 1
+
+
+def test_deleted_while_it_boots(control):
+    control.work()
+    control.intents.delete_load_balancer(LB)
+    assert control.work() == 1
+    assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
+    assert control.world.machines == {}
+
+
+def test_a_deletion_that_comes_while_something_fails_is_neither_late_nor_blamed(control):
+    def fails(order):
+        control.intents.delete_load_balancer(LB)
+        raise ComputeError("boot it", "the quota is used up", final=True)
+
+    control.world.boot = fails
+    assert control.work() == 2, "the deletion follows at once"
+    assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
+
+
+def test_a_deletion_is_not_kept_waiting_by_steps_before_it(control):
+    boot = control.world.boot
+
+    def boots(order):
+        control.intents.delete_load_balancer(LB)
+        return boot(order)
+
+    control.world.boot = boots
+    assert control.work() == 2, "one that gives way, and the deletion"
+    assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
+    assert control.room.awaited == []
+
+
+def test_a_change_that_comes_meanwhile_is_no_reason_to_stop(control):
+    boot = control.world.boot
+    more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
+
+    def boots(order):
+        control.intents.create(Kind.LISTENER, more)
+        return boot(order)
+
+    control.world.boot, control.world.listens = boots, True
+    assert control.work() == 1
+    assert set(control.provisioning().values()) == {"ACTIVE"}

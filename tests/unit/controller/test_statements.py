@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a member costs the database: a fixed number of statements, however large its load balancer is."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import sqlalchemy as sa
+from cryptography.fernet import Fernet
+
+from amphora_driver import config
+from amphora_driver.agent_client import Applied
+from amphora_driver.backends import Catalogue
+from amphora_driver.controller.reconcile import Reconciler
+from amphora_driver.controller.steps import Backends
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
+from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, PoolProtocol
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.provider_agent import Reporter
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store import amphorae, migrate
+from amphora_driver.store.amphorae import Plugged, State
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status, work
+from amphora_driver.store.vault import Vault
+
+# The incumbent takes 208 for the job alone, and 2,297 where the load balancer is larger.
+MOST = 15
+PORT = Port(
+    id="p9", network_id="n1", mac="fa:16:3e:00:00:01", mtu=1500,
+    addresses=(FixedAddress(subnet_id="s1", address="198.51.100.20"),),
+)  # fmt: skip
+PLUGGED = Plugged(port=PORT, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
+
+
+def member(number, pool="pool0"):
+    return Member(
+        id=f"{pool}-{number}", pool_id=pool, address=f"203.0.{number // 200}.{number % 200}", protocol_port=80
+    )
+
+
+def tree(pools, members):
+    return LoadBalancer(
+        id="lb",
+        project_id="demo",
+        vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"),
+        pools=tuple(
+            Pool(
+                id=f"pool{pool}", loadbalancer_id="lb", protocol=PoolProtocol.HTTP,
+                lb_algorithm=Algorithm.ROUND_ROBIN,
+                members=tuple(member(number, f"pool{pool}") for number in range(members)),
+            )
+            for pool in range(pools)
+        ),
+        listeners=tuple(
+            Listener(
+                id=f"li{pool}", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80 + pool,
+                default_pool_id=f"pool{pool}",
+            )
+            for pool in range(pools)
+        ),
+    )  # fmt: skip
+
+
+class House:
+    """A load balancer with one amphora that serves it; who does what for it, with stand-ins for all that is outside."""
+
+    def __init__(self, tmp_path, whole):
+        options = tmp_path / "driver.conf"
+        options.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
+        self.conf = config.load([str(options)])
+        migrate.upgrade(self.conf.store.connection)
+        self.database = Database(self.conf.store.connection, durable=False)
+        self.given, self.told = [], []
+        self.intents = Intents(self.database, lambda node: None)
+        self.jobs = Jobs(self.database, "me", 60.0)
+        catalogue = SimpleNamespace(
+            topology=Catalogue(self.conf, self.database).topology,
+            network=lambda _name: None,
+            compute=lambda _name, _network: None,
+        )
+        backends = Backends(
+            conf=self.conf, database=self.database, catalogue=catalogue, agents=self, authority=None,
+            vault=Vault([Fernet.generate_key()]),
+        )  # fmt: skip
+        self.reconciler = Reconciler(backends, self.jobs, lambda: None)
+        self.reporter = Reporter(self.conf, self.database)
+        self.reporter._library = SimpleNamespace(
+            update_loadbalancer_status=self.told.append, get_loadbalancer=lambda _: None
+        )
+        self.intents.create_load_balancer(whole, read_back=False)
+        self.database.write(self._serving)
+        self.work_off()
+        self.database.write(lambda c: c.execute(work.update().values(committed=work.c.generation)))
+        self.reporter.turn()
+
+    def _serving(self, connection):
+        amphorae.record(connection, "a", "lb", "STANDALONE", b"key")
+        amphorae.change(
+            connection, "a", state=State.READY, plugged=(PLUGGED,), compute_id="a", management_address="203.0.113.9",
+            booted_at=time.time(), ready_at=time.time(),
+        )  # fmt: skip
+
+    def put_bundle(self, _amphora_id, _address, body, **_more):
+        self.given.append(json.loads(body))
+        return Applied(generation=self.given[-1]["generation"], how="runtime")
+
+    def work_off(self):
+        while (lease := self.jobs.claim()) is not None:
+            self.reconciler.reconcile(lease)
+
+    def states(self):
+        rows = self.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
+        return {row.object_id: row.provisioning for row in rows}
+
+    def work(self):
+        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+
+    @contextmanager
+    def counted(self):
+        """The statements of the block; BEGIN is the connection's."""
+        seen, mine = [], threading.get_ident()
+
+        def note(_connection, _cursor, text, *_more):
+            if threading.get_ident() == mine and not text.startswith("BEGIN"):
+                seen.append(text)
+
+        sa.event.listen(self.database.engine, "before_cursor_execute", note)
+        yield seen
+        sa.event.remove(self.database.engine, "before_cursor_execute", note)
+
+
+@pytest.fixture
+def house(tmp_path):
+    made = []
+
+    def build(whole):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(House(folder, whole))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.database.dispose()
+
+
+def create(here, number):
+    """One member from the call to Octavia's taking its status; how many statements the call, job and report take."""
+    with here.counted() as call:
+        here.intents.create(Kind.MEMBER, member(number))
+    with here.counted() as job:
+        here.work_off()
+    assert here.states()[f"pool0-{number}"] == "ACTIVE"
+    assert f"server pool0-{number} " in here.given[-1]["haproxy"]
+    with here.counted() as report:
+        here.reporter.turn()
+    said = {one["id"]: one.get("provisioning_status") for one in here.told[-1]["members"]}
+    assert said == {f"pool0-{number}": "ACTIVE"}
+    assert not here.work().dirty
+    return len(call), len(job), len(report)
+
+
+def test_a_member_costs_as_many_statements_in_any_load_balancer(house):
+    small, large = house(tree(1, 2)), house(tree(8, 30))
+    costs = []
+    for here in (small, large):
+        create(here, 901)
+        costs.append(create(here, 902))
+    assert costs[0] == costs[1]
+    assert max(costs[0]) < MOST, costs[0]
+
+
+def test_many_members_cost_hardly_more_statements_than_one(house):
+    here = house(tree(1, 2))
+
+    def set_to(count):
+        wish = [(f"pool0-{number}", lambda number=number: member(number), {}) for number in range(count)]
+        with here.counted() as seen:
+            here.intents.set_members("pool0", wish)
+            here.work_off()
+            here.reporter.turn()
+        return len(seen)
+
+    def known():
+        return len([one for one in here.states() if one.startswith("pool0-")])
+
+    set_to(10)
+    few = set_to(20)
+    many = set_to(200)
+    assert known() == 200
+    assert many <= few + 6
+    assert set_to(140) < 60, "Octavia takes deleted ones in small portions, with a few statements each"
+    assert known() == 140

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs to nobody is noted, and removed when it was nobody's for long; what belongs to somebody never is."""
+
+import time
+import uuid
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver import config
+from amphora_driver.backends import Catalogue
+from amphora_driver.compute.interface import BootOrder
+from amphora_driver.controller import sweeping
+from amphora_driver.controller.sweeping import Sweeper
+from amphora_driver.errors import ComputeError
+from amphora_driver.network import namespaces
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.bridges import Switch
+from amphora_driver.network.interface import FixedAddress, VipRequest
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.store import amphorae, claims, migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora_seen, orphan, work
+
+LOST, OWNED = str(uuid.uuid4()), str(uuid.uuid4())
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[controller]\norphan_grace = 900\n"
+        f"[compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = sw{uuid.uuid4().hex[:4]}\n"
+        f"agent_python = /bin/false\n[network_local]\nswitch = sw{uuid.uuid4().hex[:8]}\n"
+    )
+    return config.load([str(path)])
+
+
+@pytest.fixture
+def database(conf):
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def network(conf, database):
+    network = LocalNetwork(conf, database)
+    for number, name in enumerate(("management", "vip")):
+        network.define_network(name, name, f"br-{name}")
+        network.define_subnet(
+            AddressRange(
+                id=f"{name}-subnet",
+                network_id=name,
+                name=f"{name}-subnet",
+                cidr=f"198.51.{100 + number}.0/24",
+                gateway=None,
+                first=f"198.51.{100 + number}.10",
+                last=f"198.51.{100 + number}.250",
+            )
+        )
+    return network
+
+
+@pytest.fixture
+def catalogue(conf, database):
+    return Catalogue(conf, database)
+
+
+@pytest.fixture
+def sweeper(conf, database, catalogue, network):
+    return Sweeper(conf, database, catalogue)
+
+
+def noted(database):
+    return database.read(lambda c: {row.id for row in c.execute(sa.select(orphan))})
+
+
+def time_passes(database):
+    database.write(lambda c: c.execute(orphan.update().values(found_at=time.time() - 3600)))
+
+
+def own(database):
+    """A load balancer with one amphora, of which rows say so."""
+    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="mine", op="apply", generation=1)))
+    database.write(lambda c: amphorae.record(c, OWNED, "mine", "STANDALONE", b"key"))
+
+
+def test_ports_and_vips_that_belong_to_nobody(database, network, sweeper):
+    own(database)
+    database.write(lambda c: claims.note(c, "claimed", "local"))
+    for owner in (LOST, OWNED):
+        network.ensure_port(owner, "vip", ["vip-subnet"])
+    for load_balancer in ("lost", "mine", "claimed"):
+        network.allocate_vip(load_balancer, "demo", [VipRequest(subnet_id="vip-subnet")])
+    assert sweeper.sweep() == 0, "a crash looks like a step that is being taken"
+    assert noted(database) == {LOST, "lost"}
+    time_passes(database)
+    assert sweeper.sweep() == 2
+    assert network.owners().amphorae == {OWNED}
+    assert network.owners().load_balancers == {"mine", "claimed"}
+    assert sweeper.sweep() == 0
+    assert noted(database) == set()
+
+
+def test_what_users_and_hosts_have_is_never_touched(database, network, sweeper):
+    brought = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.77")])
+    used = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.78")])
+    network.allocate_vip("lost", "demo", [VipRequest(port_id=used.id)])
+    host = network.fixed_port("client", "vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.79")])
+    sweeper.sweep()
+    time_passes(database)
+    assert sweeper.sweep() == 1
+    assert {one.id for one in network.all_ports()} == {brought.id, used.id, host.id}
+    assert network.owner(used.id) == f"user-{used.id}", "given back to whoever brought it"
+
+
+def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper):
+    network.ensure_port(OWNED, "vip", ["vip-subnet"])
+    sweeper.sweep()
+    assert noted(database) == {OWNED}
+    own(database)
+    time_passes(database)
+    assert sweeper.sweep() == 0
+    assert noted(database) == set()
+
+
+def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, monkeypatch, caplog):
+    monkeypatch.setattr(sweeping, "_MOST", 2)
+    for _ in range(3):
+        network.ensure_port(str(uuid.uuid4()), "vip", ["vip-subnet"])
+    sweeper.sweep()
+    time_passes(database)
+    assert sweeper.sweep() == 0
+    assert len(network.all_ports()) == 3
+    assert "3 of 3 of ports (local) belong to nobody: none is removed" in caplog.text
+
+
+def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):
+    def away():
+        raise ComputeError("list amphorae", "nobody answers")
+
+    monkeypatch.setattr(catalogue.compute(None, None), "machines", away)
+    network.ensure_port(LOST, "vip", ["vip-subnet"])
+    sweeper.sweep()
+    time_passes(database)
+    assert sweeper.sweep() == 1
+
+
+def test_rows_written_in_the_moment_an_amphora_went(database, sweeper):
+    own(database)
+    rows = [{"amphora_id": one, "seen_at": 0.0, "generation": 0, "epoch": 0, "sequence": 0} for one in (LOST, OWNED)]
+    database.write(lambda c: c.execute(amphora_seen.insert(), rows))
+    sweeper.sweep()
+    assert database.read(lambda c: c.execute(sa.select(amphora_seen.c.amphora_id)).scalars().all()) == [OWNED]
+
+
+@pytest.mark.root
+def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, network, catalogue, sweeper):
+    """A controller was frozen right before it ordered the machine; the load balancer was deleted meanwhile."""
+    switch = Switch(conf.network_local.switch, conf.compute_netns.management_network)
+    try:
+        switch.ensure(network.networks(), network.subnets())
+        compute = catalogue.compute(None, None)
+        own(database)
+        for one in (LOST, OWNED):
+            compute.boot(BootOrder(amphora_id=one, load_balancer_id="mine", files={}))
+        assert namespaces.exists(compute.namespace(LOST))
+        assert compute.machines() == {LOST, OWNED}
+        sweeper.sweep()
+        time_passes(database)
+        # The machine takes its management port with it.
+        assert sweeper.sweep() == 1
+        assert compute.machines() == {OWNED}
+        assert not namespaces.exists(compute.namespace(LOST))
+        assert namespaces.exists(compute.namespace(OWNED))
+        assert network.owners().amphorae == {OWNED}
+        compute.destroy(OWNED)
+    finally:
+        namespaces.remove(conf.network_local.switch)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes before a job that is under way, over a real database."""
+
+import pytest
+
+from amphora_driver.controller.turn import Turn, goes_first
+from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import work
+
+LB = "lb"
+TREE = LoadBalancer(
+    id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+)
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrate.upgrade(url)
+    database = Database(url)
+    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def intents(database):
+    return Intents(database, lambda node: None)
+
+
+@pytest.fixture
+def turn(database):
+    lease = Jobs(database, "me", 60.0).claim()
+    turn = Turn(lease, database, 60.0)
+    turn.saw(1, "apply")
+    return turn
+
+
+def reason(database, turn):
+    return database.read(lambda c: goes_first(c, [turn])).get(turn)
+
+
+def change(intents):
+    listener = Listener(id="listener", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80)
+    intents.create(Kind.LISTENER, listener)
+
+
+def test_another_change_waits_for_its_turn(database, intents, turn):
+    turn.check()
+    change(intents)
+    turn.check()
+    assert reason(database, turn) is None
+
+
+@pytest.mark.parametrize(("call", "words"), [("delete_load_balancer", "deletion"), ("fail_over", "fail-over")])
+def test_a_change_gives_way_to_what_is_more(database, intents, turn, call, words):
+    getattr(intents, call)(LB)
+    assert words in reason(database, turn)
+    with pytest.raises(Superseded, match=words):
+        turn.check()
+    assert turn.gives_way
+
+
+def test_a_fail_over_gives_way_to_a_deletion_and_not_to_changes(database, intents, turn):
+    intents.fail_over(LB)
+    turn.saw(2, "apply")
+    change(intents)
+    turn.check()
+    intents.delete_load_balancer(LB)
+    with pytest.raises(Superseded, match="deletion"):
+        turn.check()
+
+
+def test_nothing_goes_before_a_deletion(intents, turn):
+    intents.delete_load_balancer(LB)
+    turn.saw(2, "delete")
+    turn.check()
+
+
+def test_one_that_is_told_to_ends_before_its_next_effect(turn):
+    turn.give_way("the process ends", grace=30.0)
+    assert not turn.deadline.passed(), "what it asks just now it may ask to the end"
+    with pytest.raises(Superseded, match="the process ends"):
+        turn.check()
+
+
+def test_one_whose_time_is_over_begins_nothing(database, turn):
+    late = Turn(turn.lease, database, 0.0)
+    with pytest.raises(DeadlinePassed):
+        late.check()
+
+
+def test_one_that_was_taken_over_ends(database, turn):
+    database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))
+    assert "taken" in reason(database, turn)
+    with pytest.raises(LeaseLost):
+        turn.check()

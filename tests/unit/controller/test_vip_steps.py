@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What VIPs still lack: asked for when it is time, told when something is new, and not again."""
+
+import json
+import time
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from test_plan import TREE, amphora, port, wanted
+
+from amphora_driver.controller import plan as planning
+from amphora_driver.controller import vips
+from amphora_driver.controller.vips import Given, Vips
+from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
+from amphora_driver.model.loadbalancer import Vip, without_addresses
+from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
+from amphora_driver.store import claims, migrate
+from amphora_driver.store import wanted as store
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.claims import Wish
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import request, vip_claim, work
+
+BARE = without_addresses(TREE)
+GUARDED = msgspec.structs.replace(TREE, vip_qos_policy_id="q1", vip_sg_ids=("g2", "g1"))
+OPTIONS = VipOptions(qos_policy_id="q1", security_group_ids=("g1", "g2"))
+BOOTING = amphora(state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+FOUND = (Vip(address="198.51.100.99", subnet_id="s1", network_id="n1", port_id="p9"),)
+
+
+def names(want, *observed):
+    return [type(step).__name__ for step in planning.plan(want, observed)]
+
+
+@pytest.mark.parametrize(
+    ("want", "observed", "steps"),
+    [
+        pytest.param({"tree": BARE}, (), ["Record"], id="an amphora is made meanwhile"),
+        pytest.param({"tree": BARE}, (BOOTING,), ["Boot"], id="and boots first: it may decide"),
+        pytest.param({"tree": BARE}, (amphora(plugged=(), confirmed=0),), ["AllocateVip"], id="then it is asked"),
+        pytest.param(
+            {"tree": BARE, "allocate_at": 7.0, "now": 6.0},
+            (amphora(plugged=(), confirmed=0),),
+            ["Await"],
+            id="asked a moment ago",
+        ),
+        pytest.param({"tree": BARE, "gone": True}, (), ["ReleaseVip"], id="deleted before"),
+        pytest.param({"tree": GUARDED}, (amphora(confirmed=3),), ["ApplyVipOptions"], id="before it is served"),
+        pytest.param(
+            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-n1",))},
+            (amphora(confirmed=3),),
+            ["Push"],
+            id="told already",
+        ),
+        pytest.param(
+            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-other",))},
+            (amphora(confirmed=3),),
+            ["ApplyVipOptions"],
+            id="an amphora has come",
+        ),
+        pytest.param(
+            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, refused="no")},
+            (amphora(confirmed=3),),
+            ["Push"],
+            id="refused: not asked again",
+        ),
+        pytest.param(
+            {"tree": TREE, "vip_given": Given(options=OPTIONS, ports=("p-n1",))},
+            (amphora(confirmed=3),),
+            ["ApplyVipOptions"],
+            id="taken away",
+        ),
+        pytest.param({"tree": TREE}, (amphora(confirmed=3),), ["Push"], id="never anything"),
+        pytest.param(
+            {"tree": GUARDED, "vip_given": Given(options=OPTIONS, ports=("p-n1",)), "applied": 4},
+            (amphora(plugged=(port(), port("n2", ("s2",)))),),
+            ["Unplug"],
+            id="ports of other networks are no business of it",
+        ),
+    ],
+)
+def test_plan(want, observed, steps):
+    assert names(wanted(**want), *observed) == steps
+
+
+def test_pauses_grow_unless_the_backend_says_when():
+    wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1"),), since=0.0)
+    pauses = []
+    for _ in range(7):
+        now = wish.again_at
+        wish = claims.later(wish, NotYet(reason="busy"), now)
+        pauses.append(wish.again_at - now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert claims.later(wish, NotYet(reason="busy", again_in=0.5), 10.0).again_at == 10.5
+
+
+class Backend:
+    """Gives one answer, and remembers the questions."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.asked = []
+
+    def allocate_vip(self, *asked):
+        self.asked.append(asked)
+        return self._say()
+
+    def apply_vip_options(self, *asked):
+        self.asked.append(asked)
+        self._say()
+
+    def _say(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrate.upgrade(url)
+    database = Database(url)
+
+    def write(connection):
+        connection.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
+        store.insert(connection, "lb", 4, [BARE])
+        wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time())
+        claims.keep(connection, "lb", "local", wish)
+
+    database.write(write)
+    yield database
+    database.dispose()
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+def steps(database, patience=60.0):
+    return Vips(database, database.write, patience)
+
+
+def test_an_answer_becomes_the_next_generation(database):
+    backend = Backend(FOUND)
+    steps(database).allocate(backend, wanted(tree=BARE), BARE, ["m1"])
+    assert backend.asked == [("lb", "demo", (VipRequest(subnet_id="s1", address="198.51.100.99"),), ["m1"])]
+    tree = database.read(lambda c: store.load_tree(c, "lb"))
+    assert tree.vips == FOUND
+    assert (row(database).generation, row(database).committed) == (5, 5)
+    assert database.read(lambda c: claims.wish_of(c, "lb")) is None
+
+
+def test_no_answer_is_written_down_and_nothing_else(database):
+    steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), wanted(tree=BARE), BARE, [])
+    wish = database.read(lambda c: claims.wish_of(c, "lb"))
+    assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
+    assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
+    assert database.read(lambda c: vips.again_at(c, "lb")) == pytest.approx(time.time() + 9.0, abs=5)
+    assert row(database).generation == 4
+
+
+def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
+    with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
+        steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), wanted(tree=BARE), BARE, [])
+    assert error.value.final
+    assert database.read(lambda c: claims.wish_of(c, "lb")).attempts == 2
+
+
+def test_a_refusal_is_the_users(database):
+    with pytest.raises(Conflict, match="none left"):
+        steps(database).allocate(Backend(Conflict("take a VIP", "none left")), wanted(tree=BARE), BARE, [])
+
+
+def test_a_claim_that_waits_is_not_settled(database):
+    database.write(lambda c: c.execute(vip_claim.update().values(claimed_at=0.0)))
+    assert database.read(lambda c: claims.settled(c, time.time())) == ([], [])
+    database.write(lambda c: claims.answered(c, "lb"))
+    assert database.read(lambda c: claims.settled(c, time.time() + 1)) == ([], ["lb"])
+
+
+def test_options_are_noted_and_forgotten(database):
+    backend = Backend(None)
+    steps(database).apply(backend, GUARDED, [amphora()], 4)
+    assert backend.asked == [("lb", OPTIONS, ("p-n1",))]
+    assert vips.given_of(row(database)) == Given(options=OPTIONS, ports=("p-n1",), generation=4)
+    steps(database).apply(backend, TREE, [amphora()], 5)
+    assert backend.asked[-1] == ("lb", VipOptions(), ("p-n1",))
+    assert row(database).vip_applied is None
+
+
+def test_a_refusal_of_options_holds_until_the_user_says_something_new(database):
+    steps(database).apply(Backend(UnsupportedOption("apply", "no such group")), GUARDED, [amphora()], 4)
+    given = vips.given_of(row(database))
+
+    def asked(generation):
+        values = {"action": "x", "object_id": "lb", "accepted_at": 0.0, "generation": generation}
+        database.write(lambda c: c.execute(request.insert().values(load_balancer_id="lb", **values)))
+        return database.read(lambda c: vips.refusals(c, "lb", given))
+
+    assert "no such group" in asked(4)["lb"]
+    assert asked(5) == {}
+    assert json.loads(row(database).vip_applied)["refused"]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a lease is given back: waiting, giving way, after a failure; and what makes its load balancer due earlier."""
+
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import LeaseLost
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import work
+
+LB = "lb"
+TREE = LoadBalancer(
+    id=LB, project_id="demo", vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+)
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrate.upgrade(url)
+    database = Database(url)
+    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=True)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def jobs(database):
+    return Jobs(database, "me", 60.0)
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+def test_who_waits_is_due_later_and_has_not_tried_in_vain(database, jobs):
+    database.write(lambda c: c.execute(work.update().values(attempts=3, error="before")))
+    before = time.time()
+    jobs.wait(jobs.claim(), 1, 30.0)
+    found = row(database)
+    assert (found.owner, found.dirty, found.attempts, found.error) == (None, True, 3, "before")
+    assert before + 29 < found.free_at < time.time() + 31
+    assert jobs.claim() is None
+
+
+def test_what_is_waited_for_comes(database, jobs):
+    jobs.wait(jobs.claim(), 1, 30.0)
+    jobs.hasten(["another"])
+    assert jobs.claim() is None
+    jobs.hasten([LB])
+    assert jobs.claim() is not None
+
+
+def test_more_is_wanted_meanwhile(database, jobs):
+    lease = jobs.claim()
+    Intents(database, lambda node: None).delete_load_balancer(LB)
+    jobs.wait(lease, 1, 30.0)
+    assert jobs.claim() is not None
+
+
+def test_the_rest_of_the_tree_has_come_meanwhile(database, jobs):
+    lease = jobs.claim()
+    database.write(lambda c: c.execute(work.update().values(read_back=False)))
+    jobs.wait(lease, 1, 30.0, readable=False)
+    assert jobs.claim() is not None
+
+
+def test_who_gives_way_is_due_at_once(database, jobs):
+    database.write(lambda c: c.execute(work.update().values(attempts=3)))
+    jobs.give_way(jobs.claim())
+    lease = jobs.claim()
+    assert lease.attempts == 3
+
+
+def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, jobs):
+    lease = jobs.claim()
+    jobs.postpone(lease, 30.0, "no", 1)
+    assert (row(database).attempts, jobs.claim()) == (1, None)
+    jobs.hasten([LB])
+    lease = jobs.claim()
+    Intents(database, lambda node: None).delete_load_balancer(LB)
+    jobs.postpone(lease, 30.0, "no", 1)
+    assert row(database).attempts == 0, "nobody has tried the deletion"
+    assert jobs.claim() is not None
+
+
+def test_what_failed_before_may_be_left_for_later(database, jobs):
+    jobs.postpone(jobs.claim(), 0.0, "no")
+    assert jobs.claim(fresh=True) is None
+    assert jobs.claim() is not None
+
+
+def test_the_leases_of_one_that_died_are_free(database, jobs):
+    lease = Jobs(database, "dead", 60.0).claim()
+    assert jobs.release_all("dead") == 1
+    assert jobs.claim().epoch == lease.epoch + 1
+    with pytest.raises(LeaseLost):
+        Jobs(database, "dead", 60.0).give_way(lease)
+
+
+@pytest.mark.parametrize("give_back", [lambda j, one: j.wait(one, 1, 1.0), lambda j, one: j.give_way(one)])
+def test_a_late_one_gives_nothing_back(database, jobs, give_back):
+    lease = jobs.claim()
+    database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))
+    with pytest.raises(LeaseLost):
+        give_back(jobs, lease)
+    assert row(database).owner == "another"

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who of this host lives, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from amphora_driver.queue.presence import Presence
+
+LIVE = """
+import sys, signal
+from amphora_driver.queue.presence import Presence
+with Presence(sys.argv[1], sys.argv[2]):
+    print("here", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that is there, by its name."""
+    name = "some host/1:77:abc"
+    with subprocess.Popen([sys.executable, "-c", LIVE, str(tmp_path), name], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"here\n"
+        yield process, name
+        process.kill()
+
+
+def test_who_lives_is_left_alone_and_who_was_killed_is_found(tmp_path, other):
+    process, name = other
+    freed = []
+    with Presence(str(tmp_path), "me") as presence:
+        assert presence.bury(freed.append) == []
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        assert presence.bury(freed.append) == [name]
+        assert freed == [name]
+        assert presence.bury(freed.append) == [], "once"
+    assert list(tmp_path.iterdir()) == [], "and nothing is left of those that end"
+
+
+def test_one_that_could_not_be_buried_is_found_again(tmp_path, other):
+    process, name = other
+    process.kill()
+    process.wait(10)
+
+    def away(_name):
+        raise OSError("the database is away")
+
+    with Presence(str(tmp_path), "me") as presence:
+        with pytest.raises(OSError, match="away"):
+            presence.bury(away)
+        assert presence.bury(lambda _: None) == [name]

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers the sandbox's controller needs a way to."""
+
+import pytest
+
+from amphora_driver.sandbox import outward
+from amphora_driver.sandbox.settings import SandboxError
+
+
+@pytest.mark.parametrize(
+    ("url", "ports"),
+    [
+        (None, ()),
+        ("sqlite:////tmp/x.sqlite", ()),
+        ("mysql+pymysql://root@localhost/x?unix_socket=/run/x", ()),
+        ("postgresql+psycopg://root@/x?host=/run/x", ()),
+        ("mysql+pymysql://root@127.0.0.1/x", (3306,)),
+        ("postgresql+psycopg://u:p@localhost:5433/x", (5433,)),
+        ("amqp://guest:guest@127.0.0.1:5672//;amqp://guest:guest@127.0.0.1:5673//", (5672, 5673)),
+    ],
+)
+def test_what_is_on_loopback_is_passed_through(url, ports):
+    assert outward.ports(url) == ports
+
+
+def test_another_machine_is_out_of_reach_and_no_password_is_told():
+    with pytest.raises(SandboxError) as caught:
+        outward.ports("amqp://user:canary@192.0.2.1:5672//")
+    assert "192.0.2.1" in str(caught.value)
+    assert "canary" not in str(caught.value)

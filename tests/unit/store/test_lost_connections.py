@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to a database that end at the worst moment: what was promised happens once."""
+
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from bad_line import BadLine
+from free_ports import free_ports
+
+from amphora_driver.errors import StoreError
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import duty, metadata, request, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+@pytest.fixture
+def line(mariadb_url):
+    url = sa.make_url(mariadb_url)
+    with BadLine(url.query["unix_socket"]) as line:
+        line.url = str(url.update_query_dict({"unix_socket": line.path}))
+        yield line
+
+
+@pytest.fixture
+def database(line):
+    database = Database(line.url)
+    yield database
+    line.at_commit = None
+    line.thaw()
+    database.write(lambda c: [c.execute(table.delete()) for table in reversed(metadata.sorted_tables)])
+    database.dispose()
+
+
+@pytest.fixture
+def intents(database):
+    return Intents(database, lambda node: None)
+
+
+def history(database):
+    rows = database.read(lambda c: c.execute(sa.select(request.c.action, request.c.generation)).all())
+    return [tuple(row) for row in rows]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, intents, moment):
+    line.at_commit = moment
+    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    assert line.at_commit is None, "it was cut"
+    line.at_commit = moment
+    intents.update(Kind.LOAD_BALANCER, "lb", {"name": "new"})
+    assert line.at_commit is None
+    assert history(database) == [("create loadbalancer", 1), ("update loadbalancer", 2)]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_what_cannot_be_recognised_is_not_repeated(line, database, moment):
+    database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
+    line.at_commit = moment
+    with pytest.raises(StoreError, match="learn whether"):
+        database.write(lambda c: c.execute(duty.update().values(epoch=duty.c.epoch + 1)))
+    counted = database.read(lambda c: c.execute(sa.select(duty.c.epoch)).scalar_one())
+    assert counted == (moment == "after")
+
+
+def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents):
+    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    # Looking whether anything is due is a transaction too.
+    line.at_commit, line.spared = "after", 1
+    with pytest.raises(StoreError, match="learn whether"):
+        Jobs(database, "one", 30).claim()
+    row = database.read(lambda c: c.execute(sa.select(work.c.owner, work.c.epoch)).one())
+    assert tuple(row) == ("one", 1), "nobody works on it until its time is over"
+    database.write(lambda c: c.execute(work.update().values(leased_until=0.0)))
+    assert Jobs(database, "two", 30).claim("lb").epoch == 2
+
+
+def test_connections_that_died_while_nobody_looked_cost_nobody_a_call(line, database):
+    database.read(lambda c: c.execute(sa.select(duty)).all())
+    line.cut()
+    assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+    line.cut()
+    database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
+
+
+def test_a_server_that_is_not_there_is_an_error_at_once():
+    (port,) = free_ports(1)
+    database = Database(f"mysql+pymysql://root@127.0.0.1:{port}/x")
+    begun = time.monotonic()
+    for call in (database.read, database.write):
+        with pytest.raises(StoreError):
+            call(lambda c: c.execute(sa.select(duty)).all())
+    # Two tries each, without waiting for anything: on a busy machine too.
+    assert time.monotonic() - begun < 5
+    database.dispose()
+
+
+def test_a_server_that_hangs_is_given_up(line):
+    database = Database(line.url, patience=1.0)
+    database.read(lambda c: c.execute(sa.select(duty)).all())
+    line.freeze()
+    begun = time.monotonic()
+    with pytest.raises(StoreError):
+        database.write(lambda c: c.execute(sa.select(duty)).all())
+    # A look at the old connection and a new one: a second each; the bound is for a busy machine.
+    assert time.monotonic() - begun < 15
+    line.thaw()
+    assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+    database.dispose()
+
+
+def test_a_postgresql_server_that_hangs_is_given_up(postgresql_url):
+    """Its driver has no limit of its own for an answer, and the server's holds only while the server runs."""
+    url = sa.make_url(postgresql_url)
+    with BadLine(f"{url.query['host']}/.s.PGSQL.5432") as line:
+        # The driver looks for a socket of that name in the folder.
+        folder = Path(line.path).parent
+        (alias := folder / ".s.PGSQL.5432").symlink_to(line.path)
+        database = Database(str(url.update_query_dict({"host": str(folder)})), patience=1.0)
+        assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+        line.freeze()
+        begun = time.monotonic()
+        with pytest.raises(StoreError):
+            database.read(lambda c: c.execute(sa.select(duty)).all())
+        assert time.monotonic() - begun < 20
+        line.thaw()
+        assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
+        database.dispose()
+        alias.unlink()
+
+
+@pytest.mark.parametrize("name", ["mariadb", "postgresql"])
+def test_all_processes_with_a_server_have_its_clock(request, name):
+    database = Database(request.getfixturevalue(f"{name}_url"))
+    own = time.time()
+    assert abs(database.now() - own) < 5, "the same machine"
+    # A process that takes the hour to be another one is told otherwise by the database only.
+    database._ahead = (database._ahead[0] + 3600, time.monotonic())
+    assert database.now() > own + 3000
+    jobs = Jobs(database, "one", 30)
+    lb = {"load_balancer_id": "lb", "op": "apply", "generation": 1, "epoch": 0}
+    database.write(lambda c: c.execute(work.insert().values(**lb, free_at=time.time() + 20)))
+    try:
+        assert jobs.claim() is None, "its pause is not over, whatever this process believes"
+        database.write(lambda c: c.execute(work.update().values(free_at=time.time() - 1)))
+        assert jobs.claim("another") is None
+        lease = jobs.claim("lb")
+        until = database.read(lambda c: c.execute(sa.select(work.c.leased_until)).scalar_one())
+        assert 20 < until - time.time() < 40
+        jobs.finish(lease, 1)
+    finally:
+        database.write(lambda c: c.execute(work.delete()))
+        database.dispose()

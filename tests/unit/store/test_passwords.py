@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The password in the database's URL is in no error and no log, whatever is wrong with that URL."""
+
+import logging
+import traceback
+
+import pytest
+from oslo_config import cfg
+from oslo_log import log
+
+from amphora_driver import config
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.store import schema
+from amphora_driver.store.engine import Database
+
+PASSWORD = "canary%2Fcanary"
+WRONG = {
+    "nobody is there": f"mysql+pymysql://me:{PASSWORD}@127.0.0.1:1/store",
+    "no server of PostgreSQL": f"postgresql+psycopg://me:{PASSWORD}@127.0.0.1:1/store",
+    "no such driver": f"nosuch+driver://me:{PASSWORD}@host/store",
+    "no URL": f"me:{PASSWORD}@host/store",
+    "no port": f"mysql+pymysql://me:{PASSWORD}@host:port/store",
+}
+
+
+@pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
+def test_no_error_shows_it(url, caplog):
+    caplog.set_level(logging.DEBUG)
+    database = Database(url)
+    for attempt in (database.read, database.write):
+        with pytest.raises(AmphoraDriverError) as caught:
+            attempt(lambda connection: None)
+        shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+        assert "canary" not in shown
+    database.dispose()
+    assert "canary" not in caplog.text
+
+
+@pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
+def test_no_service_says_it(url, caplog):
+    caplog.set_level(logging.DEBUG)
+    schema.fits(Database(url))
+    assert caplog.text
+    assert "canary" not in caplog.text
+
+
+def test_options_with_passwords_are_masked(tmp_path, caplog):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = {WRONG['nobody is there']}\n[queue]\nbroker_url = amqp://me:{PASSWORD}@host:5672//\n"
+    )
+    conf = config.load([str(path)])
+    caplog.set_level(logging.DEBUG)
+    conf.log_opt_values(log.getLogger("options"), logging.DEBUG)
+    assert "store.connection" in caplog.text
+    assert "canary" not in caplog.text
+    assert all(
+        option.secret for options in config.GROUPS.values() for option in options
+        if isinstance(option, cfg.StrOpt) and ("password" in option.help or "URL" in option.help)
+    )

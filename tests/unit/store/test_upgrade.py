@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A database with data in it is brought to the newest schema: every database, interrupted anywhere, twice at once."""
+
+import itertools
+import os
+import re
+import signal
+import traceback
+from contextlib import nullcontext
+
+import pytest
+import revision_0001 as old
+import sqlalchemy as sa
+from alembic import command
+from alembic.script import ScriptDirectory
+
+from amphora_driver.errors import SchemaMismatch, StoreError
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae, claims, counters, migrate, schema, secrets, statuses, wanted
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import metadata, request, work
+from amphora_driver.store.vault import Vault
+
+DATABASES = ("sqlite", "mariadb", "postgresql")
+_numbers = itertools.count()
+VAULT = Vault([old.KEY])
+
+
+@pytest.fixture
+def empty(kind, request, tmp_path):
+    """The URL of a database without anything in it; on servers it is one more beside that of the other tests."""
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path}/driver.sqlite"
+        return
+    url = sa.make_url(request.getfixturevalue(f"{kind}_url"))
+    name = f"upgrade{next(_numbers)}"
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    yield url.set(database=name).render_as_string(hide_password=False)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"DROP DATABASE {name}")
+
+
+@pytest.fixture
+def filled(empty):
+    """The URL of a database of revision 0001, with what was written into it."""
+    engine = migrate._engine(empty)
+    with engine.connect() as connection:
+        command.upgrade(migrate.configuration(connection), "0001")
+        connection.commit()
+        written = old.fill(connection, lambda content: VAULT.seal(Secret(content)))
+        connection.commit()
+    engine.dispose()
+    return empty, written
+
+
+def child(work):
+    """Do that in a process of its own; returns how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - a child must not go on as a second pytest
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def upgraded_until_killed(url, statements):
+    """Upgrade in a process that is killed right after so many statements that change the schema."""
+
+    def work():
+        left = [statements]
+
+        @sa.event.listens_for(sa.Engine, "after_cursor_execute")
+        def _executed(_connection, _cursor, statement, *_others):
+            if re.match(r"\s*(ALTER|CREATE)", statement):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        migrate.upgrade(url)
+
+    return ended(child(work))
+
+
+def check_schema(url):
+    engine = migrate._engine(url)
+    with engine.connect() as connection:
+        assert schema.recorded(connection) == schema.revisions()[-1:]
+        found = sa.MetaData()
+        found.reflect(connection)
+    engine.dispose()
+    assert set(found.tables) == {*metadata.tables, "alembic_version"}
+    for name, table in metadata.tables.items():
+        assert {one.name for one in found.tables[name].columns} == {one.name for one in table.columns}, name
+        assert {one.name for one in table.indexes} <= {one.name for one in found.tables[name].indexes}, name
+
+
+def check_rows(url, written):
+    """Every value of every row is what it was, and what is new is empty."""
+    engine = migrate._engine(url)
+    with engine.connect() as connection:
+        for name, rows in written.items():
+            table = metadata.tables[name]
+            found = [dict(row) for row in connection.execute(sa.select(table)).mappings()]
+            assert len(found) == len(rows), name
+            for row in rows:
+                same = [one for one in found if all(one[column] == value for column, value in row.items())]
+                assert len(same) == 1, (name, row, found)
+                new = set(same[0]) - set(row) - {"id"}
+                assert all(same[0][column] is None for column in new), name
+    engine.dispose()
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_everything_is_there_afterwards_and_work_goes_on(filled):
+    url, written = filled
+    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema.revisions()[-1])
+    check_schema(url)
+    check_rows(url, written)
+    database = Database(url)
+    try:
+        read_by_todays_code(database)
+        continued_by_a_controller(database)
+    finally:
+        database.dispose()
+
+
+def read_by_todays_code(database):
+    tree = database.read(lambda connection: wanted.load_tree(connection, old.LB))
+    assert (tree.name, tree.vip.address) == ("web — ünïcode", "198.51.100.5")
+    assert [one.id for one in tree.pools[0].members] == list(old.MEMBERS), "without the removed one"
+    assert tree.listeners[0].l7policies[0].rules[0].value == "/private"
+    (amphora,) = database.read(lambda connection: amphorae.of_load_balancer(connection, old.LB))
+    assert (amphora.id, amphora.confirmed, amphora.booted_at) == (old.AMPHORA, 3, None)
+    assert amphora.plugged[0].port.addresses[0].address == "198.51.100.11"
+    keys = database.read(lambda connection: amphorae.heartbeat_keys(connection, VAULT))
+    assert keys == {old.AMPHORA: Secret(b"h" * 32)}
+    kept = database.read(lambda connection: secrets.of_load_balancer(connection, old.LB))
+    opened = {name.purpose.value: one.content and VAULT.open(one.content).reveal() for name, one in kept.items()}
+    assert opened == {"certificate": b"certificate and key", "tickets": b"t" * 32, "ca": None}
+    due = database.read(lambda connection: statuses.due(connection, 100))
+    assert [(one.object_id, one.operating.value) for one in due] == [(old.MEMBERS[0], "ERROR")]
+    (total,) = database.read(lambda connection: counters.due(connection, 100))
+    assert total.listener_id == old.LISTENER
+    assert database.read(lambda connection: claims.of(connection, old.LATER)) == "local"
+
+
+def continued_by_a_controller(database):
+    """What was pending is claimed, a call comes in, and all of it is confirmed."""
+    jobs = Jobs(database, "me", 60.0)
+    lease = jobs.claim()
+    assert (lease.load_balancer_id, lease.epoch) == (old.LB, 8)
+    Intents(database, lambda node: None).update(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
+
+    def confirm(connection):
+        # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
+        connection.execute(work.update().where(work.c.load_balancer_id == old.LB).values(committed=5))
+        statuses.confirm(connection, old.LB, 5, {})
+        return connection.execute(sa.select(work.c.generation).where(work.c.load_balancer_id == old.LB)).scalar_one()
+
+    assert database.write(confirm) == 5
+    told = {one.object_id: one.provisioning for one in database.read(lambda connection: statuses.due(connection, 100))}
+    assert {old.LB, old.POOL, old.MEMBERS[0], old.GONE} <= set(told)
+    history = database.read(
+        lambda connection: connection.execute(
+            sa.select(request.c.generation).where(request.c.load_balancer_id == old.LB).order_by(request.c.id)
+        )
+    )
+    assert [row.generation for row in history] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_killed_anywhere_it_is_run_again(kind, filled):
+    """Where changes of the schema can be rolled back nothing has happened; MariaDB keeps each step that was done."""
+    url, written = filled
+    steps = itertools.repeat(1, 30) if kind == "mariadb" else range(1, 60, 3)
+    ends = []
+    for statements in steps:
+        ends.append(upgraded_until_killed(url, statements))
+        check_rows_now(url, written)
+        if ends[-1] == 0:
+            break
+    assert ends[-1] == 0
+    assert set(ends[:-1]) == {-signal.SIGKILL}
+    assert len(ends) > 2
+    check_schema(url)
+    check_rows(url, written)
+
+
+def check_rows_now(url, written):
+    """Half way every old value is still there."""
+    engine = migrate._engine(url)
+    with engine.connect() as connection:
+        for name, rows in written.items():
+            assert connection.execute(sa.select(sa.func.count()).select_from(sa.table(name))).scalar() == len(rows)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["mariadb"])
+def test_a_first_installation_killed_anywhere_is_run_again(empty):
+    ends = [upgraded_until_killed(empty, 7) for _ in range(6)]
+    assert ends[0] == ends[1] == -signal.SIGKILL
+    assert ends[-1] == 0
+    check_schema(empty)
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_several_at_once(filled):
+    url, written = filled
+    pids = [child(lambda: migrate.upgrade(url)) for _ in range(3)]
+    assert [ended(pid) for pid in pids] == [0, 0, 0]
+    check_schema(url)
+    check_rows(url, written)
+
+
+@pytest.mark.parametrize("kind", ["mariadb"])
+def test_several_at_once_where_no_lock_reaches(filled, monkeypatch):
+    """Two nodes of a cluster: who is later fails, looks again, and finds it done."""
+    url, written = filled
+    monkeypatch.setattr(migrate, "_turn", lambda engine: nullcontext())
+    pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
+    assert [ended(pid) for pid in pids] == [0, 0]
+    check_rows(url, written)
+    # Half a step behind the other one it may have left two marks: the next one, or the next start, sees to that.
+    migrate.upgrade(url)
+    check_schema(url)
+
+
+@pytest.mark.parametrize("kind", ["sqlite"])
+def test_two_marks_are_one_again(filled):
+    url, _written = filled
+    migrate.upgrade(url)
+    engine = migrate._engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("INSERT INTO alembic_version VALUES ('0001')")
+    engine.dispose()
+    database = Database(url)
+    with pytest.raises(SchemaMismatch, match="between 0001 and"):
+        database.read(lambda connection: None)
+    migrate.upgrade(url)
+    database.read(lambda connection: None)
+    database.dispose()
+    check_schema(url)
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+@pytest.mark.parametrize(
+    ("revision", "words"),
+    [
+        ("0001", "its schema is 0001, this version works with .*amphoractl database upgrade"),
+        ("9999", "its schema is 9999, newer than .*Install the version that upgraded it"),
+        (None, "it has no schema yet.*amphoractl database upgrade"),
+    ],
+)
+def test_nothing_works_with_another_schema(empty, revision, words):
+    if revision:
+        migrate.upgrade(empty)
+    database = Database(empty)
+    engine = migrate._engine(empty)
+    with engine.begin() as connection:
+        if revision:
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = :to"), {"to": revision})
+    for attempt in (database.read, database.write):
+        with pytest.raises(SchemaMismatch, match=words) as caught:
+            attempt(lambda connection: pytest.fail("a statement of ours was let through"))
+        assert isinstance(caught.value, StoreError), "who waits for the database waits for this too"
+    if revision == "9999":
+        with pytest.raises(SchemaMismatch, match="newer"):
+            migrate.upgrade(empty)
+    else:
+        migrate.upgrade(empty)
+        assert database.read(lambda connection: "it goes on by itself")
+    engine.dispose()
+    database.dispose()
+
+
+def test_revisions_are_known_by_the_names_of_their_files(tmp_path):
+    engine = sa.create_engine("sqlite://")
+    with engine.connect() as connection:
+        script = ScriptDirectory.from_config(migrate.configuration(connection))
+    engine.dispose()
+    line = [one.revision for one in script.walk_revisions()]
+    assert tuple(reversed(line)) == schema.revisions()
+    assert script.get_heads() == [schema.revisions()[-1]]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys are taken up while running, and refused where strangers could read them; nothing about them is shown."""
+
+import logging
+import os
+import threading
+import traceback
+
+import pytest
+from cryptography.fernet import Fernet
+
+from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.secret import Secret
+from amphora_driver.store.vault import Vault
+
+OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
+CANARY = Secret(b"what nobody may read")
+
+
+def write(path, *keys, mode=0o600):
+    """As an editor does, or configuration management: another file under the same name."""
+    fresh = path.with_name("fresh")
+    fresh.write_bytes(b"".join(key + b"\n" for key in keys))
+    fresh.chmod(mode)
+    fresh.replace(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "encryption.keys"
+    write(found, OLD)
+    return found
+
+
+def test_the_first_key_seals_and_all_open(path):
+    before = Vault.load(str(path)).seal(CANARY)
+    write(path, NEW, OLD)
+    vault = Vault.load(str(path))
+    after = vault.seal(CANARY)
+    assert vault.open(before) == vault.open(after) == CANARY
+    assert (vault.sealed_with(before), vault.sealed_with(after)) == (1, 0)
+    assert vault.sealed_with(Vault([OTHER]).seal(CANARY)) is None
+    assert vault.reseal(after) == after
+    assert Vault([NEW]).open(vault.reseal(before)) == CANARY
+    with pytest.raises(StoreError):
+        Vault([NEW]).open(before)
+
+
+def test_a_running_process_takes_up_a_changed_file(path, caplog):
+    caplog.set_level(logging.INFO)
+    vault = Vault.load(str(path))
+    write(path, OLD, NEW)
+    assert vault.open(Vault([NEW]).seal(CANARY)) == CANARY, "added at the end: it opens"
+    assert vault.sealed_with(vault.seal(CANARY)) == 0
+    assert Vault([OLD]).open(vault.seal(CANARY)) == CANARY, "and does not seal yet"
+    write(path, NEW, OLD)
+    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+    write(path, NEW)
+    with pytest.raises(StoreError):
+        vault.open(Vault([OLD]).seal(CANARY))
+    assert NEW.decode() not in caplog.text
+    assert vault.fingerprints[0] in caplog.text
+
+
+def test_written_in_place_is_taken_up_too(path):
+    vault = Vault.load(str(path))
+    path.write_bytes(NEW + b"\n" + OLD)
+    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda path: path.unlink(),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"half a ke"),
+    lambda path: write(path, NEW, mode=0o644),
+])
+def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
+    vault = Vault.load(str(path))
+    sealed = vault.seal(CANARY)
+    spoil(path)
+    for _ in range(3):
+        assert vault.open(sealed) == CANARY
+    assert caplog.text.count("the encryption keys in use are kept") == 1, "said once, not with every secret"
+    write(path, NEW, OLD)
+    assert vault.sealed_with(sealed) == 1, "and the next good one is taken up"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o777])
+def test_a_file_for_everybody_is_refused(path, mode):
+    path.chmod(mode)
+    with pytest.raises(ConfigurationError, match=rf"mode {mode:04o}.*chmod o-rwx {path}"):
+        Vault.load(str(path))
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
+def test_owner_and_group_may_read(path, mode):
+    path.chmod(mode)
+    assert Vault.load(str(path)).fingerprints
+
+
+def test_what_is_wrong_with_a_key_is_said_without_it(path):
+    spoilt = OLD[:-4]
+    write(path, NEW, spoilt)
+    with pytest.raises(ConfigurationError, match="line 2") as caught:
+        Vault.load(str(path))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert spoilt.decode() not in shown
+
+
+def test_a_fingerprint_is_of_the_key_and_nothing_follows_from_it(path):
+    write(path, OLD, NEW)
+    first, second = Vault.load(str(path)).fingerprints
+    assert first != second
+    assert Vault([OLD]).fingerprints == (first,)
+    assert first.encode() not in OLD
+
+
+def test_threads_see_old_keys_or_new_ones(path):
+    """Rotated to and fro while others work: whoever has both keys in the file opens everything."""
+    write(path, OLD, NEW)
+    vault = Vault.load(str(path))
+    wrong = []
+    end = threading.Event()
+
+    def work():
+        while not end.is_set():
+            try:
+                assert vault.open(vault.seal(CANARY)) == CANARY
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(50):
+        write(path, *((OLD, NEW) if number % 2 else (NEW, OLD)))
+        vault.seal(CANARY)
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_follows_the_file_itself(path):
+    vault = Vault.load(str(path))
+    vault.seal(CANARY)
+    write(path, NEW, OLD)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if Vault([NEW]).sealed_with(vault.seal(CANARY)) == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One deadline for an operation and all its parts."""
+
+import threading
+
+import pytest
+
+from amphora_driver import deadline
+from amphora_driver.deadline import Deadline
+from amphora_driver.errors import DeadlinePassed
+
+
+def test_a_part_ends_with_the_whole_at_the_latest():
+    whole = Deadline(10)
+    assert whole.within(3).left() <= 3
+    assert 3 < whole.within(60).left() <= 10
+
+
+def test_who_waits_takes_the_least():
+    whole = Deadline(10)
+    assert whole.least(3) == 3
+    assert 9 < whole.least(60) <= 10
+    with pytest.raises(DeadlinePassed, match="boot"):
+        Deadline(0, "boot it").least(3)
+
+
+def test_it_is_brought_forward_for_its_parts_too_and_never_put_off():
+    whole = Deadline(60)
+    part = whole.within(30).within(20)
+    threading.Thread(target=whole.cut, args=("it is deleted", 5)).start()
+    while part.left() > 5:
+        pass
+    whole.cut("another reason", 50)
+    assert part.left() <= 5
+    whole.cut("now")
+    assert part.passed()
+    with pytest.raises(DeadlinePassed, match="it is deleted"):
+        part.least(1)
+
+
+def test_backends_keep_the_deadline_of_the_operation_they_are_called_for():
+    assert deadline.least(7) == 7, "nobody set one"
+    with deadline.kept(Deadline(2)):
+        assert deadline.least(7) <= 2
+        with deadline.kept(Deadline(1)):
+            assert deadline.least(7) <= 1
+        assert deadline.least(7) > 1
+    with deadline.kept(Deadline(-1)), pytest.raises(DeadlinePassed):
+        deadline.least(7)

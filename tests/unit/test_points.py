@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a process is told to die it dies, once; where it is told to wait it waits; elsewhere nothing happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from amphora_driver import points
+from amphora_driver.points import Moment, Point
+
+_REACH = """
+from amphora_driver import points
+points.reach(points.Point.CLAIMED)
+points.reach_in("Boot", points.Moment.DONE)
+print("through")
+"""
+
+
+def start(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", _REACH],
+        env={**os.environ, points.VARIABLE: str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["claimed", "Boot-done"])
+def test_it_dies_once(tmp_path, name):
+    (tmp_path / name).write_text("die")
+    with start(tmp_path) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    with start(tmp_path) as process:
+        assert process.communicate(timeout=60)[0] == "through\n"
+
+
+def test_it_waits_until_it_may_go_on(tmp_path):
+    (tmp_path / "claimed").write_text("wait")
+    with start(tmp_path) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "claimed.here").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert process.poll() is None
+        (tmp_path / "claimed").unlink()
+        assert process.communicate(timeout=60)[0] == "through\n"
+
+
+def test_nothing_happens_where_nobody_asked_for_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(points, "_DIRECTORY", None)
+    monkeypatch.setattr(points, "_stop", pytest.fail)
+    points.reach(Point.CLAIMED)
+    points.reach_in("Boot", Moment.BEFORE)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in two parts judges every test once, and says which of them were only good alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from feature_matrix import file_name
+from two_parts import MOST_REPEATED, RINGS, Alone, Together
+
+TESTS = Path(__file__).parents[1]
+CONFTEST = """
+import feature_matrix, two_parts
+def pytest_addoption(parser):
+    feature_matrix.add_options(parser)
+    two_parts.add_options(parser)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "quiet")
+    matrix = feature_matrix.FeatureMatrix(config)
+    config.pluginmanager.register(matrix)
+    two_parts.register(config, matrix)
+"""
+FINE = "def test_fine(): pass\n"
+QUIET = """
+import os, pytest
+@pytest.mark.quiet
+@pytest.mark.feature("member.weight")
+def test_quiet():
+    assert "PYTEST_XDIST_WORKER" not in os.environ
+"""
+NOT_CALM = """
+import os, pytest
+@pytest.mark.feature("member.weight", "member.backup")
+@pytest.mark.parametrize("number", range({count}))
+def test_nervous(number):
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "somebody else is here"
+"""
+BAD = "def test_bad():\n    assert not 'good'\n"
+
+
+class Project:
+    """A folder of tests with one that passes in each ring."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")
+        (folder / "conftest.py").write_text(CONFTEST)
+        for number, ring in enumerate(RINGS):
+            self.write(ring, f"test_{number}.py", FINE)
+
+    def write(self, ring: str, name: str, source: str) -> None:
+        (self._folder / "tests" / ring).mkdir(parents=True, exist_ok=True)
+        (self._folder / "tests" / ring / name).write_text(source)
+
+    def together(self) -> tuple[int, str]:
+        return self._run("--together", "out", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+    def alone(self) -> tuple[int, str]:
+        return self._run("--alone", "out", "--feature-matrix", "out/matrix")
+
+    def out(self, name: str) -> str:
+        return (self._folder / "out" / name).read_text()
+
+    def _run(self, *options: str) -> tuple[int, str]:
+        # This test may run in a worker itself. Plug-ins that nobody needs here would be most of its time.
+        unset = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "xdist.plugin", *options, "tests"],
+            cwd=self._folder,
+            env={**unset, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        return run.returncode, run.stdout + run.stderr
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+def test_what_fails_beside_others_may_pass_alone_and_is_named(project):
+    project.write("unit", "test_quiet.py", QUIET)
+    project.write("system", "test_nervous.py", NOT_CALM.format(count=MOST_REPEATED))
+    status, said = project.together()
+    assert (status, f"{MOST_REPEATED} failed, {len(RINGS)} passed" in said) == (1, True), said
+    status, said = project.alone()
+    assert (status, f"{MOST_REPEATED + 1} passed, {len(RINGS)} deselected" in said) == (0, True), said
+    assert "not calm: tests/system/test_nervous.py::test_nervous[0]" in said
+    assert project.out("not-calm.txt").count("somebody else is here") >= MOST_REPEATED
+    matrix = project.out(f"matrix/{file_name('member')}")
+    for line in ("weight", "backup"):
+        assert f"[operation.{line}]\ndriver.haproxy=complete\n" in matrix
+
+
+def test_what_fails_twice_has_failed(project):
+    project.write("unit", "test_quiet.py", QUIET + BAD)
+    assert project.together()[0] == 1
+    status, said = project.alone()
+    assert (status, "1 failed, 1 passed" in said) == (1, True), said
+
+
+# -- the judgment, without a run ------------------------------------------------------------------------------------
+
+
+def report(nodeid: str, outcome: str = "passed", when: str = "call"):
+    states = {each: each == outcome for each in ("passed", "failed", "skipped")}
+    return SimpleNamespace(nodeid=nodeid, when=when, longreprtext=f"{nodeid} is {outcome}", **states)
+
+
+def one_of_each() -> list[str]:
+    return [f"tests/{ring}/test_it.py::test_it" for ring in RINGS]
+
+
+def item(nodeid: str, *, quiet: bool = False):
+    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: quiet or None)
+
+
+class Run:
+    """Both parts, with nothing really run."""
+
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def together(self, *reports) -> None:
+        part = Together(self._directory)
+        for each in reports:
+            part.pytest_runtest_logreport(each)
+        part.pytest_sessionfinish(SimpleNamespace(config=self.config))
+
+    def alone(self, *items) -> tuple[Alone, list[str]]:
+        """The second part, and what it is about to run."""
+        part = Alone(self._directory, SimpleNamespace(earlier=lambda *_: None))
+        chosen = list(items)
+        part.pytest_collection_modifyitems(self.config, chosen)
+        return part, [each.nodeid for each in chosen]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_who_is_run_when(run):
+    items = [item("quiet", quiet=True), item("fine"), item("bad")]
+    first = list(items)
+    Together(run._directory).pytest_collection_modifyitems(run.config, first)
+    assert [each.nodeid for each in first] == ["fine", "bad"]
+    run.together(report("fine"), report("bad", "failed"))
+    assert run.alone(*items)[1] == ["quiet", "bad"]
+
+
+def test_every_test_and_every_ring_has_to_be_heard_of(run):
+    *most, last = one_of_each()
+    skipped = "tests/unit/test_it.py::test_skipped"
+    run.together(*map(report, most), report(skipped, "skipped", "setup"))
+    part, _ = run.alone(*map(item, [*most, last, skipped]))
+    assert part.complaints() == [f"no test passed in: {RINGS[-1]}", f"was run in neither part: {last}"]
+    part.pytest_runtest_logreport(report(last))
+    assert part.complaints() == []
+
+
+@pytest.mark.parametrize("when", ["setup", "call", "teardown"])
+def test_what_was_repeated_counts_as_it_was_alone(run, when):
+    everything = one_of_each()
+    nervous = everything[0]
+    run.together(*map(report, everything), report(nervous, "failed", when))
+    part, chosen = run.alone(*map(item, everything))
+    assert chosen == [nervous]
+    assert part.complaints() == [f"no test passed in: {RINGS[0]}", f"was run in neither part: {nervous}"]
+    part.pytest_runtest_logreport(report(nervous))
+    assert (part.not_calm(), part.complaints()) == ([nervous], [])
+    part.pytest_runtest_logreport(report(nervous, "failed", "teardown"))
+    assert part.not_calm() == []
+
+
+def test_too_many_are_not_repeated(run):
+    names = [f"tests/unit/test_it.py::test_{number}" for number in range(MOST_REPEATED + 1)]
+    run.together(*(report(name, "failed") for name in names))
+    with pytest.raises(pytest.exit.Exception, match="too many to be repeated") as ended:
+        run.alone(*map(item, names))
+    assert ended.value.returncode == 1
+
+
+def test_what_cannot_be_repeated_has_failed(run):
+    run.together(*map(report, one_of_each()), report("renamed", "failed"))
+    part, _ = run.alone(*map(item, one_of_each()))
+    assert part.complaints() == ["failed, and could not be found again: renamed"]
+
+
+def test_the_second_part_needs_the_first(run):
+    run.together(report("fine"))
+    Together(run._directory)  # a new run, that does not come to its end
+    with pytest.raises(pytest.UsageError, match="the first part did not come to its end"):
+        run.alone()
