@@ -27,6 +27,7 @@ from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
     ModelError,
+    StoreError,
     UnknownObject,
     UnsupportedOption,
 )
@@ -214,6 +215,9 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             certificates.contents(from_octavia.secrets(Kind.LOAD_BALANCER, loadbalancer))
             zones.check_vips(zone, tree.vips)
             shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
+        except StoreError:
+            # Whether it was recorded is not known. If it was not, housekeeping gives the claimed addresses back.
+            raise
         except AmphoraDriverError:
             # Octavia forgets the load balancer; its addresses must not stay taken.
             shared.catalogue.network(network).release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))

@@ -30,7 +30,15 @@ TOGETHER, NOT_CALM = "together.json", "not-calm.txt"
 # The longest files, longest first: begun at the end, one of them would go on when all others are done. Then the rings
 # from the slowest on, for the same reason.
 LONGEST = (
+    "system/test_kill_matrix_mariadb.py",
+    "system/test_distributed.py",
+    "system/test_kill_matrix.py",
+    "system/test_slow_neighbours.py",
     "dataplane/test_under_load.py",
+    "system/test_vips_later.py",
+    "unit/store/test_upgrade.py",
+    "system/test_canaries.py",
+    "system/test_outages.py",
     "system/test_pairs_system.py",
     "dataplane/test_crash_points.py",
     "dataplane/test_totals.py",
@@ -96,6 +104,7 @@ class Together:
         """Let SIGTERM (a job's time limit, for example) end the workers the way Ctrl-C does: with what they made."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         later = [item for item in items if item.get_closest_marker("quiet")]
         items[:] = [item for item in items if not item.get_closest_marker("quiet")]
@@ -151,10 +160,12 @@ class Alone:
         missing = [each for each in RINGS if not rings[each]]
         unjudged = sorted(self._collected - self._earlier.all - self._outcomes.all)
         gone = sorted(self._repeated - self._collected)
+        skipped = sorted(self._repeated & self._outcomes.skipped - self._outcomes.passed)
         return [
             *([f"no test passed in: {', '.join(missing)}"] if missing else []),
             *(f"was run in neither part: {nodeid}" for nodeid in unjudged),
             *(f"failed, and could not be found again: {nodeid}" for nodeid in gone),
+            *(f"failed, and was only skipped alone: {nodeid}" for nodeid in skipped),
         ]
 
     @pytest.hookimpl(trylast=True)

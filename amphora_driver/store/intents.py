@@ -163,6 +163,7 @@ class Intents:
             if for_listener is not None:
                 listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
                 wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
+                around.append((Kind.LISTENER, for_listener))
             new = [(wanted.kind_of(one), one.id) for one in nodes]
             self._finish(connection, load_balancer_id, generation, around, f"create {_WORDS[kind]}", node.id, new=new)
             return load_balancer_id

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thousand members in one request, a few more beside them, and half of them gone again.
+"""Hundreds of members in one request, a few more beside them, and half of them gone again.
 
-Octavia's own part grows with the square: for each member that goes, its status reporting loads all the others.
+Octavia's own part grows with the square: for each member that goes, its status reporting loads all the others. With
+`AMPHORA_MEMBERS=1000` that is minutes.
 """
 
+import os
 import sys
 import time
 
@@ -11,7 +13,8 @@ import pytest
 from agreement import assert_agreed
 
 pytestmark = pytest.mark.root
-PATIENCE = 400
+NUMBER = int(os.environ.get("AMPHORA_MEMBERS", "300"))
+PATIENCE = 100 + 0.3 * NUMBER
 
 
 def far(number, **more):
@@ -21,10 +24,10 @@ def far(number, **more):
 
 
 @pytest.mark.feature("member.batch")
-def test_a_thousand_members(cloud, capsys):
-    balancer = cloud.served("thousand", ("member1",))
+def test_hundreds_of_members(cloud, capsys):
+    balancer = cloud.served("many", ("member1",))
     pool = cloud.pool_of(balancer)
-    many = [far(number) for number in range(1000)]
+    many = [far(number) for number in range(NUMBER)]
 
     def put(what, members, query=""):
         begin = time.monotonic()
@@ -43,10 +46,10 @@ def test_a_thousand_members(cloud, capsys):
         return {one.name for one in found}
 
     names = {one["name"] for one in many}
-    assert put("a thousand members instead of one", many) == names
+    assert put(f"{NUMBER} members instead of one", many) == names
     more = [cloud.member("member1"), far(0, weight=0)]
     assert put("one more, one changed", more, "?additive_only=true") == names | {"member1"}
-    rest = [cloud.member("member1"), *(far(number, weight=0) for number in range(500))]
+    rest = [cloud.member("member1"), *(far(number, weight=0) for number in range(NUMBER // 2))]
     assert put("half of them gone, the others without weight", rest) == {one["name"] for one in rest}
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
     # Not left to the fixture: it is less patient.

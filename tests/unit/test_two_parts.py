@@ -183,6 +183,15 @@ def test_what_was_repeated_counts_as_it_was_alone(run, when):
     assert part.not_calm() == []
 
 
+def test_what_was_only_skipped_when_it_was_repeated_has_failed(run):
+    everything = one_of_each()
+    nervous = everything[0]
+    run.together(*map(report, everything[1:]), report(nervous, "failed"))
+    part, _ = run.alone(*map(item, everything))
+    part.pytest_runtest_logreport(report(nervous, "skipped", "setup"))
+    assert f"failed, and was only skipped alone: {nervous}" in part.complaints()
+
+
 def test_too_many_are_not_repeated(run):
     names = [f"tests/unit/test_it.py::test_{number}" for number in range(MOST_REPEATED + 1)]
     run.together(*(report(name, "failed") for name in names))

@@ -9,7 +9,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.store import wanted
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import request, wanted_object, work
+from amphora_driver.store.tables import request, status, wanted_object, work
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 
@@ -52,6 +52,9 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
         intents.create(Kind.LISTENER, node)
     pool = Pool(id="po", loadbalancer_id="lb", protocol=PoolProtocol.HTTP)
     intents.create(Kind.POOL, pool, for_listener="li1")
+    waiting = sa.select(status.c.object_id).where(status.c.pending == 4)
+    waits = database.read(lambda c: c.execute(waiting).scalars().all())
+    assert sorted(waits) == ["lb", "li1", "po"], "Octavia has put the listener PENDING, too"
     intents.update(Kind.LISTENER, "li2", {"default_pool_id": "po"})
     users = database.read(lambda c: wanted.users_of_pool(c, "po"))
     assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]

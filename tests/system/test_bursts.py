@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Much at once: load balancers created together, and members changed everywhere at the same time.
+
+`AMPHORA_BURST=100` makes it a hundred load balancers, half of which then take twenty changes each; that takes a large
+machine, or patience. Octavia lets a user change one thing of a load balancer at a time: who is refused asks again.
+"""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sqlalchemy as sa
+from openstack.exceptions import ConflictException
+from sandbox_of_a_test import running
+
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora, request, status, work
+
+pytestmark = pytest.mark.root
+
+NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
+CHANGED = (NUMBER + 1) // 2
+CHANGES = 20 if NUMBER >= 100 else 5
+# Users who ask at the same time.
+USERS = 8
+# Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
+PATIENCE = 60.0 + 10.0 * NUMBER
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with running() as (stack, settings):
+        yield stack, settings
+
+
+@pytest.fixture(scope="module")
+def settings(sandbox):
+    return sandbox[1]
+
+
+@pytest.fixture(scope="module")
+def stack(sandbox):
+    return sandbox[0]
+
+
+@pytest.fixture(scope="module")
+def database(settings):
+    database = Database(settings.database_url)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture(scope="module")
+def connection(settings):
+    connection = demo.connect(settings)
+    yield connection
+    connection.close()
+
+
+def create(cloud, number):
+    members = [cloud.member("member1"), cloud.member("member2")]
+    pool = {"name": "pool", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
+    listener = {"name": "http", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+    return cloud.balancers.create_load_balancer(
+        name=f"burst-{number}", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener]
+    )
+
+
+def add_members(cloud, balancer):
+    """One after the other, each as soon as Octavia takes it; returns how often it did not."""
+    pool, refused = cloud.pool_of(balancer), 0
+    deadline = time.monotonic() + PATIENCE
+    for number in range(CHANGES):
+        # Nobody is sent there: what is asked of the client's requests stays the same.
+        member = cloud.member("member3", name=f"more-{number}", protocol_port=9000 + number, admin_state_up=False)
+        while True:
+            try:
+                cloud.balancers.create_member(pool, **member)
+                break
+            except ConflictException:
+                assert time.monotonic() < deadline, "it stays immutable"
+                refused += 1
+                time.sleep(0.05)
+    return refused
+
+
+def settled(cloud):
+    """Every load balancer by its provisioning status, once none is PENDING."""
+
+    def ask():
+        found = [one.provisioning_status for one in cloud.balancers.load_balancers()]
+        return None if any(one.startswith("PENDING") for one in found) else found
+
+    return cloud.until(ask, "nothing is PENDING", PATIENCE)
+
+
+def rows(cloud, *columns, where=()):
+    return cloud.database.read(lambda connection: connection.execute(sa.select(*columns).where(*where)).all())
+
+
+def test_everybody_at_once(cloud, record_property):
+    """All become ACTIVE and serve; every accepted call was carried out, once, and nobody was given two amphorae."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(USERS) as users:
+        balancers = list(users.map(lambda number: create(cloud, number), range(NUMBER)))
+        accepted = time.monotonic() - begun
+        assert settled(cloud) == ["ACTIVE"] * NUMBER
+        record_property(
+            "created", f"{NUMBER}: accepted in {accepted:.1f} s, ACTIVE in {time.monotonic() - begun:.1f} s"
+        )
+        for balancer in balancers:
+            cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+        assert len(rows(cloud, amphora.c.id)) == NUMBER
+
+        begun = time.monotonic()
+        refused = sum(users.map(lambda balancer: add_members(cloud, balancer), balancers[:CHANGED]))
+        assert settled(cloud) == ["ACTIVE"] * NUMBER
+        seconds = time.monotonic() - begun
+    record_property("changed", f"{CHANGED * CHANGES} in {seconds:.1f} s, {refused} refused by Octavia")
+    for balancer in balancers[:CHANGED]:
+        members = list(cloud.balancers.members(cloud.pool_of(balancer)))
+        assert len(members) == 2 + CHANGES
+        assert {one.provisioning_status for one in members} == {"ACTIVE"}
+        cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+    # One request a change, none left open, none counted twice.
+    assert len(rows(cloud, request.c.id)) == NUMBER + CHANGED * CHANGES
+    assert rows(cloud, request.c.id, where=(request.c.applied_at.is_(None),)) == []
+    assert rows(cloud, work.c.load_balancer_id, where=(work.c.applied < work.c.generation,)) == []
+    assert rows(cloud, status.c.object_id, where=(status.c.pending.is_not(None),)) == []
