@@ -273,17 +273,19 @@ class Haproxy:
 
     def _forsake(self, states: str, wanted: Configuration) -> list[str]:
         """Have the worker that is about to be replaced send nothing new to members that its successor has no more."""
-        told = []
-        for order in forsaken.orders(wanted, readback.states(states)):
-            with suppress(HaproxyError):  # at the worst a client is sent there once more
-                self.worker.order(order)
-                told.append(order)
+        told: list[str] = []
+        # At the worst a client is sent there once more. An order that is refused stops no other; one that nobody
+        # answers does: the next would wait as long.
+        with suppress(HaproxyError):
+            for order in forsaken.orders(wanted, readback.states(states)):
+                told.append(order)  # also without an answer it may have been carried out
+                self.worker.ask(order)
         return told
 
     def _take_back(self, told: Sequence[str]) -> None:
         with suppress(HaproxyError):  # it has died, and the next one knows nothing of it
             for order in told:
-                self.worker.order(forsaken.taken_back(order))
+                self.worker.ask(forsaken.taken_back(order))
 
     def _await_worker(self) -> None:
         """Wait for a HAProxy that was started a moment ago: by us, or, after it had died, by who runs it."""

@@ -15,9 +15,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 RELEASE_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.005
+_FAILURES = (AgentError, NetlinkError, OSError)
 
 
 @dataclass
@@ -61,9 +62,16 @@ class Handover:
         self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
 
     def start(self) -> None:
+        """Go on with what an agent before this one has begun, and end what nobody knows of any more."""
         with suppress(FileNotFoundError):
             if self._paths.released.read_text(encoding="ascii") != ALIVE:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
+        if self._until == Until():
+            try:
+                self._inner.run(detour.stop_leading)
+                self._fill_in()
+            except _FAILURES as error:
+                _log.warning("What is left of a hand-over stays: %s", error)
         self._thread.start()
 
     # -- what can be asked ----------------------------------------------------------------------------------------
@@ -87,10 +95,9 @@ class Handover:
         """
         with self._lock:
             pair = self._partnered("expect the VIPs")
-            self._dig(pair)
-            self._inner.run(detour.lead, pair)
-            self._until.expecting = time.monotonic() + seconds
-            self._keep()
+            with self._beginning(replace(self._until, expecting=time.monotonic() + seconds)):
+                self._dig(pair)
+                self._inner.run(detour.lead, pair)
 
     def release(self, drain: float) -> None:
         """Give the VIPs to the partner; returns when they are gone from here.
@@ -107,9 +114,8 @@ class Handover:
             if not self._role.holds_vip:
                 raise NotElected("release the VIPs", "they are not here")
             if drain:
-                self._dig(pair)
-                self._until.draining = time.monotonic() + drain
-                self._keep()
+                with self._beginning(replace(self._until, draining=time.monotonic() + drain)):
+                    self._dig(pair)
             # keepalived sees a fault, and says so in its last advertisement (priority 0, RFC 9568, 6.4.3): the partner
             # does not wait. After that it is well again, and takes the VIPs only if nobody else has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
@@ -133,6 +139,19 @@ class Handover:
 
     # -- the detour -----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _beginning(self, until: Until) -> Iterator[None]:
+        """Kept before the kernel is changed: what an error or the agent's death interrupts has an end, too."""
+        before, self._until = self._until, until
+        try:
+            self._keep()
+            yield
+        except _FAILURES:
+            self._until = _given_up(before, until, time.monotonic())
+            with suppress(*_FAILURES):  # then the thread tries it again
+                self._look()
+            raise
+
     def _dig(self, pair: Pair) -> None:
         try:
             self._inner.run(detour.guard, pair)
@@ -149,25 +168,29 @@ class Handover:
             self._changed.clear()
             try:
                 self._look()
-            except (AgentError, NetlinkError, OSError) as error:
+            except _FAILURES as error:
                 _log.warning("Handing over: %s", error)
 
     def _look(self) -> None:
         with self._lock:
-            now, before = time.monotonic(), asdict(self._until)
-            if self._until.expecting is not None and (self._until.expecting <= now or self._is_parted()):
+            now, left = time.monotonic(), replace(self._until)
+            if left.expecting is not None and (left.expecting <= now or self._is_parted()):
                 self._inner.run(detour.stop_leading)
-                self._until.expecting = None
-            if self._until.draining is not None and (self._until.draining <= now or self._is_drained()):
-                self._until.draining = None
-            if before == asdict(self._until):
+                left.expecting = None
+            if left.draining is not None and (left.draining <= now or self._is_drained()):
+                left.draining = None
+            if left == self._until:
                 return
-            if self._until == Until():
-                # One at the other end may still be needed there: each end belongs to its own amphora.
-                self._inner.run(detour.fill_in)
-                with suppress(FirewallError):
-                    self._inner.run(detour.stop_guarding)
+            if left == Until():
+                self._fill_in()
+            self._until = left  # not before: what failed is tried again
             self._keep()
+
+    def _fill_in(self) -> None:
+        # One at the other end may still be needed there: each end belongs to its own amphora.
+        self._inner.run(detour.fill_in)
+        with suppress(FirewallError):
+            self._inner.run(detour.stop_guarding)
 
     def _is_parted(self) -> bool:
         """Whether the one the tunnel leads to is no partner any more: what it had is answered with a reset now."""
@@ -188,3 +211,9 @@ class Handover:
             return Until(**json.loads(self._paths.handover.read_text(encoding="ascii")))
         except (OSError, ValueError, TypeError):
             return Until()
+
+
+def _given_up(before: Until, begun: Until, now: float) -> Until:
+    """Pure: what was begun is over at once; what went on before goes on."""
+    pairs = zip(astuple(before), astuple(begun), strict=True)
+    return Until(*(now if old is None and new is not None else old for old, new in pairs))

@@ -42,6 +42,8 @@ _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 _WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
+# "Too large for the way": RFC 1191 and RFC 4443, 3.2
+_TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 
 @dataclass(frozen=True)
@@ -88,29 +90,34 @@ def _endpoint(text: str) -> tuple[Host, int]:
 
 
 def dig(pair: Pair) -> None:
-    """Have the tunnel to the partner.
+    """Have the tunnel to the partner; one to somebody else goes, with the rules that lead into it.
 
     Raises:
         NetlinkError: the kernel has no VXLAN, for example.
+        FirewallError: the rules cannot be taken away.
     """
     local, remote = pair.vrrp.local.address, pair.vrrp.peers[0].address
     more = {"vxlan_local": str(local), "vxlan_group": str(remote)}
     if local.version == 6:
         more = {f"{key}6": value for key, value in more.items()}
     with IPRoute() as route:
-        if route.link_lookup(ifname=NAME):
-            return
-        route.link(
-            "add",
-            ifname=NAME,
-            kind="vxlan",
-            vxlan_id=pair.vrrp.router_id,
-            vxlan_port=PORT,
-            vxlan_learning=0,
-            address=_MAC,
-            mtu=pair.mtu,
-            **more,
-        )
+        found = route.link_lookup(ifname=NAME)
+        if found and _end(route, found[0]) != remote:
+            stop_leading()  # the rules know it by its number, and the next one has another
+            route.link("del", index=found[0])
+            found = ()
+        if not found:
+            route.link(
+                "add",
+                ifname=NAME,
+                kind="vxlan",
+                vxlan_id=pair.vrrp.router_id,
+                vxlan_port=PORT,
+                vxlan_learning=0,
+                address=_MAC,
+                mtu=pair.mtu,
+                **more,
+            )
         route.link("set", index=_index(route), state="up")
 
 
@@ -137,11 +144,13 @@ def leads_to() -> Host | None:
     """Where the tunnel ends; None without one."""
     with IPRoute() as route:
         indexes = route.link_lookup(ifname=NAME)
-        if not indexes:
-            return None
-        data = route.get_links(indexes[0])[0].get_nested("IFLA_LINKINFO", "IFLA_INFO_DATA")
-        end = data and (data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6"))
-        return ipaddress.ip_address(end) if end else None
+        return _end(route, indexes[0]) if indexes else None
+
+
+def _end(route: IPRoute, index: int) -> Host | None:
+    data = route.get_links(index)[0].get_nested("IFLA_LINKINFO", "IFLA_INFO_DATA")
+    end = data and (data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6"))
+    return ipaddress.ip_address(end) if end else None
 
 
 def fill_in() -> None:
@@ -170,12 +179,18 @@ def lead(pair: Pair) -> None:
 
 def stop_leading() -> None:
     """Keep every packet."""
-    nftables.execute(_without("netdev"))
+    _remove("netdev")
 
 
 def stop_guarding() -> None:
     """Without the guard: the tunnel is gone."""
-    nftables.execute(_without("inet"))
+    _remove("inet")
+
+
+def _remove(family: str) -> None:
+    """A kernel that has no such table needs no library, and no nf_tables, to be without it."""
+    if nftables.exists(family, _TABLE):
+        nftables.execute(_without(family))
 
 
 def _without(family: str) -> str:
@@ -192,7 +207,11 @@ def guard_rules(pair: Pair) -> str:
 
 
 def rules(pair: Pair, known: Collection[Connection]) -> str:
-    """Pure: the table that leads packets. No connection is tracked: that a SYN came is all that is remembered."""
+    """Pure: the table that leads packets. No connection is tracked: that a SYN came is all that is remembered.
+
+    A connection whose SYN finds no room in the set is led as a whole, to who serves it as long as it is there. Were the
+    SYN alone taken here, what comes after it would be led all the same, and be answered with a reset.
+    """
     sets, chain = [], []
     for version, (word, kind) in _WORDS.items():
         vips = ", ".join(str(vip.ip) for vip in pair.vips if vip.version == version)
@@ -212,6 +231,8 @@ def rules(pair: Pair, known: Collection[Connection]) -> str:
         chain += [
             f"  {to_vip} tcp flags & (syn | ack) == syn update @own{version} {{ {flow} }} accept\n",
             f'  {to_vip} meta l4proto tcp {flow} != @own{version} ether daddr set {_MAC} fwd to "{NAME}"\n',
+            # It may be about a connection of either: both are told.
+            f'  {to_vip} {_TOO_LARGE[version]} ether daddr set {_MAC} dup to "{NAME}"\n',
         ]
     head = f' chain arriving {{\n  type filter hook ingress device "{pair.vrrp.interface}" priority 0; policy accept;\n'
     return f"table netdev {_TABLE} {{\n{''.join(sets)}{head}{''.join(chain)} }}\n}}\n"

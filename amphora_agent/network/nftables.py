@@ -29,7 +29,8 @@ _STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 # linux/netlink.h, linux/netfilter/nfnetlink.h, linux/netfilter/nf_tables.h
 _NETLINK_NETFILTER, _NLM_F_REQUEST, _NLMSG_ERROR = 12, 1, 2
-_GET_TABLE, _NFPROTO_INET, _TABLE_NAME = 10 << 8 | 1, 1, 1
+_GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
+_FAMILIES = {"inet": 1, "netdev": 5}
 
 
 def replace(text: str) -> bool:
@@ -67,16 +68,16 @@ def current(*, counters: bool = False) -> str:
     Raises:
         FirewallError: there is one, and it cannot be read.
     """
-    if not _exists():
+    if not exists(FAMILY, TABLE):
         return ""
     return _run(f"list table {FAMILY} {TABLE}\n", 0 if counters else _STATELESS)
 
 
-def _exists() -> bool:
-    """Ask the kernel alone; one without nf_tables has no table either."""
-    name = TABLE.encode() + b"\0"
+def exists(family: str, table: str) -> bool:
+    """Ask the kernel alone, without libnftables; one without nf_tables has no table either."""
+    name = table.encode() + b"\0"
     attribute = struct.pack("=HH", 4 + len(name), _TABLE_NAME) + name
-    body = struct.pack("=BBH", _NFPROTO_INET, 0, 0) + attribute
+    body = struct.pack("=BBH", _FAMILIES[family], 0, 0) + attribute
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as link:
             link.settimeout(_TIMEOUT_SECONDS)

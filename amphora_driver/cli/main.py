@@ -24,7 +24,7 @@ from sqlalchemy.exc import DBAPIError
 from amphora_driver import config
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.store import schema
-from amphora_driver.store.engine import Database
+from amphora_driver.store.engine import Database, parsed
 
 COMMANDS = "amphoractl.commands"
 T = TypeVar("T")
@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _database(url: str) -> Database:
-    parsed = sa.make_url(url)
-    path = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    found = parsed(url)
+    path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
         # SQLite would make an empty one: a reader must not.
         raise ConfigurationError(

@@ -2,9 +2,9 @@
 """Amphorae as namespaces of this machine.
 
 Invariant: all that is known of an amphora lies in its folder, which is the first thing made and the last removed;
-every step in between finds what an earlier, interrupted attempt left. One process at a time works on an
-amphora (a lock on its folder), many amphorae are worked on at once. An amphora survives the process that
-booted it.
+every step in between finds what an earlier, interrupted attempt left. A mark in it says which deployment booted the
+amphora: another one with the same directory leaves it alone. One process at a time works on an amphora (a lock on its
+folder), many amphorae are worked on at once. An amphora survives the process that booted it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _KILL_SECONDS = 10.0
 # Longest time for somebody else to be done with an amphora's folder, and pause between two looks, in seconds.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
 _LOG_TAIL = 400
+# The file in an amphora's folder that holds the prefix of the deployment that booted it.
+_MARK = "deployment"
 
 
 class NetnsCompute:
@@ -76,6 +78,8 @@ class NetnsCompute:
             machine = self._machine(order.amphora_id)
             if machine is not None and machine.state is MachineState.RUNNING:
                 return machine
+            # Before anything else is made: what an interrupted boot leaves is ours.
+            _write(folder / _MARK, self._prefix.encode())
             address = self._prepare_network(order.amphora_id)
             _write_files(folder, order, address)
             self._start(order.amphora_id, folder)
@@ -86,9 +90,9 @@ class NetnsCompute:
             )
 
     def machines(self) -> frozenset[str]:
-        """The ids of all amphorae of which something is left: the folder is made first and removed last."""
+        """The ids of all amphorae of this deployment of which something is left."""
         with _explained("list amphorae"):
-            return frozenset(self.booted())
+            return frozenset(one for one in self.booted() if self._is_ours(self._path(one)))
 
     def get(self, amphora_id: str) -> Machine | None:
         """The amphora's machine, or None if there is none."""
@@ -119,7 +123,7 @@ class NetnsCompute:
                 if port.network_id == self._management:
                     self._network.delete_port(port.id)
             if folder.is_dir():
-                shutil.rmtree(folder)
+                _remove(folder)
 
     # --- what the sandbox and tests ask besides ------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class NetnsCompute:
         return f"{self._prefix}-{amphora_id[:13]}"
 
     def booted(self) -> list[str]:
-        """The ids of all amphorae that have a folder, running or not."""
+        """The ids of all amphorae that have a folder, running or not, whoever's they are."""
         if not self._directory.is_dir():
             return []
         return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
@@ -261,6 +265,11 @@ class NetnsCompute:
             raise ComputeError(f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora")
         return self._directory / amphora_id
 
+    def _is_ours(self, folder: Path) -> bool:
+        with suppress(FileNotFoundError):
+            return (folder / _MARK).read_bytes() == self._prefix.encode()
+        return False
+
     @contextmanager
     def _folder(self, amphora_id: str, *, make: bool = False) -> Iterator[Path]:
         """The amphora's folder, locked for this thread alone; where there is none, there is no lock."""
@@ -326,6 +335,16 @@ def _write(path: Path, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     temporary.replace(path)
+
+
+def _remove(folder: Path) -> None:
+    """Remove it, and its mark last: what is left of it when this is interrupted is still ours."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != _MARK:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _last_words(folder: Path) -> str:

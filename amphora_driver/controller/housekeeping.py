@@ -75,8 +75,9 @@ class Housekeeping:
 
         They become due and are pushed like after any change, but nobody is told: nothing of what a user sees changes.
         """
+        now = self._database.now()
         return self._database.write(
-            lambda connection: generations.rotate_tickets(connection, time.time(), self._period, _MOST_ROTATED)
+            lambda connection: generations.rotate_tickets(connection, now, self._period, _MOST_ROTATED)
         )
 
     def _released(self, orphan: claims.Orphan) -> bool:

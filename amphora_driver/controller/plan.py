@@ -32,6 +32,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         tree: what is to be served; None when `gone`.
         networks: the networks an amphora needs, with the subnets on each of them; the VIP's network first.
         failed: what is known beforehand not to be servable: reasons by object id.
+        left_out: what those that serve the newest generation already were given it without: reasons by object id.
         secrets: what is kept, sealed, of the secrets it uses.
         roles: what its topology wants, one for each amphora.
         compute: the compute backend (entry point) its amphorae are with; None for the default.
@@ -56,6 +57,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     tree: LoadBalancer | None
     networks: dict[str, tuple[str, ...]]
     failed: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     secrets: dict[SecretName, Sealed] = {}
     roles: tuple[str, ...] = ("STANDALONE",)
     compute: str | None = None

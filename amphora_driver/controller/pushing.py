@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from amphora_driver.controller import contents, partners
+from amphora_driver.controller import contents, left_out, partners
 from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.controller.tickets import SEED_LENGTH
@@ -87,6 +86,7 @@ class Pushing:
     def __init__(self, backends: Backends, turn: Turn, write: Write) -> None:
         self._conf: Any = backends.conf
         self._agents: Any = backends.agents
+        self._database: Any = backends.database
         self._vault: Any = backends.vault
         self._turn = turn
         self._write = write
@@ -132,9 +132,9 @@ class Pushing:
         if missed is not None:
             raise missed
 
-    def confirm(self, generation: int) -> None:
-        """Note that every amphora serves a generation."""
-        self._write(lambda connection: self._confirmed(connection, generation), applied=generation)
+    def confirm(self, wanted: planning.Wanted) -> None:
+        """Note that every amphora serves the newest generation, whichever turn they were given it in."""
+        self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
 
     def vips_taken(self, everyone: Sequence[Amphora]) -> bool:
         """Whether one of them has the VIPs; also if nobody can say: nothing is to depend on that."""
@@ -156,7 +156,7 @@ class Pushing:
             answers = self._ask(round_, self._served)
             refusal = _refusal(answers, round_.generation, round_.optional)
             if refusal is None:
-                return self._settle(round_, answers, whole=whole)
+                return self._settle(round_, wanted, answers, whole=whole)
             # HAProxy itself points at one object: everything else can be served without it.
             if refusal.object_id is None or refusal.object_id in self._failed:
                 raise refusal
@@ -200,7 +200,7 @@ class Pushing:
         words = (amphora.id, round_.generation, applied.how, applied.reason)
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
 
-    def _settle(self, round_: _Round, answers: Answers, *, whole: bool) -> AgentError | None:
+    def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
         """Write down who serves it now; returns why one of them could not be asked."""
         missed = None
         for amphora_id, error in answers.items():
@@ -210,25 +210,35 @@ class Pushing:
                 missed = error
         served = [one for one in round_.targets if answers[one.id] is None]
         all_serve = whole and missed is None
+        now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
             for one in served:
-                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": time.time()}
+                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now}
                 if round_.priorities:
                     values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)
             if all_serve:
                 # Usually this was the last one missing: one transaction for both marks.
-                self._confirmed(connection, round_.generation)
+                self._confirmed(connection, wanted)
+            elif served and self._failed and wanted.applied < round_.generation:
+                # Whoever confirms it may know nothing of this turn.
+                left_out.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
 
         self._write(write, applied=round_.generation if all_serve else None)
         return missed
 
-    def _confirmed(self, connection: sa.Connection, generation: int) -> None:
-        of = self._turn.lease.load_balancer_id
-        statuses.confirm(connection, of, generation, self._failed)
-        outcome = "served" if not self._failed else "served without " + ", ".join(sorted(self._failed))
-        note_outcome(connection, of, generation, outcome)
+    def _confirmed(self, connection: sa.Connection, wanted: planning.Wanted) -> None:
+        of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
+        statuses.confirm(connection, of, wanted.generation, failed)
+        outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
+        note_outcome(connection, of, wanted.generation, outcome)
+        if failed:
+            left_out.forget(connection, of)
+
+    def _without(self, wanted: planning.Wanted) -> dict[str, str]:
+        """What the newest generation is served without, here or there; nothing is missed of what is to go."""
+        return {} if wanted.gone else {**wanted.failed, **wanted.left_out, **self._failed}
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
@@ -259,7 +269,7 @@ class Pushing:
             return wanted.secrets, wanted.tickets or 1
         if self._made is None:
             self._made = Sealed(content=self._vault.seal(Secret(secrets.token_bytes(SEED_LENGTH))))
-            made, due = {name: self._made}, time.time() + self._conf.tls.ticket_key_period
+            made, due = {name: self._made}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
                 kept.put(connection, wanted.load_balancer_id, made)

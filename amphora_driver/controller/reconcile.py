@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -19,13 +18,14 @@ from amphora_driver import points
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller import vips
 from amphora_driver.controller.configured import advert_interval
+from amphora_driver.controller.left_out import left_out_of
 from amphora_driver.controller.memory import Trees
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn
 from amphora_driver.controller.waiting import Awaited, WaitingRoom
 from amphora_driver.errors import AmphoraDriverError, LeaseLost, Superseded, UnsupportedOption
 from amphora_driver.model.secrets import used_in
-from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome
+from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
 from amphora_driver.store import amphorae, secrets, statuses
 from amphora_driver.store.intents import Op
 from amphora_driver.store.tables import work
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
+    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Seconds between two looks at what goes on by itself, at the least: others have their turn first. Where a user waits
@@ -67,7 +68,7 @@ class Reconciler:
         room: WaitingRoom | None = None,
     ) -> None:
         self._backends = backends
-        self._database = backends.database
+        self._database: Database = backends.database
         self._jobs = jobs
         self._reported = reported
         self._room = room
@@ -98,7 +99,7 @@ class Reconciler:
         """Take steps until none is left; returns what was seen last, and what it waits for."""
         steps = Steps(self._backends, turn)
         while True:
-            seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps))
+            seen, observed = self._look(turn, steps)
             if seen is None:
                 raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded any more")
             todo = planning.plan(seen, observed)
@@ -118,7 +119,7 @@ class Reconciler:
             self._jobs.finish(turn.lease, seen.generation)
             return
         # The steps before it may have taken longer than that.
-        pause = max(until - time.time(), min(_REST, until - seen.now))
+        pause = max(until - self._database.now(), min(_REST, until - seen.now))
         if step.amphorae and self._room is not None:
             pause = max(pause, _CROWD * len(self._room))
         if seen.applied >= seen.generation:
@@ -134,13 +135,20 @@ class Reconciler:
         if awaited and self._room is not None:
             self._room.wait_for(awaited)
 
+    def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
+        """What is wanted and what there is, of one moment."""
+        now = self._database.now()
+        return self._database.read(lambda connection: self._observe(connection, turn, steps, now))
+
     def _observe(
-        self, connection: sa.Connection, turn: Turn, steps: Steps
+        self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
     ) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
         lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
         row, observed = amphorae.with_work(connection, load_balancer_id)
         if row is None:
             return None, ()
+        # At once: what comes between this look and the next one is newer than what was seen.
+        turn.saw(row.generation, row.op)
         gone = row.op == Op.DELETE
         tree = None if gone else self._trees.load(connection, row, lease.epoch)
         catalogue = self._backends.catalogue
@@ -153,9 +161,8 @@ class Reconciler:
         uses_some = tree is not None and next(used_in(tree), None) is not None
         kept = secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
-            return self._observe(connection, turn, steps)
+            return self._observe(connection, turn, steps, now)
         topology = catalogue.topology(row.topology)
-        turn.saw(row.generation, row.op)
         advert = 0.0 if tree is None else advert_interval(tree, self._backends.conf)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
@@ -166,13 +173,14 @@ class Reconciler:
             tree=tree,
             networks=needed,
             failed=failed,
+            left_out=left_out_of(row),
             secrets=kept,
             roles=topology.roles,
             priorities=dict(topology.priorities),
             attempts=lease.attempts,
             patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
             tickets=row.tickets,
-            now=time.time(),
+            now=now,
             taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
             absent=steps.absent,
             vips_taken=steps.vips_taken,
@@ -195,11 +203,13 @@ class Reconciler:
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
             LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)
-            if final or lease.attempts + 1 == conf.give_up_after:
-                self._database.write(lambda connection: _give_up(connection, turn, str(error)))
-                self._reported()
+            tried = lease.attempts + 1
+            if final or tried >= conf.give_up_after:
+                first = final or tried == conf.give_up_after
+                if self._database.write(lambda connection: _give_up(connection, turn, str(error), always=first)):
+                    self._reported()
             self._jobs.postpone(lease, pause, str(error), turn.generation or None)
-        except AmphoraDriverError as trouble:
+        except (AmphoraDriverError, OSError) as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
 
@@ -232,13 +242,26 @@ def networks(
     return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
 
 
-def _give_up(connection: sa.Connection, turn: Turn, reason: str) -> None:
-    """Say that what was looked at failed; what was asked for since then was not tried yet."""
+def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool) -> bool:
+    """Say that what was looked at failed; what was asked for since then was not tried yet.
+
+    Args:
+        connection: of a writing transaction.
+        turn: whose.
+        reason: for the user.
+        always: also if nobody waits to hear of it; a number of attempts may have been left out.
+
+    Returns:
+        Whether it was said.
+    """
     of = turn.lease.load_balancer_id
     guard(connection, turn.lease)
     generation = turn.generation or _generation(connection, of)
+    if not always and not unanswered(connection, of, generation):
+        return False
     statuses.fail(connection, of, generation, reason)
     note_outcome(connection, of, generation, f"failed: {reason}")
+    return True
 
 
 def _generation(connection: sa.Connection, load_balancer_id: str) -> int:

@@ -29,7 +29,7 @@ from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn, goes_first
 from amphora_driver.controller.waiting import WaitingRoom
-from amphora_driver.errors import StoreError
+from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.presence import Presence
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.queue.jobs import Lease
 
 LOG = logging.getLogger(__name__)
 # Seconds an ending process waits for the jobs it has begun.
@@ -55,6 +57,8 @@ _WATCHED_EVERY = 0.25
 _BURIED_EVERY = 1.0
 # Seconds between two looks at what is due while nothing that failed before is taken up.
 _BETWEEN_FRESH = 0.1
+# Seconds after something went wrong that nobody thought of, and after leases could not be renewed.
+_TROUBLE = 1.0
 
 
 def backends(conf: ConfigOpts, database: Database) -> Backends:
@@ -94,6 +98,8 @@ class Controller:
         self._room = room
         self._stopping = threading.Event()
         self._ended = threading.Event()
+        # Jobs that have outlived their time by a lease.
+        self._hung: set[Turn] = set()
         self._hands = Hands(conf.controller.threads)
         self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
 
@@ -118,9 +124,13 @@ class Controller:
                 while not self._stopping.is_set():
                     try:
                         pause = self._dispatch(pool)
-                    except StoreError as error:
+                    except (StoreError, OSError) as error:
                         LOG.warning("the database is away, trying again: %s", error)
                         pause = conf.queue.poll_interval
+                    except Exception:
+                        # Without this thread nothing is taken up any more, and the process looks alive.
+                        LOG.exception("looking for work failed, and goes on")
+                        pause = _TROUBLE
                     self._bell.wait(pause)
             for thread in others:
                 thread.join()
@@ -150,15 +160,31 @@ class Controller:
         if load_balancer_id is None:
             self._bell.press()
             return
+        # It may have been told to end while this one waited for a hand.
+        if self._stopping.is_set():
+            return
         try:
             lease = self._jobs.claim(load_balancer_id)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             LOG.warning("the database is away, a hint is dropped: %s", error)
             return
         if lease is not None:
-            turn = self._reconciler.begin(lease)
-            self._hands.take(turn)
+            self._begin(pool, lease)
+
+    def _begin(self, pool: ThreadPoolExecutor, lease: Lease) -> None:
+        """Have a hand work under a lease; if there are none any more, somebody else takes it up."""
+        turn = self._reconciler.begin(lease)
+        self._hands.take(turn)
+        try:
             pool.submit(self._work, turn)
+        except RuntimeError as error:
+            # All hands are being laid down: whose turn stays taken would be waited for without end.
+            self._hands.lay_down(turn)
+            LOG.info("load balancer %s is left to others: %s", lease.load_balancer_id, error)
+            try:
+                self._jobs.give_way(lease)
+            except (AmphoraDriverError, OSError) as trouble:
+                LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
 
     def _dispatch(self, pool: ThreadPoolExecutor) -> float:
         """Claim what is due, as far as there are hands; returns after how many seconds to look again."""
@@ -169,9 +195,7 @@ class Controller:
             lease = self._jobs.claim(fresh=fresh)
             if lease is None:
                 break
-            turn = self._reconciler.begin(lease)
-            self._hands.take(turn)
-            pool.submit(self._work, turn)
+            self._begin(pool, lease)
         else:
             # Whoever lays down his work rings.
             return poll
@@ -196,15 +220,31 @@ class Controller:
 
     def _renew(self) -> None:
         """Keep the leases of running jobs; a job outlives its lease only if this process could not run at all."""
-        while not self._stopping.wait(self._conf.controller.lease / 3) or self._hands.turns():
+        every = self._conf.controller.lease / 3
+        pause = every
+        while not self._stopping.wait(pause) or self._hands.turns():
             if self._stopping.is_set():
                 time.sleep(0.05)
-            running = {turn.lease.load_balancer_id for turn in self._hands.turns()}
-            if running:
-                try:
+            pause = every
+            try:
+                if running := {turn.lease.load_balancer_id for turn in self._alive()}:
                     self._jobs.renew(running)
-                except StoreError as error:
-                    LOG.warning("could not renew leases: %s", error)
+            except (StoreError, OSError) as error:
+                LOG.warning("could not renew leases: %s", error)
+                pause = min(_TROUBLE, every)
+            except Exception:
+                # Without this thread every lease runs out under whoever works.
+                LOG.exception("renewing leases failed, and goes on")
+                pause = min(_TROUBLE, every)
+
+    def _alive(self) -> list[Turn]:
+        """Jobs that have not hung for a whole lease after their time; the leases of those run out."""
+        turns = self._hands.turns()
+        hung = {turn for turn in turns if turn.deadline.left() < -self._conf.controller.lease}
+        for turn in hung - self._hung:
+            LOG.error("load balancer %s: a call hangs, it is left to others", turn.lease.load_balancer_id)
+        self._hung = hung
+        return [turn for turn in turns if turn not in hung]
 
     def _watch(self) -> None:
         """Have jobs end that are to give way, give hands to others where somebody waits, and free what the dead had."""
@@ -222,6 +262,8 @@ class Controller:
                     self._bury()
             except (StoreError, OSError) as error:
                 LOG.warning("could not look whether something goes first: %s", error)
+            except Exception:
+                LOG.exception("looking whether something goes first failed, and goes on")
 
     def _interrupt(self) -> None:
         slow = [turn for turn in self._hands.turns() if time.monotonic() - turn.since >= _WATCHED_EVERY]

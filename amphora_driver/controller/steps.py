@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from amphora_driver.controller import plan as planning
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.vips import Vips
 from amphora_driver.deadline import kept
-from amphora_driver.errors import AgentError, AgentUnreachable, ComputeError
+from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard
 from amphora_driver.secret import Secret
@@ -133,7 +132,7 @@ class Steps:
             planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
             planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
             planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
-            planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted.generation),
+            planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted),
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
             planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
             planning.LookAfter: lambda step, _wanted, by_id: self._look_after(step, by_id[step.amphora_id]),
@@ -199,13 +198,14 @@ class Steps:
         )
         if machine.state is MachineState.FAILED:
             raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
+        booted_at = amphora.booted_at or self._database.now()
         self._write(
             lambda connection: amphorae.change(
                 connection,
                 amphora.id,
                 compute_id=machine.compute_id,
                 management_address=machine.management_address,
-                booted_at=amphora.booted_at or time.time(),
+                booted_at=booted_at,
                 certificate_expires_at=issued.expires_at,
             )
         )
@@ -244,7 +244,13 @@ class Steps:
             LOG.info("amphora %s is waited for: %s", amphora.id, error.happened)
             self.absent |= {amphora.id}
             return
-        self._write(lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=time.time()))
+        except (AgentRefused, AgentUntrusted) as error:
+            # It may be an old machine, or no machine of ours: another one may do better.
+            self._check_machine(amphora)
+            self._check_time(amphora, error)
+            raise
+        now = self._database.now()
+        self._write(lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=now))
 
     def _check_machine(self, amphora: Amphora) -> None:
         """Make sure that there is still something to wait for; what is not there is booted anew next time."""
@@ -255,12 +261,12 @@ class Steps:
         reason = machine.reason if machine is not None else ""
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
-    def _check_time(self, amphora: Amphora, error: AgentUnreachable) -> None:
+    def _check_time(self, amphora: Amphora, error: AgentError) -> None:
         """Give up one that runs and has not answered for too long: it is removed, and booted anew next time."""
-        most = float(self._conf.controller.boot_timeout)
+        most, now = float(self._conf.controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
-            self._write(lambda connection: amphorae.change(connection, amphora.id, booted_at=time.time()))
-        if amphora.booted_at is None or time.time() < amphora.booted_at + most:
+            self._write(lambda connection: amphorae.change(connection, amphora.id, booted_at=now))
+        if amphora.booted_at is None or now < amphora.booted_at + most:
             return
         self._turn.check()
         self._compute.destroy(amphora.id)
@@ -299,7 +305,7 @@ class Steps:
 
     def _release_vip(self, wanted: planning.Wanted) -> None:
         self._network.release_vip(wanted.load_balancer_id)
-        self._pushing.confirm(wanted.generation)
+        self._pushing.confirm(wanted)
 
     def _hand_over(self, amphora: Amphora, partner: Amphora) -> None:
         """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
@@ -312,10 +318,12 @@ class Steps:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
         except AgentError as error:
+            # What was only cut short is asked again in another turn.
+            self._turn.check()
             LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
             drain = 0.0
         left = self._let_go(amphora, drain)
-        until = None if left is None else time.time() + left
+        until = None if left is None else self._database.now() + left
         self._write(lambda connection: amphorae.change(connection, amphora.id, handed_over=True, drains_until=until))
 
     def _let_go(self, amphora: Amphora, drain: float) -> float | None:
@@ -330,12 +338,14 @@ class Steps:
             try:
                 self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
             except AgentError as error:
+                self._turn.check()
                 LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
             else:
                 return seconds
             try:
                 said = self._agents.vrrp(amphora.id, address, deadline=deadline)
             except AgentError as error:
+                self._turn.check()
                 LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
                 return None
             if said.holds_vip is False:
@@ -349,6 +359,7 @@ class Steps:
             deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
             said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
+            self._turn.check()
             LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
             over, why = step.silent, "it is neither heard nor answers"
         else:

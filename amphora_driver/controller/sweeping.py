@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
-# So many things of one kind that belong to nobody are believed, or a tenth of all.
-_MOST = 10
+# So many things of one kind that belong to nobody are believed, or a tenth of all; and all there is only if it is one.
+_MOST = 2
 
 
 class Sweeper:
@@ -93,10 +93,16 @@ class Sweeper:
         due = self._database.write(
             lambda connection: orphans.note(connection, thing, backend, found, time.time(), self._grace)
         )
-        if len(due) > max(_MOST, len(there) // 10):
-            # Crashes leave one thing now and then. So many at once are somebody else's, or our rows are lost.
-            LOG.error(
-                "%d of %d of %s (%s) belong to nobody: none is removed", len(due), len(there), thing.value, backend
-            )
-            return []
-        return due
+        if _believable(len(due), len(there)):
+            return due
+        LOG.error(
+            "%d of %d of %s (%s) belong to nobody: none is removed. Look whether rows were lost (an empty database, "
+            "one from a backup) or another deployment uses the same place; if neither, remove some by hand",
+            len(due), len(there), thing.value, backend,
+        )  # fmt: skip
+        return []
+
+
+def _believable(due: int, there: int) -> bool:
+    """Whether so many can be a crash's: it leaves one thing now and then. More is somebody else's, or rows are lost."""
+    return due <= max(_MOST, there // 10) and (due < there or due <= 1)

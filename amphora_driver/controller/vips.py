@@ -10,7 +10,6 @@ before the user has said something new.
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,14 +141,16 @@ class Vips:
             RequestError: they cannot be had.
             NetworkError: the backend failed, or has needed too long.
         """
-        wish = self._database.read(lambda connection: claims.wish_of(connection, tree.id)) or _wish(tree)
+        begun = self._database.now()
+        wish = self._database.read(lambda connection: claims.wish_of(connection, tree.id)) or _wish(tree, begun)
         answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
         if isinstance(answer, NotYet):
-            later = claims.later(wish, answer, time.time())
+            now = self._database.now()
+            later = claims.later(wish, answer, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
             self._write(lambda connection: claims.keep(connection, tree.id, seen.network, later))
-            if time.time() - wish.since > self._patience:
-                waited = f"none in {time.time() - wish.since:.0f} s: {answer.reason}"
+            if now - wish.since > self._patience:
+                waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"take a VIP for load balancer {tree.id}", waited, final=True)
             return
         LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
@@ -184,7 +185,7 @@ def settle(connection: sa.Connection, load_balancer_id: str, generation: int, fo
     claims.answered(connection, load_balancer_id)
 
 
-def _wish(tree: LoadBalancer) -> Wish:
+def _wish(tree: LoadBalancer, now: float) -> Wish:
     """What can be asked for if nothing else is recorded: any addresses on the same subnets."""
     vips = tuple(
         VipRequest(
@@ -195,4 +196,4 @@ def _wish(tree: LoadBalancer) -> Wish:
         )
         for vip in tree.vips
     )
-    return Wish(project_id=tree.project_id, vips=vips, since=time.time())
+    return Wish(project_id=tree.project_id, vips=vips, since=now)

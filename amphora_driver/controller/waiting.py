@@ -36,6 +36,8 @@ _SHY, _LONGEST_SHY = 0.05, 5.0
 _STEPS = 8
 # Seconds for which is remembered that one has listened.
 _REMEMBERED = 60.0
+# Seconds after something went wrong that nobody thought of.
+_TROUBLE = 0.5
 
 
 class Awaited(msgspec.Struct, frozen=True):
@@ -108,7 +110,12 @@ class WaitingRoom:
         """Wait, until told to stop."""
         try:
             while not self._stopping:
-                self._round()
+                try:
+                    self._round()
+                except Exception:
+                    # Without this thread nobody would hear of who has booted, and nobody would notice.
+                    LOG.exception("waiting for those that boot failed, and goes on")
+                    time.sleep(_TROUBLE)
         finally:
             with self._lock:
                 for amphora_id in list(self._guests):
@@ -155,17 +162,25 @@ class WaitingRoom:
     def _knock(self, guest: _Guest, now: float) -> None:
         """Begin a connection; one from before that was neither taken nor refused ends."""
         self._hang_up(guest)
+        guest.next_at = now + self._pause(guest, now)
         family = socket.AF_INET6 if ":" in guest.awaited.address else socket.AF_INET
-        guest.socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        # One that is taken in this very moment is heard of like all others.
-        code = guest.socket.connect_ex((guest.awaited.address, self._port))
-        if code in (0, errno.EINPROGRESS):
-            self._selector.register(guest.socket, selectors.EVENT_WRITE, guest)
-            guest.next_at = now + _ATTEMPT
-        else:
-            guest.socket.close()
-            guest.socket = None
-            guest.next_at = now + self._pause(guest, now)
+        try:
+            knocking = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            # No descriptor is left, for example: not now.
+            LOG.debug("could not knock now at amphora %s: %s", guest.awaited.amphora_id, error)
+            return
+        try:
+            # One that is taken in this very moment is heard of like all others.
+            code = knocking.connect_ex((guest.awaited.address, self._port))
+            if code in (0, errno.EINPROGRESS):
+                self._selector.register(knocking, selectors.EVENT_WRITE, guest)
+                guest.socket, guest.next_at = knocking, now + _ATTEMPT
+        except (OSError, ValueError) as error:
+            # No address, for example. Whoever looks at the amphora itself says so.
+            LOG.debug("could not knock at amphora %s: %s", guest.awaited.amphora_id, error)
+        if guest.socket is None:
+            knocking.close()
 
     def _answered(self, guest: _Guest) -> bool:
         """Whether the connection was taken."""
@@ -185,7 +200,7 @@ class WaitingRoom:
     def _tell(self, came: list[Awaited]) -> None:
         try:
             self._came(sorted({one.load_balancer_id for one in came}))
-        except AmphoraDriverError as error:
+        except (AmphoraDriverError, OSError) as error:
             LOG.warning("could not hasten those whose amphorae have booted, they are looked at later: %s", error)
 
     def _drop(self, amphora_id: str) -> None:

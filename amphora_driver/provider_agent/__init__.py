@@ -57,8 +57,9 @@ def run(exit_event: Event) -> None:
 
 def _work(name: str, exit_event: Event) -> None:
     conf = config.shared()
-    hands = ThreadPoolExecutor(_READERS, "reader")
+    hands, auditing = ThreadPoolExecutor(_READERS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
-        Reporter(conf, Database(conf.store.connection, durable=False), name, hands).run(exit_event)
+        Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing).run(exit_event)
     finally:
-        hands.shutdown(wait=False, cancel_futures=True)
+        for pool in (hands, auditing):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -3,7 +3,8 @@
 
 Invariant: Octavia's records are the truth about what its users want. Its transaction may fail after our answer (its
 process dies, its database does), and nobody tells us: so every load balancer that was changed is compared once, some
-seconds after its last change. What is being changed, removed or read at that moment is left alone: it comes again.
+seconds after its last change. What is being changed, removed or read at that moment is left alone and looked at later,
+and so is what Octavia has not been told of. Nobody waits for a comparison, neither barriers nor what else is read.
 
 Nothing in octavia_lib says which transactions failed, so all are looked at, one load balancer at a time and never more
 often than an interval: that is what it costs.
@@ -12,12 +13,13 @@ often than an interval: that is what it costs.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.model import from_octavia
+from amphora_driver.model import from_octavia, l7policies
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.provider_agent import taking
@@ -26,6 +28,7 @@ from amphora_driver.store import wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
+    from concurrent.futures import Executor
 
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Changes so many seconds ago are looked at when a reporter begins: the one before may not have come to it.
 _LOOK_BACK = 600.0
+# The pause after a comparison that failed, in seconds: each takes Octavia half a minute not to answer.
+_FIRST_PAUSE = 15.0
+_LONGEST_PAUSE = 600.0
 # Fields that hang below an object, and have objects of their own.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
@@ -55,27 +61,44 @@ class Auditor:
         conf: our options.
         database: where what is wanted is recorded.
         library: gives octavia_lib's client.
-        reader: does the work, beside all else it reads.
+        reader: seals secrets.
+        hands: who compares, one load balancer at a time; without, whoever takes a turn.
     """
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, library: Callable[[], DriverLibrary], reader: Reader
+        self,
+        conf: ConfigOpts,
+        database: Database,
+        library: Callable[[], DriverLibrary],
+        reader: Reader,
+        hands: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._library = library
         self._reader = reader
-        # When load balancers were changed last (seconds, monotonic), in this order.
-        self._changed: dict[str, float] = {}
+        self._hands = hands
+        self._lock = threading.Lock()
+        # When load balancers are to be compared (seconds, monotonic).
+        self._due: dict[str, float] = {}
+        # The pauses of those that could not be, in seconds.
+        self._pauses: dict[str, float] = {}
         self._next = 0.0
         self._begun = False
+        self._comparing = False
+
+    def begin(self) -> None:
+        """Somebody else may have had the duty: what is known of changes is old."""
+        with self._lock:
+            self._begun = False
+            self._due.clear()
+            self._pauses.clear()
 
     def changed(self, load_balancer_ids: Iterable[str]) -> None:
         """Something was accepted for these, and Octavia's transactions have ended."""
-        now = time.monotonic()
-        for one in load_balancer_ids:
-            self._changed.pop(one, None)
-            self._changed[one] = now
+        at = time.monotonic() + self._conf.octavia.audit_after
+        with self._lock:
+            self._due.update((one, at + self._pauses.get(one, 0.0)) for one in load_balancer_ids)
 
     def turn(self) -> None:
         """Have the next one compared, if it is time."""
@@ -84,31 +107,56 @@ class Auditor:
             self._begun = True
             since = time.time() - _LOOK_BACK
             self.changed(self._database.read(lambda connection: taking.recently_changed(connection, since)))
-        oldest = next(iter(self._changed), None)
-        if oldest is None or now < self._next or now < self._changed[oldest] + self._conf.octavia.audit_after:
-            return
-        self._next = now + self._conf.octavia.audit_interval
-        if not self._reader.may_read(oldest):
-            self.changed([oldest])
-            return
-        del self._changed[oldest]
-        self._reader.do(oldest, lambda: self.compare(oldest))
+        with self._lock:
+            if self._comparing or now < self._next or not self._due:
+                return
+            chosen = min(self._due, key=lambda one: self._due[one])
+            if time.monotonic() < self._due[chosen]:
+                return
+            del self._due[chosen]
+            self._next = now + self._conf.octavia.audit_interval
+            self._comparing = True
+        if self._hands is None:
+            self._compare_next(chosen)
+        else:
+            self._hands.submit(self._compare_next, chosen)
+
+    def _compare_next(self, load_balancer_id: str) -> None:
+        try:
+            self.compare(load_balancer_id)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one load balancer, the others come next
+            with self._lock:
+                pause = min(2 * self._pauses.get(load_balancer_id, _FIRST_PAUSE / 2), _LONGEST_PAUSE)
+                self._pauses[load_balancer_id] = pause
+            LOG.warning("load balancer %s was not compared: %s; again in %.0f s", load_balancer_id, error, pause)
+            self.changed([load_balancer_id])
+        else:
+            with self._lock:
+                self._pauses.pop(load_balancer_id, None)
+        finally:
+            with self._lock:
+                self._comparing = False
 
     def verify(self, row: Any) -> bool:
         """Make sure that Octavia has kept a batch that takes members away, before it is told that they are gone.
 
         Octavia shows what is being deleted as if it were not, and forgets it when told: after that nothing could be
-        brought back. One of the members that came with the batch tells of all of it: it was one transaction.
+        brought back. One of the members that came with a batch tells of all of it, since it was one transaction, and of
+        no other batch.
         """
-        member, removed = self._database.read(lambda connection: taking.batch_of(connection, row))
-        if member is not None:
-            found = self._library().get_member(member.id)
-            if found is None or _differing(member, from_octavia.member(found)):
-                words = (row.load_balancer_id, ", ".join(removed))
+        lost: list[str] = []
+        for batch in self._database.read(lambda connection: taking.batches(connection, row)):
+            found = self._library().get_member(batch.sample.id)
+            if found is None or (not batch.came and _differing(batch.sample, from_octavia.member(found))):
+                words = (row.load_balancer_id, ", ".join(batch.removed))
                 LOG.warning("load balancer %s: Octavia has not kept the batch that removed members %s", *words)
-                if self._database.write(lambda connection: taking.undo(connection, row, removed)):
-                    self.compare(row.load_balancer_id)
-                return False
+                lost += batch.removed
+        if lost:
+            # What came with them is found when the load balancer is compared.
+            if self._database.write(lambda connection: taking.undo(connection, row, lost)):
+                self.changed([row.load_balancer_id])
+                hints.tell(self._conf, doorbell.CONTROLLER, row.load_balancer_id)
+            return False
         passed = [(row.load_balancer_id, row.generation)]
         self._database.write(lambda connection: taking.mark_committed(connection, passed))
         return True
@@ -117,15 +165,19 @@ class Auditor:
         """Compare one, and want what Octavia has kept; True if that was something else."""
         before = self._database.read(lambda connection: taking.settled(connection, load_balancer_id))
         if before is None:
-            # When that is over it is a change again.
+            if self._database.read(lambda connection: taking.stays(connection, load_balancer_id)):
+                self.changed([load_balancer_id])
+                # Octavia was not asked: that has cost nothing.
+                self._next = 0.0
             return False
         row, recorded, leaving = before
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
             LOG.warning("Octavia does not know load balancer %s: it stays until somebody deletes it", load_balancer_id)
             return False
-        tree = from_octavia.load_balancer(found)
-        differing = differences(recorded, tree, leaving)
+        # What was removed before Octavia was asked never comes back: perhaps it hears of that only now.
+        tree = remaining(from_octavia.load_balancer(found), leaving)
+        differing = differences(recorded, tree)
         if not differing:
             return False
         contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
@@ -138,17 +190,41 @@ class Auditor:
         return corrected
 
 
-def differences(recorded: LoadBalancer, kept: LoadBalancer, leaving: Collection[str]) -> list[str]:
+def remaining(tree: LoadBalancer, leaving: Collection[str]) -> LoadBalancer:
+    """A tree as it is once these objects are gone: without all below them, references to them, and their places."""
+    replace = msgspec.structs.replace
+
+    def policy(one: L7Policy) -> L7Policy:
+        rules = tuple(rule for rule in one.rules if rule.id not in leaving)
+        return replace(one, rules=rules, redirect_pool_id=_unless(one.redirect_pool_id, leaving))
+
+    def listener(one: Listener) -> Listener:
+        policies = l7policies.counted(policy(each) for each in one.l7policies if each.id not in leaving)
+        return replace(one, l7policies=policies, default_pool_id=_unless(one.default_pool_id, leaving))
+
+    def pool(one: Pool) -> Pool:
+        members = tuple(member for member in one.members if member.id not in leaving)
+        monitor = one.healthmonitor if one.healthmonitor and one.healthmonitor.id not in leaving else None
+        return replace(one, members=members, healthmonitor=monitor)
+
+    return replace(
+        tree,
+        listeners=tuple(listener(one) for one in tree.listeners if one.id not in leaving),
+        pools=tuple(pool(one) for one in tree.pools if one.id not in leaving),
+    )
+
+
+def differences(recorded: LoadBalancer, kept: LoadBalancer) -> list[str]:
     """In what these two differ, one sentence for each object.
 
     Args:
         recorded: what we want.
-        kept: what Octavia has.
-        leaving: ids of objects that are removed, but that Octavia still has.
+        kept: what remains of what Octavia has.
     """
-    ours, theirs = nodes(recorded), nodes(kept)
+    # Policies count in their order, whatever their places are called.
+    ours, theirs = nodes(remaining(recorded, ())), nodes(remaining(kept, ()))
     found = [f"{_name(ours[one])} is not there" for one in sorted(ours.keys() - theirs.keys())]
-    found += [f"{_name(theirs[one])} is there" for one in sorted(theirs.keys() - ours.keys() - set(leaving))]
+    found += [f"{_name(theirs[one])} is there" for one in sorted(theirs.keys() - ours.keys())]
     for one in sorted(ours.keys() & theirs.keys()):
         fields = _differing(ours[one], theirs[one])
         if fields:
@@ -171,6 +247,10 @@ def _differing(ours: Node, theirs: Node) -> list[str]:
     mine, others = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
     left_out = _OURS if isinstance(ours, LoadBalancer) else ()
     return [name for name, value in mine.items() if name not in left_out and _plain(value) != _plain(others[name])]
+
+
+def _unless(reference: str | None, leaving: Collection[str]) -> str | None:
+    return None if reference in leaving else reference
 
 
 def _plain(value: Any) -> Any:

@@ -78,6 +78,8 @@ class Reader:
         self._busy: set[str] = set()
         # Load balancers that could not be read: not before this time (seconds, monotonic), and the pause until then.
         self.unread: dict[str, tuple[float, float]] = {}
+        # Load balancers Octavia did not know, and since when (seconds, monotonic): clocks of other hosts may be wrong.
+        self._unknown: dict[str, float] = {}
 
     def may_read(self, load_balancer_id: str) -> bool:
         """Whether it is time to read a load balancer."""
@@ -92,10 +94,7 @@ class Reader:
             row: what was recorded of it before its barrier.
             verify: looks at one of which nothing is missing.
         """
-        return self.do(row.load_balancer_id, lambda: self._readable(row, verify))
-
-    def do(self, load_balancer_id: str, task: Callable[[], bool]) -> bool:
-        """Have something be done that reads a load balancer, alone; True if it was done at once, and well."""
+        load_balancer_id = row.load_balancer_id
         with self._lock:
             if load_balancer_id in self._busy:
                 return False
@@ -103,7 +102,7 @@ class Reader:
 
         def work() -> bool:
             try:
-                return task()
+                return self._readable(row, verify)
             except Exception:
                 LOG.exception("load balancer %s could not be read", load_balancer_id)
                 return False
@@ -146,11 +145,16 @@ class Reader:
             return self._reread(row, objects)
         found = self._library().get_loadbalancer(row.load_balancer_id)
         if found is None:
-            if not row.committed and time.time() - row.accepted_at > self._conf.octavia.commit_patience:
+            if row.committed:
+                return False
+            since = self._unknown.setdefault(row.load_balancer_id, time.monotonic())
+            if time.monotonic() - since > self._conf.octavia.commit_patience:
+                self._unknown.pop(row.load_balancer_id)
                 LOG.warning("Octavia never committed load balancer %s: removing it", row.load_balancer_id)
                 self._database.write(lambda connection: taking.abandon(connection, row.load_balancer_id))
                 self._wake(row.load_balancer_id)
             return False
+        self._unknown.pop(row.load_balancer_id, None)
         if row.read_back:
             tree = from_octavia.load_balancer(found)
             contents = self.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))

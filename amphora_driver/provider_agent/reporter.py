@@ -70,17 +70,23 @@ class Reporter:
         database: where the outbox is.
         name: of this process. Who comes after one that has died has its name, and so its duty at once.
         hands: who reads from Octavia; without, whoever takes a turn.
+        auditing: who compares with what Octavia has; without, whoever takes a turn.
     """
 
     def __init__(
-        self, conf: ConfigOpts, database: Database, name: str | None = None, hands: Executor | None = None
+        self,
+        conf: ConfigOpts,
+        database: Database,
+        name: str | None = None,
+        hands: Executor | None = None,
+        auditing: Executor | None = None,
     ) -> None:
         self._conf = conf
         self._database = database
         self._name = name or jobs.process_name()
         self._library: driver_lib.DriverLibrary | None = None
         self._reader = Reader(conf, database, lambda: self.library, hands)
-        self._auditor = Auditor(conf, database, lambda: self.library, self._reader)
+        self._auditor = Auditor(conf, database, lambda: self.library, self._reader, auditing)
         self._held_until = 0.0
         self._ended = threading.Event()
         # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
@@ -123,9 +129,11 @@ class Reporter:
         if not self._on_duty():
             return float(self._conf.queue.poll_interval)
         waiting = self._pass_barriers()
-        while self._report_statuses():
+        # Each call may take long: whoever has the duty by then speaks, and nobody else.
+        while self._on_duty() and self._report_statuses():
             pass
-        self._auditor.turn()
+        if self._on_duty():
+            self._auditor.turn()
         return 0.05 if waiting else float(self._conf.queue.poll_interval)
 
     @property
@@ -142,8 +150,13 @@ class Reporter:
         now = time.monotonic()
         if now < self._held_until:
             return True
+        # It ends as much later as it is renewed earlier.
+        kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
+            self._held_until = 0.0
             return False
+        if not kept:
+            self._auditor.begin()
         self._held_until = now + _DUTY_SECONDS / 2
         return True
 
@@ -165,6 +178,8 @@ class Reporter:
             for row in rows
         }
         points.reach(points.Point.BARRIER_NEXT)
+        if not self._on_duty():
+            return False
         held = self._barrier(barriers)
         points.reach(points.Point.BARRIER_PASSED)
         waited = [row for row in rows if row.load_balancer_id not in held]
@@ -188,6 +203,9 @@ class Reporter:
             return set()
         held = set()
         for load_balancer_id, barrier in barriers.items():
+            if not self._on_duty():
+                held.add(load_balancer_id)
+                continue
             try:
                 self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
@@ -212,7 +230,9 @@ class Reporter:
             if error.status_object_id is None:
                 raise
             LOG.warning("Octavia refused a status (%s): sending them one by one", error.fault_string)
-            accepted = [report for report in reports if self._due(report) and self._report_alone(report)]
+            accepted = [
+                report for report in reports if self._due(report) and self._on_duty() and self._report_alone(report)
+            ]
         points.reach(points.Point.REPORT_SENT)
         self._database.write(lambda connection: statuses.taken(connection, accepted))
         points.reach(points.Point.REPORT_TAKEN)

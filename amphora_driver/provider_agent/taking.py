@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.model.loadbalancer import Member
 from amphora_driver.model.secrets import used_by, used_in
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
 from amphora_driver.store.intents import Op
 from amphora_driver.store.secrets import Sealed
@@ -21,7 +23,7 @@ from amphora_driver.store.tables import request, status, wanted_object, work
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
+    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
     from amphora_driver.model.secrets import SecretName
 
 NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the secret is there and can be read"
@@ -29,11 +31,6 @@ NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the sec
 
 def uncommitted(connection: sa.Connection) -> Sequence[Any]:
     """Load balancers with a generation whose transaction in Octavia may still be open, or that are to be read."""
-    accepted = (
-        sa.select(sa.func.min(request.c.accepted_at))
-        .where(request.c.load_balancer_id == work.c.load_balancer_id)
-        .scalar_subquery()
-    )
     batch = sa.exists().where(
         request.c.load_balancer_id == work.c.load_balancer_id,
         request.c.generation > work.c.committed,
@@ -46,16 +43,15 @@ def uncommitted(connection: sa.Connection) -> Sequence[Any]:
             work.c.committed,
             work.c.read_back,
             work.c.reread,
-            accepted.label("accepted_at"),
             batch.label("batch"),
         ).where(sa.or_(work.c.committed < work.c.generation, work.c.read_back))
     ).all()
 
 
 def recently_changed(connection: sa.Connection, since: float) -> list[str]:
-    """Load balancers for which something was accepted after that time (seconds since 1970)."""
-    rows = connection.execute(sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since).distinct())
-    return list(rows.scalars())
+    """Load balancers for which something was accepted after that time (seconds since 1970), or is being done."""
+    recent = sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since)
+    return list(connection.execute(recent.union(sa.select(work.c.load_balancer_id).where(work.c.dirty))).scalars())
 
 
 def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
@@ -157,7 +153,8 @@ def correct(
     Args:
         connection: of `Database.write`.
         row: the work row as it was before Octavia was asked.
-        tree: what Octavia has.
+        tree: what Octavia has, without what was removed before it was asked: of that it may have been told meanwhile,
+            and what it was told of has no row any more that would say so.
         contents: what came of the secrets it uses.
         gone: ids of objects that Octavia does not have.
 
@@ -180,21 +177,63 @@ def correct(
     return True
 
 
-def batch_of(connection: sa.Connection, row: Any) -> tuple[Member | None, list[str]]:
-    """What a batch of members has added or changed (one of them), and the ids of those it has removed."""
-    mine = (
-        wanted_object.c.load_balancer_id == row.load_balancer_id,
-        wanted_object.c.kind == Kind.MEMBER.value,
-        wanted_object.c.generation > row.committed,
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that took members of a pool away and brought or changed others, all in one transaction of Octavia's.
+
+    Attributes:
+        sample: a member that came with it, or else one that it has changed and nobody has since.
+        came: whether the sample came with it: then it is there or not, whatever was done to it later.
+        removed: ids of the members it has removed.
+    """
+
+    sample: Member
+    came: bool
+    removed: list[str]
+
+
+def batches(connection: sa.Connection, row: Any) -> list[Batch]:
+    """Batches of members whose transactions are not known to have ended, each by its own generation.
+
+    What tells nothing is left out: one that has removed nothing, or neither brought nor changed anything; and what goes
+    with its pool or load balancer anyway.
+    """
+    asked = (
+        sa.select(request.c.generation, request.c.object_id)
+        .join(wanted_object, wanted_object.c.id == request.c.object_id)
+        .join(work, work.c.load_balancer_id == request.c.load_balancer_id)
+        .where(
+            request.c.load_balancer_id == row.load_balancer_id,
+            request.c.action == "set members",
+            request.c.generation > row.committed,
+            request.c.generation <= row.generation,
+            ~wanted_object.c.removed,
+            work.c.op != Op.DELETE,
+        )
+        .order_by(request.c.generation)
     )
-    removed = list(connection.execute(sa.select(wanted_object.c.id).where(*mine, wanted_object.c.removed)).scalars())
-    newest = sa.select(wanted_object.c.id).where(*mine, ~wanted_object.c.removed)
-    kept = connection.execute(newest.order_by(wanted_object.c.created.desc()).limit(1)).scalar() if removed else None
-    return (None if kept is None else wanted.load(connection, Kind.MEMBER, kept)), removed
+    each = (_batch(connection, one.object_id, one.generation) for one in connection.execute(asked).all())
+    return [batch for batch in each if batch is not None]
+
+
+def _batch(connection: sa.Connection, pool_id: str, generation: int) -> Batch | None:
+    mine = (
+        wanted_object.c.parent_id == pool_id,
+        wanted_object.c.kind == Kind.MEMBER.value,
+        sa.or_(wanted_object.c.created == generation, wanted_object.c.generation == generation),
+    )
+    rows = connection.execute(sa.select(wanted_object).where(*mine)).all()
+    removed = [one.id for one in rows if one.removed and one.generation == generation]
+    # Octavia shows one that a later request removes until it is told: it tells of its own batch all the same.
+    telling = [one for one in rows if one.id not in removed]
+    sample = max(telling, key=lambda one: one.created == generation, default=None)
+    if sample is None or not removed:
+        return None
+    member = msgspec.json.decode(sample.body, type=Member)
+    return Batch(sample=member, came=sample.created == generation, removed=removed)
 
 
 def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
-    """What a batch has removed stays, since Octavia has kept nothing of that batch; False if it does not count."""
+    """What batches have removed stays, since Octavia has kept nothing of them; False if it does not count."""
     if not _as_seen(connection, row):
         return False
     generation = row.generation + 1
@@ -214,14 +253,25 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
 def settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, LoadBalancer, set[str]] | None:
     """A load balancer nobody is changing in Octavia, as it is recorded; None while somebody is, or if it is gone.
 
-    Also the ids of objects that are removed, and that Octavia has until it is told so: read after it was asked, this
-    would not name those of which it was told meanwhile.
+    What Octavia has not been told of counts as being changed: until then it keeps what is being deleted, and the
+    references to it and the places it takes up. It is told of the load balancer itself last.
+
+    Also the ids of objects that are removed, and that Octavia has all the same, since it would not hear of them: read
+    after it was asked, this would not name those of which it was told meanwhile.
     """
     row = connection.execute(_SEEN, {"of": load_balancer_id}).first()
     if row is None or row.op == Op.DELETE or row.read_back or row.committed < row.generation:
         return None
+    if connection.execute(_UNTOLD, {"of": load_balancer_id}).first() is not None:
+        return None
     leaving = set(connection.execute(_LEAVING, {"of": load_balancer_id}).scalars())
     return row, wanted.load_tree(connection, load_balancer_id), leaving
+
+
+def stays(connection: sa.Connection, load_balancer_id: str) -> bool:
+    """Whether a load balancer is there, and not to go."""
+    row = connection.execute(_SEEN, {"of": load_balancer_id}).first()
+    return row is not None and row.op != Op.DELETE
 
 
 _SEEN = sa.select(
@@ -229,6 +279,23 @@ _SEEN = sa.select(
 ).where(work.c.load_balancer_id == sa.bindparam("of"))
 _LEAVING = sa.select(wanted_object.c.id).where(
     wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed
+)
+# What failed goes on waiting, but Octavia has heard of it: only what is being deleted is there still.
+_HEARD_OF_FAILURE = sa.and_(
+    status.c.provisioning == Provisioning.ERROR.value,
+    status.c.settled <= status.c.reported,
+    status.c.object_id.not_in(_LEAVING),
+)
+_UNTOLD = (
+    sa.select(status.c.object_id)
+    .where(
+        status.c.load_balancer_id == sa.bindparam("of"),
+        sa.or_(
+            sa.and_(status.c.pending.is_not(None), sa.or_(status.c.provisioning.is_(None), ~_HEARD_OF_FAILURE)),
+            sa.and_(status.c.kind == Kind.LOAD_BALANCER.value, status.c.settled > status.c.reported),
+        ),
+    )
+    .limit(1)
 )
 
 

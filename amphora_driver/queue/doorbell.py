@@ -69,9 +69,10 @@ class Doorbell:
 
     def press(self) -> None:
         """Ring this very bell, from another thread of the same process."""
+        # Also where no descriptor is left.
         with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
             contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
         ):
             sender.sendto(b"!", str(self._path))
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
 
+# Seconds for which what a dead process worked on waits, by how often it was tried in vain before.
+_PAUSES_OF_THE_DEAD, _LONGEST_PAUSE_OF_THE_DEAD = (0, 2, 4, 8, 16), 30.0
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one load balancer, and what is to be done."""
 
@@ -108,15 +112,18 @@ class Jobs:
     def renew(self, load_balancer_ids: Collection[str]) -> None:
         """Keep the leases of these load balancers for another while, as far as they are this process's.
 
-        Only those really being worked on are named: a lease that could not be given back must run out.
+        Only those really being worked on are named: a lease that could not be given back must run out. On a server,
+        one whose row somebody has locked is passed over until the next time, and costs the others nothing.
         """
-        self._database.write(
-            lambda connection: connection.execute(
-                work.update()
-                .where(work.c.owner == self._owner, work.c.load_balancer_id.in_(list(load_balancer_ids)))
-                .values(leased_until=clock.now(connection) + self._seconds)
-            )
-        )
+
+        def write(connection: sa.Connection) -> None:
+            mine = sa.and_(work.c.owner == self._owner, work.c.load_balancer_id.in_(list(load_balancer_ids)))
+            if connection.dialect.name != "sqlite":
+                free = sa.select(work.c.load_balancer_id).where(mine).with_for_update(skip_locked=True)
+                mine = sa.and_(mine, work.c.load_balancer_id.in_(connection.execute(free).scalars().all()))
+            connection.execute(work.update().where(mine).values(leased_until=clock.now(connection) + self._seconds))
+
+        self._database.write(write)
 
     def finish(self, lease: Lease, generation: int, again_at: float | None = None) -> None:
         """Give a lease back: the load balancer is as `generation` records it, or waits for somebody else.
@@ -137,6 +144,10 @@ class Jobs:
         bound = found if again_at is None else {**found, "again": again_at}
 
         def write(connection: sa.Connection) -> None:
+            if connection.dialect.name == "postgresql":
+                # A statement of its own. One that waits for a row looks at that row again, but at all others as they
+                # were before: it would not see what `take_back` did to an amphora, and undo that the job is due.
+                connection.execute(_HOLD, {"of": lease.load_balancer_id})
             # What `guard` makes sure of, and the change, in one.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
@@ -222,16 +233,32 @@ class Jobs:
     def release_all(self, owner: str | None = None) -> int:
         """Give every lease of this process back, at its end, or those of one that is known to be dead.
 
+        Whoever dies may have been killed by what it worked on. So that counts as an attempt: what was not tried in vain
+        before is due at once all the same, and what was waits longer each time, so that others have their turn.
+
         Returns:
             How many there were.
         """
-        return self._database.write(
-            lambda connection: (
-                connection.execute(
-                    work.update().where(work.c.owner == (owner or self._owner)).values(owner=None, leased_until=None)
-                ).rowcount
+        given: dict[str, Any] = {"owner": None, "leased_until": None}
+
+        def write(connection: sa.Connection) -> int:
+            mine = work.update().where(work.c.owner == (owner or self._owner))
+            if owner is None:
+                return connection.execute(mine.values(**given)).rowcount
+            now = clock.now(connection)
+            pause = sa.case(
+                *((work.c.attempts == tried, float(seconds)) for tried, seconds in enumerate(_PAUSES_OF_THE_DEAD)),
+                else_=_LONGEST_PAUSE_OF_THE_DEAD,
             )
-        )
+            # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+            changes: list[tuple[Any, Any]] = [
+                *((work.c[name], value) for name, value in given.items()),
+                (work.c.free_at, now + pause),
+                (work.c.attempts, work.c.attempts + 1),
+            ]
+            return connection.execute(mine.ordered_values(*changes)).rowcount
+
+        return self._database.write(write)
 
     def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
         due = _due(clock.now(connection), load_balancer_id, fresh=fresh)
@@ -280,6 +307,7 @@ _FINISH_FOR_NOW = (
 )
 _GUARD = work.update().where(*_MINE).values(epoch=sa.bindparam("under"))
 _GUARD_APPLIED = work.update().where(*_MINE).values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
+_HOLD = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
 _CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op).where(
     work.c.load_balancer_id == sa.bindparam("of")
 )
@@ -291,6 +319,17 @@ _NOTE_OUTCOME = (
         request.c.applied_at.is_(None),
     )
     .values(applied_at=sa.bindparam("now", type_=sa.Double), outcome=sa.bindparam("what", type_=sa.Text))
+)
+
+
+_UNANSWERED = (
+    sa.select(request.c.id)
+    .where(
+        request.c.load_balancer_id == sa.bindparam("of"),
+        request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
+        request.c.applied_at.is_(None),
+    )
+    .limit(1)
 )
 
 
@@ -337,6 +376,11 @@ def check(connection: sa.Connection, lease: Lease) -> tuple[int, str]:
             "another controller has taken it over",
         )
     return int(row.generation), str(row.op)
+
+
+def unanswered(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:
+    """Whether a request up to a generation waits to hear what became of it."""
+    return connection.execute(_UNANSWERED, {"of": load_balancer_id, "upto": generation}).first() is not None
 
 
 def note_outcome(connection: sa.Connection, load_balancer_id: str, generation: int, outcome: str) -> None:

@@ -248,7 +248,7 @@ class Database:
             self._fits = True
 
     def _make(self) -> sa.Engine:
-        url = _parsed(self._url)
+        url = parsed(self._url)
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             engine = sa.create_engine(url, **options, **_CONNECTIONS, connect_args=_arguments(url, self._patience))
@@ -268,8 +268,12 @@ class Database:
         return postgresql.connect(self._patience, tuple(arguments), dict(options))
 
 
-def _parsed(text: str) -> sa.URL:
-    """The URL, if there is a driver for it. What is wrong is said without quoting it: there may be a password in it."""
+def parsed(text: str) -> sa.URL:
+    """The URL, if there is a driver for it. What is wrong is said without quoting it: there may be a password in it.
+
+    Raises:
+        ConfigurationError: it is none, or its driver is not installed.
+    """
     wanted, remedy = "use the database", "Check [store] connection."
     try:
         url = sa.make_url(text)
@@ -278,6 +282,9 @@ def _parsed(text: str) -> sa.URL:
         raise ConfigurationError(wanted, "its URL is not one that SQLAlchemy understands", remedy) from None
     except ImportError as error:
         raise ConfigurationError(wanted, f"its driver is not installed ({error})", remedy) from error
+    if "@" in (url.host or ""):
+        # The end of a password would be taken for a host's name, which errors show.
+        raise ConfigurationError(wanted, "there is more than one @ in its URL", f"{remedy} Write %40 in a password.")
     return url
 
 

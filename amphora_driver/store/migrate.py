@@ -27,7 +27,7 @@ from sqlalchemy.exc import DBAPIError
 
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.store import schema
-from amphora_driver.store.engine import Database
+from amphora_driver.store.engine import Database, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +54,7 @@ def upgrade(url: str) -> Upgrade:
     """Bring the database at this URL to the newest schema; harmless when it is there already.
 
     Raises:
+        ConfigurationError: the URL is none, or its driver is not installed.
         SchemaMismatch: it is newer than this version.
         StoreError: the database said no. What was done until then is found again the next time.
     """
@@ -86,7 +87,8 @@ def configuration(connection: sa.Connection) -> Config:
 
 def _engine(url: str) -> sa.Engine:
     # A statement of an upgrade may take minutes; what `Database` asks of a server is that it answers in seconds.
-    return Database(url).engine if sa.make_url(url).get_backend_name() == "sqlite" else sa.create_engine(url)
+    found = parsed(url)
+    return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
 
 def _bring(engine: sa.Engine) -> Upgrade:

@@ -85,6 +85,8 @@ work = Table(
     Column("reread", Body, nullable=True),
     # What the VIPs' port was given last besides addresses (JSON: QoS policy, security groups); empty if never anything.
     Column("vip_applied", Body, nullable=True),
+    # What a generation that is not confirmed yet is served without (JSON: the generation, reasons by object id).
+    Column("left_out", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
     # Which TLS ticket keys it uses, counted from 1, and when the next ones are due; both empty until it needs some.
     Column("tickets", BigInteger, nullable=True),

@@ -3,8 +3,9 @@
 
 Invariant: a secret reaches a table only as what `Vault.seal` made of it. The first key seals, all keys open, so that
 keys are rotated by putting a new one on top (docs/secrets.md). A key file that was changed is taken up by running
-processes; one that cannot be used any more leaves them with the keys they have. A file that strangers could read is
-refused: keys are called by their place and a fingerprint, and shown to nobody.
+processes; one that cannot be used any more leaves them with the keys they have. A key that is not in it any more opens
+for a minute longer: a file that is being written in place may look like a shorter one. A file that strangers could
+read is refused: keys are called by their place and a fingerprint, and shown to nobody.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import hashlib
 import logging
 import stat
 import threading
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOG = logging.getLogger(__name__)
 
@@ -28,6 +34,8 @@ _REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line.
 # What a fingerprint is made from besides the key: it is the hash of nothing else that anybody may have.
 _FINGERPRINT_OF = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
+# Seconds for which a key still opens after it was taken out of the file: writing one takes less.
+_DROPPED_SECONDS = 60.0
 # File, time of change in nanoseconds, length: what tells one version of a key file from the next.
 _Version = tuple[int, int, int, int]
 
@@ -77,7 +85,7 @@ class Vault:
             StoreError: no key of ours opens it.
         """
         with contextlib.suppress(InvalidToken):
-            return Secret(self._current().cipher.decrypt(sealed))
+            return Secret(self._current().opening.decrypt(sealed))
         raise StoreError(
             "open a secret",
             "none of the encryption keys fits",
@@ -106,6 +114,12 @@ class Vault:
         if self._path is not None and _version(self._path) != self._version:
             with self._loading:
                 self._load_again(self._path)
+        ring = self._ring
+        if ring.dropped and time.monotonic() > ring.until:
+            with self._loading:
+                # Another thread may have put a newer one there meanwhile.
+                if self._ring is ring:
+                    self._ring = _Ring(ring.keys)
         return self._ring
 
     def _load_again(self, path: Path) -> None:
@@ -115,19 +129,32 @@ class Vault:
         # Whatever comes of it, this version is not tried again: one warning is enough.
         self._version = version
         try:
-            self._ring = _Ring(_keys(path))
+            keys = _keys(path)
         except ConfigurationError as error:
             LOG.warning("the encryption keys in use are kept: %s", error)
-        else:
-            LOG.info("encryption keys were read again; %s seals", self._ring.fingerprints[0])
+            return
+        before = self._ring
+        dropped = [key for key in (*before.keys, *before.dropped) if key not in keys]
+        self._ring = _Ring(keys, dropped)
+        LOG.info("encryption keys were read again; %s seals", self._ring.fingerprints[0])
+        if dropped:
+            LOG.info("%d that are not there any more open for another %.0f s", len(dropped), _DROPPED_SECONDS)
 
 
 class _Ring:
-    """Keys that belong together; never changed, so that a thread sees the old ones or the new ones."""
+    """Keys that belong together; never changed, so that a thread sees the old ones or the new ones.
 
-    def __init__(self, keys: list[bytes]) -> None:
+    Args:
+        keys: of the file.
+        dropped: keys that were in it until now. They open for some time yet, and do nothing else.
+    """
+
+    def __init__(self, keys: list[bytes], dropped: Sequence[bytes] = ()) -> None:
+        self.keys, self.dropped = keys, dropped
+        self.until = time.monotonic() + _DROPPED_SECONDS
         self.ciphers = [Fernet(key) for key in keys]
         self.cipher = MultiFernet(self.ciphers)
+        self.opening = MultiFernet([*self.ciphers, *map(Fernet, dropped)])
         self.fingerprints = tuple(
             hashlib.sha256(_FINGERPRINT_OF + key).hexdigest()[:_FINGERPRINT_DIGITS] for key in keys
         )

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from amphora_agent.errors import HaproxyError
+from amphora_agent.haproxy import forsaken
 from amphora_agent.haproxy.configuration import parse
 from amphora_agent.haproxy.forsaken import orders, taken_back
+from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.haproxy.readback import State
 
 UP = State(True, 1, False, False, "192.0.2.1", 80, "-", 0)
@@ -54,3 +59,25 @@ def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
 
 def test_it_is_taken_back():
     assert taken_back(MAINT) == "set server b/x state ready"
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [(["", "No such server.", ""], 3), (["", None, ""], 2)],
+    ids=["one is refused", "nobody answers"],
+)
+def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
+    """Silence takes ten seconds for each order, in which nothing else can be changed."""
+    heard = []
+
+    def ask(order):
+        answer = answers[len(heard)]
+        heard.append(order)
+        if answer is None:
+            raise HaproxyError("ask", "no answer")
+        return answer
+
+    given = [f"set server b/{name} state maint" for name in "xyz"]
+    monkeypatch.setattr(forsaken, "orders", lambda *_: given)
+    told = Haproxy._forsake(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
+    assert heard == told == given[:asked]

@@ -31,6 +31,19 @@ def test_what_is_unknown_goes_and_what_begins_stays():
     assert not [line for line in lines if "ip6" in line or "own6" in line]
 
 
+def test_a_syn_without_room_is_led_like_what_follows_it():
+    """Taken here it would be answered, and the rest of its connection led away."""
+    lines = [line for line in rules(pair(VIP), ()).splitlines() if "198.51.100.5" in line]
+    assert [line for line in lines if line.endswith(" accept") and "update @own4" not in line] == []
+
+
+def test_both_learn_that_a_packet_was_too_large():
+    text = rules(pair(VIP, VIP6), ())
+    there = 'ether daddr set 0a:00:00:00:00:01 dup to "handover0"'
+    assert f"ip daddr {{ 198.51.100.5 }} icmp type destination-unreachable icmp code 4 {there}" in text
+    assert f"ip6 daddr {{ 2001:db8::5 }} icmpv6 type packet-too-big {there}" in text
+
+
 def test_connections_of_its_own_are_known_from_the_start():
     own = [
         Connection(ip_address("192.0.2.7"), 4711, VIP.ip, 80),

@@ -3,6 +3,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from cryptography.fernet import Fernet
@@ -110,7 +111,8 @@ def test_the_document(vault):
 def pushing(tmp_path, vault):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("")
-    nothing = dict.fromkeys(("database", "catalogue", "agents", "authority"))
+    nothing = dict.fromkeys(("catalogue", "agents", "authority"))
+    nothing["database"] = SimpleNamespace(now=lambda: 0.0)
     turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     backends = Backends(conf=config.load([str(path)]), vault=vault, **nothing)
     return Pushing(backends, turn, lambda change, applied=None: None)

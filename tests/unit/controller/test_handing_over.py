@@ -11,7 +11,7 @@ from amphora_driver.agent_client import Vrrp
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn
-from amphora_driver.errors import AgentRefused, AgentUnreachable
+from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store import amphorae, migrate
@@ -33,6 +33,7 @@ class Agents:
         self.asked = []
         self.trouble = trouble
         self.says = says
+        self.turn = None
 
     def expect_vips(self, amphora_id, _address, seconds, *, deadline):
         self._ask("expect", amphora_id, seconds)
@@ -85,7 +86,8 @@ def take(conf, database, step, agents):
     wanted = planning.Wanted(
         load_balancer_id=LB, generation=1, applied=0, gone=False, readable=True, tree=TREE, networks={}
     )
-    Steps(everything, Turn(lease, database, 60.0)).take(step, wanted, observed)
+    agents.turn = Turn(lease, database, 60.0)
+    Steps(everything, agents.turn).take(step, wanted, observed)
     after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
     return next(one for one in after if one.id == OLD)
 
@@ -171,3 +173,32 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
     old = take(conf, database, planning.LookAfter(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
     assert old.drains_until == (0.0 if over else ends)
+
+
+class Cut(Agents):
+    """The controller ends while one of them is asked."""
+
+    def __init__(self, question):
+        super().__init__({question: AgentUnreachable("ask", "the deadline")}, Vrrp(holds_vip=True, draining=None))
+        self.question = question
+
+    def _ask(self, what, amphora_id, seconds):
+        if what == self.question:
+            self.turn.give_way("this controller ends")
+        super()._ask(what, amphora_id, seconds)
+
+
+@pytest.mark.parametrize("question", ["expect", "release"])
+def test_what_is_only_cut_short_is_no_answer(conf, database, question):
+    with pytest.raises(Superseded):
+        take(conf, database, STEP, Cut(question))
+    after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    assert not any(one.handed_over for one in after), "it is asked again"
+
+
+def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
+    database.write(lambda c: amphorae.change(c, OLD, handed_over=True, drains_until=time.time() + 60))
+    with pytest.raises(Superseded):
+        take(conf, database, planning.LookAfter(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
+    after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    assert next(one for one in after if one.id == OLD).drains_until > time.time()

@@ -4,15 +4,17 @@
 import time
 
 import pytest
+import sqlalchemy as sa
 from test_reconcile_pairs import LB, LISTENER, TREE, Control, World
 
 from amphora_driver import config
 from amphora_driver.compute.interface import Machine, MachineState
-from amphora_driver.errors import AgentUnreachable, ComputeError
+from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.store import amphorae, migrate
 from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import status, work
 from amphora_driver.topology.single import SingleTopology
 
 
@@ -28,6 +30,7 @@ class SlowWorld(World):
         self.ended = False
         self.address = "203.0.113.9"
         self.refusal = None
+        self.greeting = None
         self.boots = 0
         self.destroyed = 0
 
@@ -50,6 +53,8 @@ class SlowWorld(World):
 
     def wait_until_ready(self, _amphora_id, _address, deadline):
         assert deadline.left() <= 5, "nobody waits here"
+        if self.greeting is not None:
+            raise self.greeting
         if not self.listens:
             raise AgentUnreachable("reach it", "connection refused")
 
@@ -152,6 +157,55 @@ def test_one_that_never_comes_is_told_and_booted_anew(control):
     control.work()
     assert control.world.boots == 2
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
+
+
+def test_one_that_answers_wrongly_is_booted_anew_too(control):
+    control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
+    control.work()
+    assert (control.row().attempts, control.world.destroyed) == (1, 0), "it may have been a moment's trouble"
+    most = control.conf.controller.boot_timeout
+    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - most - 1))
+    control.hurry()
+    control.work()
+    assert control.provisioning()[LB] == "ERROR"
+    assert control.world.destroyed == 1
+    control.world.greeting, control.world.listens = None, True
+    control.hurry()
+    control.work()
+    assert control.world.boots == 2
+    assert control.provisioning()[LB] == "ACTIVE"
+
+
+def test_a_number_of_attempts_that_was_left_out_is_told_all_the_same(control):
+    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.work()
+    most = control.conf.controller.give_up_after
+    control.database.write(lambda c: c.execute(work.update().values(attempts=most, free_at=0.0)))
+    control.work()
+    assert control.provisioning()[LB] == "ERROR"
+
+    def versions():
+        return control.database.read(lambda c: c.execute(sa.select(status.c.version)).scalars().all())
+
+    told = versions()
+    control.hurry()
+    control.work()
+    assert control.row().attempts == most + 2
+    assert versions() == told, "it is told once"
+
+
+def test_a_deletion_between_two_looks_is_taken_up_at_once(control):
+    load = control.reconciler._trees.load
+
+    def loads(connection, row, epoch):
+        control.reconciler._trees.load = load
+        raise StoreError("read it", "it was deleted in this moment")
+
+    control.reconciler._trees.load = loads
+    lease = control.jobs.claim()
+    turn = control.reconciler.begin(lease)
+    control.reconciler.reconcile(lease, turn)
+    assert (turn.generation, turn.op) == (1, "apply"), "what comes later is newer than what was seen"
 
 
 def test_a_backend_may_say_later_where_the_machine_is(control):

@@ -126,15 +126,24 @@ def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper)
     assert noted(database) == set()
 
 
-def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, monkeypatch, caplog):
-    monkeypatch.setattr(sweeping, "_MOST", 2)
-    for _ in range(3):
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, caplog, count):
+    for _ in range(count):
         network.ensure_port(str(uuid.uuid4()), "vip", ["vip-subnet"])
     sweeper.sweep()
     time_passes(database)
     assert sweeper.sweep() == 0
-    assert len(network.all_ports()) == 3
-    assert "3 of 3 of ports (local) belong to nobody: none is removed" in caplog.text
+    assert len(network.all_ports()) == count
+    assert f"{count} of {count} of ports (local) belong to nobody: none is removed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("due", "there", "believed"),
+    [(1, 1, True), (2, 2, False), (1, 2, True), (2, 3, True), (3, 4, False), (3, 29, False), (3, 30, True),
+     (10, 10, False), (10, 99, False), (10, 100, True), (11, 100, False)],
+)  # fmt: skip
+def test_how_much_is_believed(due, there, believed):
+    assert sweeping._believable(due, there) is believed
 
 
 def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):

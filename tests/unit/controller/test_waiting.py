@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The waiting room with real sockets: ports that listen, refuse, or swallow what is sent to them."""
 
+import errno
 import os
 import socket
 import threading
@@ -151,3 +152,38 @@ def test_a_database_that_is_away_ends_no_room():
         # The first one is looked at after its pause, as without a room.
         room.wait_for(2)
         assert room.hears()[0] == "lb-2"
+
+
+def test_one_whose_address_is_none_ends_no_room():
+    with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
+        room.wait_for(1, "no address at all")
+        room.wait_for(2)
+        assert room.hears()[0] == "lb-2"
+
+
+def test_what_nobody_thought_of_ends_no_room():
+    with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
+        room.trouble += [RuntimeError("a fault of ours"), OSError("no file can be opened")]
+        for number in (1, 2):
+            room.troubled.clear()
+            room.wait_for(number)
+            assert room.troubled.wait(20)
+        room.wait_for(3)
+        assert room.hears()[0] == "lb-3"
+
+
+def test_where_no_descriptor_is_left_it_is_not_now(monkeypatch):
+    real, refused = socket.socket, threading.Event()
+
+    def none_left(*args, **more):
+        if threading.current_thread() is room.thread and not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(*args, **more)
+
+    with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
+        monkeypatch.setattr("amphora_driver.controller.waiting.socket.socket", none_left)
+        room.wait_for(1)
+        assert room.hears()[0] == "lb-1"
+        assert refused.is_set()
+        monkeypatch.undo()

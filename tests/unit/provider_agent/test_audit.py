@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia may fail after our answer: what it has kept is what is wanted."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -9,12 +12,12 @@ from octavia_sockets import OctaviaSockets
 from amphora_driver import config
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, PoolProtocol
-from amphora_driver.provider_agent.audit import differences
+from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import migrate, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
+from amphora_driver.store.tables import duty, request, status, wanted_object, work
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -142,6 +145,7 @@ def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter
 
 def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
     intents.update(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
     reporter.turn()
     assert members(database) == {"me": 1}
 
@@ -149,6 +153,7 @@ def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter
 def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
     intents.update(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
     reporter.turn()
     assert (members(database), row(database).generation) == ({"me": 7}, 2)
 
@@ -172,7 +177,7 @@ def test_a_batch_that_was_rolled_back_takes_nothing_away(intents, database, repo
     serve(database)
     octavia.statuses.clear()
     reporter.turn()
-    assert members(database) == {"me": 1}
+    assert members(database) == {"me": 1, "new": 1}
     assert "DELETED" not in str(octavia.statuses), "Octavia would forget the member, for good"
     assert row(database).dirty
     serve(database)
@@ -196,6 +201,7 @@ def test_a_batch_that_was_kept(intents, database, reporter, octavia):
 
 def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, reporter, octavia):
     intents.update(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
     asked = reporter.library.get_loadbalancer
 
     class Meanwhile:
@@ -215,6 +221,7 @@ def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, 
 
 def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents, database, reporter, octavia):
     intents.update(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
     database.write(lambda c: c.execute(work.update().values(committed=2)))
     database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
     another = Reporter(conf, database)
@@ -223,31 +230,222 @@ def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents,
     assert members(database) == {"me": 1}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({}, []),
-        ({"name": ""}, []),
-        ({"profile": msgspec.structs.replace(TREE.profile, timeout_tunnel=5)}, []),
-        ({"listeners": ()}, ["listener li is not there"]),
-        ({"admin_state_up": False}, ["loadbalancer lb differs in admin_state_up"]),
-        (
-            {"pools": (msgspec.structs.replace(POOL, members=(msgspec.structs.replace(MEMBER, weight=3),)),)},
-            ["member me differs in weight"],
-        ),
-        (
-            {"pools": (msgspec.structs.replace(POOL, members=(MEMBER, msgspec.structs.replace(MEMBER, id="new"))),)},
-            ["member new is there"],
-        ),
-    ],
-)
-def test_differences(change, said):
-    assert differences(TREE, msgspec.structs.replace(TREE, **change), ()) == said
+# --- what is being deleted ---------------------------------------------------------------------------------------
 
 
-def test_the_order_of_names_makes_no_difference():
-    one, other = (
-        msgspec.structs.replace(TREE, listeners=(msgspec.structs.replace(LISTENER, sni_container_refs=refs),))
-        for refs in (("a", "b"), ("b", "a"))
-    )
-    assert differences(one, other, ()) == []
+def pools(database):
+    tree = database.read(lambda c: wanted.load_tree(c, "lb"))
+    return [one.id for one in tree.pools], [one.default_pool_id for one in tree.listeners]
+
+
+def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavia):
+    """Octavia keeps the listener's reference until it is told that the pool is gone."""
+    intents.delete(Kind.POOL, "po")
+    for _ in range(3):
+        reporter.turn()
+    assert (pools(database), row(database).generation) == (([], [None]), 2)
+    # It is looked at later all the same.
+    serve(database)
+    octavia.trees["lb"] = {**kept(name="x"), "pools": [], "listeners": [{**kept()["listeners"][0]}]}
+    octavia.trees["lb"]["listeners"][0]["default_pool_id"] = None
+    reporter.turn()
+    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost"
+
+
+def test_what_failed_and_is_being_deleted_is_there_still(intents, database, reporter):
+    intents.delete(Kind.POOL, "po")
+    reporter.turn()
+    database.write(lambda c: statuses.fail(c, "lb", 2, "no"))
+    reporter.turn()
+    reporter.turn()
+    assert row(database).generation == 2
+
+
+def test_what_cannot_be_served_is_compared(intents, database, reporter):
+    """What makes it fail may be just what Octavia has not kept."""
+    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    reporter.turn()
+    database.write(lambda c: statuses.fail(c, "lb", 2, "no"))
+    reporter.turn()
+    assert members(database) == {"me": 1}
+
+
+def unheard(intents, database, reporter, octavia):
+    """A pool is deleted, but Octavia would not hear of it, and the load balancer goes on without."""
+    intents.delete(Kind.POOL, "po")
+    serve(database)
+    for one in ("po", "me"):
+        reporter._refused[one] = (float("inf"), 60.0)
+
+
+def test_what_octavia_would_not_hear_of_is_no_difference(intents, database, reporter, octavia):
+    unheard(intents, database, reporter, octavia)
+    octavia.asked.clear()
+    reporter.turn()
+    assert "loadbalancers" in [one["object"] for one in octavia.asked], "it was compared"
+    assert (pools(database), row(database).generation) == (([], [None]), 2)
+
+
+def test_what_octavia_hears_of_while_it_is_asked_does_not_come_back(intents, database, reporter, octavia):
+    unheard(intents, database, reporter, octavia)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, name="x")
+    asked = reporter.library.get_loadbalancer
+
+    class Meanwhile:
+        def get_loadbalancer(self, one):
+            found = asked(one)
+            due = database.read(lambda c: statuses.due(c, 10))
+            database.write(lambda c: statuses.taken(c, due))
+            return found
+
+    library = Meanwhile()
+    reporter._auditor._library = lambda: library
+    reporter.turn()
+    assert database.read(lambda c: c.execute(sa.select(wanted_object).where(wanted_object.c.removed)).all()) == []
+    assert (pools(database), row(database).generation) == (([], [None]), 3), "the name was lost, the pool was not"
+
+
+# --- several batches at once -------------------------------------------------------------------------------------
+
+
+def shown(one, number):
+    return {**KEPT_MEMBER, "member_id": one, "address": f"192.0.2.{number}"}
+
+
+def said_of_members(octavia):
+    return [one for document in octavia.statuses for one in document.get("members", ())]
+
+
+def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octavia):
+    batch(intents, "one")
+    batch(intents, "two")
+    # The first was kept, the second was not: "one" is still there, "me" is on its way out.
+    octavia.trees["one"] = shown("one", 7)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("one", 7))
+    serve(database)
+    reporter.turn()
+    assert set(members(database)) == {"one", "two"}
+    serve(database)
+    reporter.turn()
+    reporter.turn()
+    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
+    assert {"id": "one", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+
+
+def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intents, database, reporter, octavia):
+    batch(intents, "one")
+    batch(intents, "two")
+    octavia.trees["two"] = shown("two", 7)
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("two", 7))
+    serve(database)
+    reporter.turn()
+    assert set(members(database)) == {"me", "two"}
+    assert {"id": "me", "provisioning_status": "DELETED"} not in said_of_members(octavia)
+
+
+def test_what_was_changed_after_a_batch_tells_of_the_batch(intents, database, reporter, octavia):
+    batch(intents, "new")
+    intents.update(Kind.MEMBER, "new", {"weight": 9})
+    # The update was lost, the batch was not.
+    octavia.trees["new"] = shown("new", 7)
+    octavia.trees["lb"] = kept(shown("new", 7))
+    serve(database)
+    reporter.turn()
+    reporter.turn()
+    assert {"id": "me", "provisioning_status": "DELETED"} in said_of_members(octavia)
+    assert members(database) == {"new": 1}
+
+
+def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, reporter, octavia):
+    intents.create(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
+    octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
+    serve(database)
+    reporter.turn()
+    octavia.trees["other"] = shown("other", 9)
+    intents.set_members("po", [("other", lambda: None, {"weight": 5})])
+    (found,) = database.read(lambda c: taking.batches(c, row(database)))
+    assert (found.sample.id, found.came, found.removed) == ("other", False, ["me"])
+    reporter.turn()
+    assert set(members(database)) == {"me", "other"}
+
+
+def test_a_lost_batch_does_not_keep_its_load_balancer_from_going(intents, database, reporter, octavia):
+    batch(intents, "new")
+    intents.delete_load_balancer("lb")
+    reporter.turn()
+    assert row(database).committed == row(database).generation
+
+
+# --- duty, and hands -----------------------------------------------------------------------------------------------
+
+
+def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, reporter, octavia):
+    database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=2e9)))
+    reporter._held_until = 0.0
+    reporter.turn()
+    # The other one passes the barrier, and dies before it has compared anything.
+    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    serve(database)
+    database.write(lambda c: c.execute(work.update().values(committed=2)))
+    database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
+    reporter.turn()
+    assert members(database) == {"me": 1}
+
+
+def test_what_is_being_done_is_looked_at_however_long_ago_it_was_accepted(intents, database, reporter):
+    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
+    assert database.read(lambda c: taking.recently_changed(c, 1.0)) == ["lb"]
+    serve(database)
+    assert database.read(lambda c: taking.recently_changed(c, 1.0)) == []
+
+
+def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):
+    asked, answer = threading.Semaphore(0), threading.Event()
+    with ThreadPoolExecutor(4) as auditing:
+        reporter = Reporter(conf, database, auditing=auditing)
+        reporter.turn()
+        library = reporter.library
+
+        class Slow:
+            def get_loadbalancer(self, one):
+                asked.release()
+                assert answer.wait(30)
+                return library.get_loadbalancer(one)
+
+        slow = Slow()
+        reporter._auditor._library = lambda: slow
+        serve(database)
+        try:
+            reporter.turn()
+            while not asked.acquire(timeout=0.1):
+                reporter.turn()
+            intents.update(Kind.MEMBER, "me", {"weight": 7})
+            serve(database)
+            octavia.statuses.clear()
+            reporter.turn()
+            assert row(database).committed == 2
+            assert "ACTIVE" in str(octavia.statuses)
+            assert not asked.acquire(timeout=0.1), "one at a time"
+        finally:
+            answer.set()
+
+
+def test_what_could_not_be_compared_waits(database, reporter):
+    class Away:
+        asked = 0
+
+        def get_loadbalancer(self, one):
+            self.asked += 1
+            raise OSError(one)
+
+    away = Away()
+    reporter._auditor._library = lambda: away
+    serve(database)
+    for _ in range(4):
+        reporter.turn()
+    assert away.asked == 1
+    reporter._auditor._due["lb"] = 0.0
+    reporter.turn()
+    assert away.asked == 2
+    assert reporter._auditor._pauses["lb"] == 30.0

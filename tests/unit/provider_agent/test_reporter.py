@@ -12,11 +12,12 @@ from amphora_driver import config
 from amphora_driver.health import statistics
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.provider_agent import reporter as module
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import migrate, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora, request, work
+from amphora_driver.store.tables import amphora, duty, request, work
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -141,7 +142,12 @@ def test_a_load_balancer_octavia_does_not_show_yet_is_not_spoken_of(intents, dat
 def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, octavia):
     del octavia.trees["lb"]
     intents.create_load_balancer(TREE, read_back=False)
+    # Whoever accepted it may have a clock that is wrong.
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
+    reporter.turn()
+    assert row(database).op == "apply"
+    reporter._reader._unknown["lb"] -= 1000
+    reporter._reader.unread.clear()
     reporter.turn()
     assert (row(database).op, row(database).dirty) == ("delete", True)
     serve(database, row(database).generation)
@@ -255,6 +261,35 @@ def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
     serve(database, 1)
     other.turn()
     assert octavia.statuses == [BARRIER]
+
+
+def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter, octavia, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ROWS", 1)
+    intents.create_load_balancer(TREE, read_back=False)
+    intents.create(Kind.LISTENER, LISTENER)
+    reporter.turn()
+    serve(database, 2)
+    octavia.statuses.clear()
+
+    class Slow:
+        """octavia_lib's client; while it speaks, its reporter's duty passes to another one."""
+
+        def update_loadbalancer_status(self, said):
+            library.update_loadbalancer_status(said)
+            reporter._held_until = 0.0
+            database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=2e9)))
+
+    library, reporter._library = reporter.library, Slow()
+    reporter.turn()
+    assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
+
+
+def test_who_loses_the_duty_while_it_looks_waits_for_no_row(intents, database, reporter, octavia, monkeypatch):
+    intents.create_load_balancer(TREE, read_back=False)
+    turns = iter([True, False, False, False])
+    monkeypatch.setattr(reporter, "_on_duty", lambda: next(turns))
+    reporter.turn()
+    assert (octavia.statuses, row(database).committed) == ([], 0)
 
 
 def test_statistics_are_totals_over_every_amphora_there_ever_was(intents, database, reporter, octavia):

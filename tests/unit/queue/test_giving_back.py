@@ -104,6 +104,22 @@ def test_the_leases_of_one_that_died_are_free(database, jobs):
         Jobs(database, "dead", 60.0).give_way(lease)
 
 
+def test_what_kills_whoever_takes_it_up_waits_longer_each_time(database, jobs):
+    for tried, pause in enumerate((0, 2, 4, 8, 16, 30, 30)):
+        database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
+        assert Jobs(database, "dead", 60.0).claim().attempts == tried
+        before = time.time()
+        assert jobs.release_all("dead") == 1
+        assert before + pause <= row(database).free_at <= time.time() + pause
+        assert (jobs.claim(fresh=True), row(database).attempts) == (None, tried + 1)
+
+
+def test_who_ends_well_has_tried_nothing_in_vain(database, jobs):
+    jobs.claim()
+    assert jobs.release_all() == 1
+    assert row(database).attempts == 0
+
+
 @pytest.mark.parametrize("give_back", [lambda j, one: j.wait(one, 1, 1.0), lambda j, one: j.give_way(one)])
 def test_a_late_one_gives_nothing_back(database, jobs, give_back):
     lease = jobs.claim()

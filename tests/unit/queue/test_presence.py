@@ -13,7 +13,7 @@ from amphora_driver.queue.presence import Presence
 LIVE = """
 import sys, signal
 from amphora_driver.queue.presence import Presence
-with Presence(sys.argv[1], sys.argv[2]):
+with Presence(*sys.argv[1:]):
     print("here", flush=True)
     signal.pause()
 """
@@ -54,3 +54,16 @@ def test_one_that_could_not_be_buried_is_found_again(tmp_path, other):
         with pytest.raises(OSError, match="away"):
             presence.bury(away)
         assert presence.bury(lambda _: None) == [name]
+
+
+def test_who_runs_under_another_kernel_is_nobodys_business(tmp_path):
+    """Another host has the directory mounted, and its locks do not reach here: its file looks like a dead one's."""
+    command = [sys.executable, "-c", LIVE, str(tmp_path), "far", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"here\n"
+        process.kill()
+    with Presence(str(tmp_path), "me") as presence:
+        assert presence.bury(pytest.fail) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["far.0b9d1c52-7f0e.lives"]
+    with Presence(str(tmp_path), "me", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11") as presence:
+        assert presence.bury(lambda _: None) == ["far"]

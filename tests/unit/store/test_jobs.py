@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: one owner at a time, and none who lost it writes."""
 
+import threading
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import sqlalchemy as sa
 from amphora_driver.errors import LeaseLost
 from amphora_driver.queue import jobs
 from amphora_driver.store import amphorae
-from amphora_driver.store.tables import work
+from amphora_driver.store.tables import amphora, work
 
 
 @pytest.fixture
@@ -126,6 +127,51 @@ def test_only_what_is_worked_on_is_renewed(database):
     two = jobs.Jobs(database, "two", 30)
     assert two.claim().load_balancer_id == "forgotten", "a lease that could not be given back runs out"
     assert two.claim() is None
+
+
+def test_what_an_amphora_lost_while_its_job_ended_is_not_forgotten(database):
+    """`take_back` has both rows and is about to commit when the lease is given back: the job is due again."""
+    add(database, applied=1)
+    database.write(lambda c: amphorae.record(c, "a", "lb", "STANDALONE", b"key"))
+    database.write(lambda c: c.execute(amphora.update().values(state="ready", confirmed=1)))
+    one = jobs.Jobs(database, "one", 30)
+    lease = one.claim()
+    ending = threading.Thread(target=one.finish, args=(lease, 1))
+
+    def take_back(connection):
+        amphorae.take_back(connection, "a", 1, 0)
+        ending.start()
+        # It cannot end before this does; long enough to be waiting by then, on a machine that is busy.
+        ending.join(0.5)
+        assert ending.is_alive()
+
+    database.write(take_back)
+    ending.join(10)
+    assert not ending.is_alive()
+    assert (row(database).owner, bool(row(database).dirty)) == (None, True)
+    assert one.claim() is not None
+
+
+def test_one_row_that_is_locked_does_not_cost_the_other_leases(database):
+    if database.engine.dialect.name == "sqlite":
+        pytest.skip("it locks no rows")
+    add(database, "held")
+    add(database, "free")
+    one = jobs.Jobs(database, "one", 30)
+    one.claim(), one.claim()
+    database.write(lambda c: c.execute(work.update().values(leased_until=1.0)))
+
+    def hold(connection):
+        connection.execute(work.update().where(work.c.load_balancer_id == "held").values(error="busy"))
+        one.renew({"held", "free"})
+
+    database.write(hold)
+    two = jobs.Jobs(database, "two", 30)
+    assert two.claim().load_balancer_id == "held", "it was passed over"
+    assert two.claim() is None, "and the other one renewed"
+    database.write(lambda c: c.execute(work.update().values(owner="one", leased_until=1.0)))
+    one.renew({"held", "free"})
+    assert two.claim() is None, "next time it is free"
 
 
 def test_a_failed_job_waits_its_pause(database):

@@ -9,8 +9,9 @@ from oslo_config import cfg
 from oslo_log import log
 
 from amphora_driver import config
+from amphora_driver.cli.main import main
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import schema
+from amphora_driver.store import migrate, schema
 from amphora_driver.store.engine import Database
 
 PASSWORD = "canary%2Fcanary"
@@ -19,6 +20,8 @@ WRONG = {
     "no server of PostgreSQL": f"postgresql+psycopg://me:{PASSWORD}@127.0.0.1:1/store",
     "no such driver": f"nosuch+driver://me:{PASSWORD}@host/store",
     "no URL": f"me:{PASSWORD}@host/store",
+    "an @ in it": "mysql+pymysql://me:pass@canary@host/store",
+    "an @ and a colon in it": "mysql+pymysql://me:pass@word:canary@host/store",
     "no port": f"mysql+pymysql://me:{PASSWORD}@host:port/store",
 }
 
@@ -44,6 +47,30 @@ def test_no_service_says_it(url, caplog):
     assert "canary" not in caplog.text
 
 
+@pytest.fixture
+def logging_as_it_was():
+    """Cliff gives the root logger handlers of its own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("words", [("work", "list"), ("database", "status"), ("database", "upgrade")], ids=" ".join)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_no_command_shows_it(wrong, words, tmp_path, capsys, caplog, logging_as_it_was, monkeypatch):
+    monkeypatch.setattr(migrate, "_ATTEMPTS", 1)
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[store]\nconnection = {WRONG[wrong]}\n")
+    said = ""
+    for how in ((), ("--debug",)):
+        assert main([*how, "--config-file", str(path), *words]) != 0
+        said += "".join(capsys.readouterr()) + caplog.text
+    assert "database" in said
+    assert "canary" not in said
+
+
 def test_options_with_passwords_are_masked(tmp_path, caplog):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
@@ -55,6 +82,8 @@ def test_options_with_passwords_are_masked(tmp_path, caplog):
     assert "store.connection" in caplog.text
     assert "canary" not in caplog.text
     assert all(
-        option.secret for options in config.GROUPS.values() for option in options
+        option.secret
+        for options in config.GROUPS.values()
+        for option in options
         if isinstance(option, cfg.StrOpt) and ("password" in option.help or "URL" in option.help)
     )

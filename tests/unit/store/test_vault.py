@@ -5,12 +5,14 @@ import logging
 import os
 import threading
 import traceback
+from types import SimpleNamespace
 
 import pytest
 from cryptography.fernet import Fernet
 
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
+from amphora_driver.store import vault as vault_module
 from amphora_driver.store.vault import Vault
 
 OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
@@ -32,6 +34,14 @@ def path(tmp_path):
     return found
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """What the vault takes for time."""
+    found = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(vault_module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
 def test_the_first_key_seals_and_all_open(path):
     before = Vault.load(str(path)).seal(CANARY)
     write(path, NEW, OLD)
@@ -46,7 +56,7 @@ def test_the_first_key_seals_and_all_open(path):
         Vault([NEW]).open(before)
 
 
-def test_a_running_process_takes_up_a_changed_file(path, caplog):
+def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
     caplog.set_level(logging.INFO)
     vault = Vault.load(str(path))
     write(path, OLD, NEW)
@@ -56,6 +66,8 @@ def test_a_running_process_takes_up_a_changed_file(path, caplog):
     write(path, NEW, OLD)
     assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
     write(path, NEW)
+    vault.seal(CANARY)
+    clock.now += 61
     with pytest.raises(StoreError):
         vault.open(Vault([OLD]).seal(CANARY))
     assert NEW.decode() not in caplog.text
@@ -68,12 +80,45 @@ def test_written_in_place_is_taken_up_too(path):
     assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda path: path.unlink(),
-    lambda path: path.write_bytes(b""),
-    lambda path: path.write_bytes(b"half a ke"),
-    lambda path: write(path, NEW, mode=0o644),
-])
+def test_a_file_that_is_half_written_costs_no_secret(path, clock):
+    """In place, and looked at between two lines: it looks like a good file with fewer keys."""
+    write(path, NEW, OLD)
+    vault = Vault.load(str(path))
+    sealed = Vault([OLD]).seal(CANARY)
+    path.write_bytes(NEW + b"\n")
+    assert vault.open(sealed) == CANARY
+    assert vault.sealed_with(sealed) is None, "it is none of the file's"
+    assert Vault([NEW]).open(vault.reseal(sealed)) == CANARY
+    path.write_bytes(NEW + b"\n" + OLD + b"\n")
+    clock.now += 3600
+    assert vault.open(sealed) == CANARY
+    assert vault.sealed_with(sealed) == 1
+
+
+def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clock):
+    vault = Vault.load(str(path))
+    sealed = vault.seal(CANARY)
+    write(path, OTHER)
+    vault.seal(CANARY)
+    clock.now += 30
+    write(path, NEW)
+    assert vault.open(sealed) == CANARY
+    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+    assert len(vault.fingerprints) == 1
+    clock.now += 61
+    with pytest.raises(StoreError):
+        vault.open(sealed)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"half a ke"),
+        lambda path: write(path, NEW, mode=0o644),
+    ],
+)
 def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
     vault = Vault.load(str(path))
     sealed = vault.seal(CANARY)

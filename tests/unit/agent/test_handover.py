@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a hand-over that failed half-way: nothing. The kernel is a list here: a real one refuses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from ipaddress import ip_address, ip_interface
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_agent.bundle import Partner, Vrrp
+from amphora_agent.errors import FirewallError, InterfaceError
+from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.keepalived.handover import Handover, Until, _given_up
+from amphora_agent.network.netlink import NetlinkError
+
+THERE = ip_address("198.51.100.12")
+PAIR = Pair(
+    Vrrp("eth1", 1, 254, 1.0, Partner("a", ip_address("198.51.100.11")), (Partner("b", THERE),)),
+    (ip_interface("198.51.100.5/32"),),
+    1500,
+)
+REFUSED = NetlinkError(errno.EPERM, "refused")
+CLEAN = ["fill_in", "stop_guarding"]
+
+
+class Kernel:
+    """In place of the namespace: what was asked for, and what is refused, once for each error."""
+
+    def __init__(self, kept):
+        self.kept = kept
+        self.done = []
+        self.known = []
+        self.refused = {}
+
+    def run(self, function, *_):
+        self.done.append(function.__name__)
+        self.known.append(json.loads(self.kept.read_text()) if self.kept.exists() else {})
+        for error in self.refused.pop(function.__name__, ()):
+            raise error
+        return {"connections": ["one"], "leads_to": THERE}.get(function.__name__)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return SimpleNamespace(released=tmp_path / "released", handover=tmp_path / "handover.json")
+
+
+@pytest.fixture
+def kernel(paths):
+    return Kernel(paths.handover)
+
+
+def handover(paths, kernel, *, holds=False) -> Handover:
+    made = Handover(paths, kernel, SimpleNamespace(holds_vip=holds), lambda: PAIR)
+    made._thread = SimpleNamespace(start=lambda: None)  # it is called by hand
+    return made
+
+
+def test_it_is_kept_before_the_kernel_is_changed(paths, kernel):
+    handover(paths, kernel).expect(30)
+    assert kernel.done == ["guard", "dig", "keep", "lead"]
+    assert all(known["expecting"] > time.monotonic() for known in kernel.known)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "raised"),
+    [("keep", REFUSED, InterfaceError), ("lead", FirewallError("lead", "refused"), FirewallError)],
+)
+def test_what_failed_is_taken_away(paths, kernel, step, error, raised):
+    made = handover(paths, kernel)
+    kernel.refused = {step: [error]}
+    with pytest.raises(raised):
+        made.expect(30)
+    assert kernel.done[-3:] == ["stop_leading", *CLEAN]
+    assert made.describe()["expecting"] is None
+    assert json.loads(paths.handover.read_text()) == {"expecting": None, "draining": None}
+
+
+def test_a_release_that_failed_is_taken_away(paths, kernel):
+    made = handover(paths, kernel, holds=True)
+    kernel.refused = {"keep": [REFUSED]}
+    with pytest.raises(InterfaceError):
+        made.release(30)
+    assert kernel.done[-2:] == CLEAN
+    assert made.describe()["draining"] is None
+
+
+def test_the_other_half_keeps_its_tunnel(paths, kernel):
+    paths.handover.write_text(json.dumps({"expecting": None, "draining": time.monotonic() + 60}))
+    made = handover(paths, kernel)
+    kernel.refused = {"lead": [FirewallError("lead", "refused")]}
+    with pytest.raises(FirewallError):
+        made.expect(30)
+    assert "stop_leading" in kernel.done
+    assert "fill_in" not in kernel.done
+    assert made.describe()["draining"] > 0
+
+
+def test_what_cannot_be_taken_away_is_tried_again(paths, kernel):
+    paths.handover.write_text(json.dumps({"expecting": 0.0, "draining": None}))
+    made = handover(paths, kernel)
+    kernel.refused = {"fill_in": [REFUSED]}
+    with pytest.raises(NetlinkError):
+        made._look()
+    made._look()
+    assert kernel.done[-2:] == CLEAN
+    assert made.describe()["expecting"] is None
+
+
+def test_an_agent_that_knows_of_none_leaves_none(paths, kernel):
+    handover(paths, kernel).start()
+    assert kernel.done == ["stop_leading", *CLEAN]
+
+
+def test_an_agent_that_knows_of_one_leaves_it(paths, kernel):
+    paths.handover.write_text(json.dumps({"expecting": time.monotonic() + 60, "draining": None}))
+    handover(paths, kernel).start()
+    assert kernel.done == []
+
+
+@pytest.mark.parametrize(
+    ("before", "begun", "left"),
+    [
+        (Until(), Until(9.0, None), Until(1.0, None)),
+        (Until(5.0, None), Until(9.0, None), Until(5.0, None)),
+        (Until(None, 5.0), Until(9.0, 5.0), Until(1.0, 5.0)),
+    ],
+)
+def test_only_what_was_begun_is_given_up(before, begun, left):
+    assert _given_up(before, begun, 1.0) == left

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose folders in a directory of amphorae are: two deployments may have the same one."""
+
+import uuid
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_driver import config
+from amphora_driver.compute import netns
+from amphora_driver.compute.interface import BootOrder
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.errors import ComputeError
+
+ONE, TWO, UNMARKED = (str(uuid.uuid4()) for _ in range(3))
+
+
+def away(_network):
+    raise ComputeError("list subnets", "nobody answers")
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    """A deployment by its prefix; all of them have one directory. Its boots end when they come to the network."""
+
+    def build(prefix):
+        path = tmp_path / f"{prefix}.conf"
+        path.write_text(f"[compute_netns]\ndirectory = {tmp_path}/amphorae\nprefix = {prefix}\n")
+        return NetnsCompute(config.load([str(path)]), SimpleNamespace(subnets=away))
+
+    return build
+
+
+def boot(compute, amphora_id):
+    with pytest.raises(ComputeError, match="nobody answers"):
+        compute.boot(BootOrder(amphora_id=amphora_id, load_balancer_id="lb", files={}))
+
+
+def test_an_amphora_of_another_deployment_is_not_listed(tmp_path, deployment):
+    one, two = deployment("one"), deployment("two")
+    boot(one, ONE)
+    boot(two, TWO)
+    (tmp_path / "amphorae" / UNMARKED).mkdir()
+    assert one.machines() == {ONE}, "also where its boot came no further"
+    assert two.machines() == {TWO}
+    assert one.booted() == sorted([ONE, TWO, UNMARKED])
+
+
+def test_a_folder_keeps_its_mark_to_the_last(tmp_path, deployment, monkeypatch):
+    compute = deployment("one")
+    boot(compute, ONE)
+    folder = tmp_path / "amphorae" / ONE
+    (folder / "etc").mkdir()
+    (folder / "console.log").write_text("words")
+
+    def interrupted(_path):
+        raise OSError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(netns.shutil, "rmtree", interrupted)
+        with pytest.raises(OSError, match="no more"):
+            netns._remove(folder)
+    assert compute.machines() == {ONE}
+    netns._remove(folder)
+    assert compute.booted() == []

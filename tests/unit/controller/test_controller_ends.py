@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller's threads live through: its end, calls that hang, and trouble nobody thought of."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_driver.controller.hands import Hands
+from amphora_driver.controller.service import Controller
+from amphora_driver.controller.turn import Turn
+from amphora_driver.queue.jobs import Lease
+
+SECONDS = 0.05
+
+
+def lease(name):
+    return Lease(load_balancer_id=name, owner="me", epoch=1, attempts=0)
+
+
+class Jobs:
+    """Remembers what it is asked; `trouble` is raised, one at a time."""
+
+    def __init__(self):
+        self.claimed, self.given, self.renewed, self.trouble = [], [], [], []
+        self.often = threading.Event()
+
+    def claim(self, load_balancer_id):
+        self.claimed.append(load_balancer_id)
+        return lease(load_balancer_id)
+
+    def give_way(self, one):
+        self.given.append(one.load_balancer_id)
+
+    def renew(self, running):
+        if self.trouble:
+            raise self.trouble.pop()
+        self.renewed.append(running)
+        if len(self.renewed) > 2:
+            self.often.set()
+
+
+@pytest.fixture
+def controller():
+    """One whose threads are begun by the test alone."""
+    one = Controller.__new__(Controller)
+    one._conf = SimpleNamespace(controller=SimpleNamespace(lease=SECONDS))
+    one._jobs = Jobs()
+    one._hands = Hands(2)
+    one._hung = set()
+    one._stopping = threading.Event()
+    one._reconciler = SimpleNamespace(begin=lambda found: Turn(found, None, 60.0))
+    return one
+
+
+def test_a_hint_that_comes_at_the_end_is_left_to_others(controller):
+    with ThreadPoolExecutor(1) as pool:
+        controller._stopping.set()
+        controller._look(pool, "lb")
+    assert controller._jobs.claimed == []
+
+
+def test_what_was_claimed_when_the_hands_were_laid_down_is_given_back(controller):
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    controller._look(pool, "lb")
+    assert controller._jobs.given == ["lb"]
+    assert controller._hands.turns() == [], "nobody waits for it"
+
+
+def test_leases_are_renewed_whatever_goes_wrong_but_not_of_calls_that_hang(controller, caplog):
+    jobs = controller._jobs
+    well, hung = Turn(lease("well"), None, 60.0), Turn(lease("hung"), None, 0.0)
+    for one in (well, hung):
+        controller._hands.take(one)
+    time.sleep(2 * SECONDS)
+    jobs.trouble = [OSError("the lock file cannot be opened"), RuntimeError("a fault of ours")]
+    thread = threading.Thread(target=controller._renew)
+    thread.start()
+    try:
+        assert jobs.often.wait(20)
+    finally:
+        controller._stopping.set()
+        for one in (well, hung):
+            controller._hands.lay_down(one)
+        thread.join(20)
+    assert not thread.is_alive()
+    assert {frozenset(one) for one in jobs.renewed} == {frozenset({"well"})}
+    assert caplog.text.count("a call hangs") == 1
