@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
 
-# Seconds for which what a dead process worked on waits, by how often it was tried in vain before.
-_PAUSES_OF_THE_DEAD, _LONGEST_PAUSE_OF_THE_DEAD = (0, 2, 4, 8, 16), 30.0
-
-
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one load balancer, and what is to be done."""
 
@@ -233,30 +229,19 @@ class Jobs:
     def release_all(self, owner: str | None = None) -> int:
         """Give every lease of this process back, at its end, or those of one that is known to be dead.
 
-        Whoever dies may have been killed by what it worked on. So that counts as an attempt: what was not tried in vain
-        before is due at once all the same, and what was waits longer each time, so that others have their turn.
+        Whoever dies may have been killed by what it worked on: that is due at once, but after all that waits already.
 
         Returns:
             How many there were.
         """
-        given: dict[str, Any] = {"owner": None, "leased_until": None}
 
         def write(connection: sa.Connection) -> int:
-            mine = work.update().where(work.c.owner == (owner or self._owner))
-            if owner is None:
-                return connection.execute(mine.values(**given)).rowcount
-            now = clock.now(connection)
-            pause = sa.case(
-                *((work.c.attempts == tried, float(seconds)) for tried, seconds in enumerate(_PAUSES_OF_THE_DEAD)),
-                else_=_LONGEST_PAUSE_OF_THE_DEAD,
-            )
-            # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
-            changes: list[tuple[Any, Any]] = [
-                *((work.c[name], value) for name, value in given.items()),
-                (work.c.free_at, now + pause),
-                (work.c.attempts, work.c.attempts + 1),
-            ]
-            return connection.execute(mine.ordered_values(*changes)).rowcount
+            given: dict[str, Any] = {"owner": None, "leased_until": None}
+            if owner is not None:
+                given["free_at"] = clock.now(connection)
+            return connection.execute(
+                work.update().where(work.c.owner == (owner or self._owner)).values(**given)
+            ).rowcount
 
         return self._database.write(write)
 

@@ -74,7 +74,7 @@ def add_members(cloud, balancer):
     deadline = time.monotonic() + PATIENCE
     for number in range(CHANGES):
         # Nobody is sent there: what is asked of the client's requests stays the same.
-        member = cloud.member("member3", name=f"more-{number}", protocol_port=9000 + number, admin_state_up=False)
+        member = cloud.member("member3", protocol_port=9000 + number, admin_state_up=False)
         while True:
             try:
                 cloud.balancers.create_member(pool, **member)

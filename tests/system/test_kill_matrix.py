@@ -137,7 +137,8 @@ def test_delete(lab, cloud, cascade):
     delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
     refused(lab, delete, API[:1])
     assert cloud.active(balancer.id)
-    survive(lab, delete, *LEASE, *GOING, *TELLING)
+    # Once Octavia has heard of it the rows are gone: who died right before finishing may find nothing to finish.
+    survive(lab, delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 
 
