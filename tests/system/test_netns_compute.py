@@ -256,7 +256,13 @@ def test_crash_before_the_process_was_written_down(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     before = lab.compute._process(order.amphora_id)
-    (lab.folder / "amphorae" / order.amphora_id / "process.json").unlink()
+    folder = lab.folder / "amphorae" / order.amphora_id
+    # In the moment of an exec a process has no arguments to be known by: it has had its last one when it has a child.
+    deadline = time.monotonic() + 30
+    while len(find(str(folder / "spec.json"))) < 2:
+        assert time.monotonic() < deadline, "nothing is started"
+        time.sleep(0.01)
+    (folder / "process.json").unlink()
     assert lab.compute.boot(order) == machine
     assert lab.compute._process(order.amphora_id) == before
     lab.compute.destroy(order.amphora_id)
