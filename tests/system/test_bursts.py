@@ -12,10 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sqlalchemy as sa
 from openstack.exceptions import ConflictException
-from sandbox_of_a_test import running
 
-from amphora_driver.sandbox import demo, topology
-from amphora_driver.store.engine import Database
+from amphora_driver.sandbox import topology
 from amphora_driver.store.tables import amphora, request, status, work
 
 pytestmark = pytest.mark.root
@@ -27,36 +25,6 @@ CHANGES = 20 if NUMBER >= 100 else 5
 USERS = 8
 # Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
 PATIENCE = 60.0 + 10.0 * NUMBER
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    with running() as (stack, settings):
-        yield stack, settings
-
-
-@pytest.fixture(scope="module")
-def settings(sandbox):
-    return sandbox[1]
-
-
-@pytest.fixture(scope="module")
-def stack(sandbox):
-    return sandbox[0]
-
-
-@pytest.fixture(scope="module")
-def database(settings):
-    database = Database(settings.database_url)
-    yield database
-    database.dispose()
-
-
-@pytest.fixture(scope="module")
-def connection(settings):
-    connection = demo.connect(settings)
-    yield connection
-    connection.close()
 
 
 def create(cloud, number):

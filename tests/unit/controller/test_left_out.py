@@ -4,14 +4,11 @@
 import json
 
 import pytest
-from test_reconcile_pairs import LB, LISTENER, TREE, Control, World
+from control import LB, LISTENER, TREE, World, controlled
 
-from amphora_driver import config
 from amphora_driver.errors import AgentRefused, UnsupportedOption
 from amphora_driver.model.loadbalancer import Member, Pool
 from amphora_driver.model.vocabulary import Algorithm, Kind, PoolProtocol
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
 
 
 class Picky(World):
@@ -32,18 +29,8 @@ class Picky(World):
 
 @pytest.fixture
 def control(tmp_path):
-    for name in ("client_ca.pem", "ca.pem"):
-        (tmp_path / name).write_text("authority")
-    path = tmp_path / "amphora-driver.conf"
-    path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
-        f"[certificates]\nclient_ca = {tmp_path}/client_ca.pem\nca_certificate = {tmp_path}/ca.pem\n"
-    )
-    conf = config.load([str(path)])
-    migrate.upgrade(conf.store.connection)
-    database = Database(conf.store.connection)
-    yield Control(conf, database, Picky())
-    database.dispose()
+    with controlled(tmp_path, Picky()) as control:
+        yield control
 
 
 def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control):

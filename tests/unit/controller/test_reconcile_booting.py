@@ -5,15 +5,13 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from test_reconcile_pairs import LB, LISTENER, TREE, Control, World
+from control import LB, LISTENER, TREE, World, controlled
 
-from amphora_driver import config
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
-from amphora_driver.store import amphorae, migrate
-from amphora_driver.store.engine import Database
+from amphora_driver.store import amphorae
 from amphora_driver.store.tables import status, work
 from amphora_driver.topology.single import SingleTopology
 
@@ -75,21 +73,10 @@ class Room:
 
 @pytest.fixture
 def control(tmp_path):
-    for name in ("client_ca.pem", "ca.pem"):
-        (tmp_path / name).write_text("authority")
-    path = tmp_path / "amphora-driver.conf"
-    path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
-        f"[certificates]\nclient_ca = {tmp_path}/client_ca.pem\nca_certificate = {tmp_path}/ca.pem\n"
-    )
-    conf = config.load([str(path)])
-    migrate.upgrade(conf.store.connection)
-    database = Database(conf.store.connection)
-    control = Control(conf, database, SlowWorld())
-    control.room = control.reconciler._room = Room()
-    control.intents.create_load_balancer(TREE, read_back=False)
-    yield control
-    database.dispose()
+    with controlled(tmp_path, SlowWorld()) as control:
+        control.room = control.reconciler._room = Room()
+        control.intents.create_load_balancer(TREE, read_back=False)
+        yield control
 
 
 def only(control):

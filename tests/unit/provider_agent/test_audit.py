@@ -9,13 +9,11 @@ import pytest
 import sqlalchemy as sa
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver import config
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import migrate, statuses, wanted
-from amphora_driver.store.engine import Database
+from amphora_driver.store import statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import duty, request, status, wanted_object, work
 
@@ -77,22 +75,8 @@ def octavia(tmp_path):
 
 
 @pytest.fixture
-def conf(tmp_path):
-    path = tmp_path / "amphora-driver.conf"
-    path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[queue]\ndoorbell_dir = {tmp_path}/bells\n"
-        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
-        f"get_socket = {tmp_path}/get.sock\naudit_after = 0\naudit_interval = 0\n"
-    )
-    return config.load([str(path)])
-
-
-@pytest.fixture
-def database(conf):
-    migrate.upgrade(conf.store.connection)
-    database = Database(conf.store.connection)
-    yield database
-    database.dispose()
+def more_options():
+    return "audit_after = 0\naudit_interval = 0"
 
 
 @pytest.fixture

@@ -8,14 +8,12 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver import config
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import reading
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import migrate, secrets, statuses, wanted
-from amphora_driver.store.engine import Database
+from amphora_driver.store import secrets, statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import work
@@ -87,26 +85,11 @@ def octavia(tmp_path):
     sockets.stop()
 
 
-@pytest.fixture
-def conf(tmp_path):
-    path = tmp_path / "amphora-driver.conf"
+@pytest.fixture(autouse=True)
+def keys(tmp_path):
+    """What seals secrets."""
     (tmp_path / "keys").write_bytes(Fernet.generate_key())
     (tmp_path / "keys").chmod(0o600)
-    path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\nencryption_key_file = {tmp_path}/keys\n"
-        f"[queue]\ndoorbell_dir = {tmp_path}/bells\n"
-        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
-        f"get_socket = {tmp_path}/get.sock\n"
-    )
-    return config.load([str(path)])
-
-
-@pytest.fixture
-def database(conf):
-    migrate.upgrade(conf.store.connection)
-    database = Database(conf.store.connection)
-    yield database
-    database.dispose()
 
 
 @pytest.fixture

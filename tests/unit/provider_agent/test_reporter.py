@@ -8,14 +8,12 @@ import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver import config
 from amphora_driver.health import statistics
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import reporter as module
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import migrate, statuses, wanted
-from amphora_driver.store.engine import Database
+from amphora_driver.store import statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import amphora, duty, request, work
 
@@ -71,25 +69,6 @@ def octavia(tmp_path):
     sockets.start()
     yield sockets
     sockets.stop()
-
-
-@pytest.fixture
-def conf(tmp_path):
-    path = tmp_path / "amphora-driver.conf"
-    path.write_text(
-        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n[queue]\ndoorbell_dir = {tmp_path}/bells\n"
-        f"[octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
-        f"get_socket = {tmp_path}/get.sock\n"
-    )
-    return config.load([str(path)])
-
-
-@pytest.fixture
-def database(conf):
-    migrate.upgrade(conf.store.connection)
-    database = Database(conf.store.connection)
-    yield database
-    database.dispose()
 
 
 @pytest.fixture

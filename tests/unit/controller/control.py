@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A controller with the real loop over a real database; machines, agents and networks are dictionaries."""
+
+import json
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import sqlalchemy as sa
+from cryptography.fernet import Fernet
+
+from amphora_driver import config
+from amphora_driver.agent_client import Vrrp
+from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.controller.reconcile import Reconciler
+from amphora_driver.controller.steps import Backends
+from amphora_driver.errors import AgentUnreachable
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import ListenerProtocol
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae, migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status, work
+from amphora_driver.store.vault import Vault
+from amphora_driver.topology.active_standby import ActiveStandbyTopology
+
+LB, LISTENER = "lb", "listener"
+TREE = LoadBalancer(
+    id=LB,
+    project_id="demo",
+    vip=Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"),
+    listeners=(Listener(id=LISTENER, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80),),
+)
+
+
+class World:
+    """Compute, network and agents in one; the one with the VIPs is the first that confirmed, or was handed them."""
+
+    roles = ActiveStandbyTopology.roles
+    priorities = ActiveStandbyTopology.priorities
+
+    def __init__(self):
+        self.machines = {}
+        self.served = {}
+        self.dead = set()
+        self.holder = None
+        # Whether connections of the former holder go on.
+        self.lasting = False
+
+    # The catalogue, and who issues certificates.
+
+    def network(self, *_names):
+        return self
+
+    compute = network
+
+    def topology(self, _name):
+        return self
+
+    def issue_server(self, _amphora_id, _days):
+        return SimpleNamespace(expires_at=0.0, bundle=lambda: Secret(b"certificate"))
+
+    # Machines and ports.
+
+    def boot(self, order):
+        self.machines[order.amphora_id] = len(self.machines) + 20
+        return self.get(order.amphora_id)
+
+    def get(self, amphora_id):
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address="203.0.113.9")
+
+    def destroy(self, amphora_id):
+        self.machines.pop(amphora_id, None)
+
+    def ensure_port(self, owner, network_id, subnet_ids):
+        number = [*self.machines].index(owner) + len(self.served) + 20
+        addresses = tuple(FixedAddress(subnet_id=one, address=f"198.51.100.{number}") for one in subnet_ids)
+        return Port(id=owner, network_id=network_id, mac="fa:16:3e:00:00:01", mtu=1500, addresses=addresses)
+
+    def subnet(self, subnet_id):
+        return Subnet(id=subnet_id, network_id="n1", cidr="198.51.100.0/24", gateway=None)
+
+    def attach(self, amphora_id, port):
+        """Nothing is to be joined."""
+
+    def ports(self, _owner):
+        return ()
+
+    def release_vip(self, _load_balancer_id):
+        self.holder = None
+
+    # Agents.
+
+    def _reach(self, amphora_id):
+        if amphora_id in self.dead or amphora_id not in self.machines:
+            raise AgentUnreachable("ask", "away")
+
+    def wait_until_ready(self, amphora_id, _address, _deadline):
+        self._reach(amphora_id)
+
+    def info(self, amphora_id, _address, *, deadline):
+        return self.vrrp(amphora_id, "")
+
+    def put_bundle(self, amphora_id, _address, body, *, deadline=None):
+        self._reach(amphora_id)
+        document = json.loads(body)
+        self.served[amphora_id] = document
+        self.holder = self.holder or amphora_id
+        return SimpleNamespace(generation=document["generation"], how="reload", reason="")
+
+    def expect_vips(self, amphora_id, _address, _seconds, *, deadline):
+        self._reach(amphora_id)
+
+    def release_vips(self, amphora_id, _address, _drain, *, deadline):
+        self._reach(amphora_id)
+        (self.holder,) = [peer["name"] for peer in self.served[amphora_id]["vrrp"]["peers"]]
+
+    def vrrp(self, amphora_id, _address, *, deadline=None):
+        self._reach(amphora_id)
+        return Vrrp(holds_vip=amphora_id == self.holder, draining=10.0 if self.lasting else None)
+
+
+class Control:
+    """A controller, and what users and heartbeats do."""
+
+    def __init__(self, conf, database, world=None):
+        self.conf = conf
+        self.world = world or World()
+        self.database = database
+        self.jobs = Jobs(database, "me", 60.0)
+        self.intents = Intents(database, lambda node: None)
+        names = dict.fromkeys(("catalogue", "agents", "authority"), self.world)
+        everything = Backends(conf=conf, database=database, vault=Vault([Fernet.generate_key()]), **names)
+        self.reconciler = Reconciler(everything, self.jobs, lambda: None)
+
+    def work(self, times=20):
+        """Do what is due now; returns how many jobs there were."""
+        for number in range(times):
+            lease = self.jobs.claim()
+            if lease is None:
+                return number
+            self.reconciler.reconcile(lease)
+        raise AssertionError("it never ends")
+
+    def hurry(self):
+        """What is to be done later is due now."""
+        self.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
+
+    def heartbeats(self, *, silent=()):
+        """Everybody is heard now, but some only were long ago."""
+
+        def write(connection):
+            for name in self.observed():
+                at = time.time() - (100 if name in silent else 0)
+                said = name == self.world.holder or name in silent
+                heard = amphorae.Heard(amphora_id=name, at=at, generation=1, epoch=1, sequence=1, holds_vip=said)
+                amphorae.seen(connection, [heard])
+
+        self.database.write(write)
+
+    def row(self):
+        return self.database.read(lambda c: c.execute(sa.select(work)).one())
+
+    def observed(self):
+        found = self.database.read(lambda c: amphorae.of_load_balancer(c, LB))
+        return {one.id: one for one in found}
+
+    def provisioning(self):
+        rows = self.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
+        return dict(rows)
+
+    def pending(self):
+        return set(
+            self.database.read(
+                lambda c: c.execute(sa.select(status.c.object_id).where(status.c.pending.is_not(None))).scalars().all()
+            )
+        )
+
+
+@contextmanager
+def controlled(folder, world=None, options=""):
+    """A controller with a database of its own in this folder; `options` are lines of `[controller]`."""
+    for name in ("client_ca.pem", "ca.pem"):
+        (folder / name).write_text("authority")
+    path = folder / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{folder}/driver.sqlite\n[controller]\n{options}\n"
+        f"[certificates]\nclient_ca = {folder}/client_ca.pem\nca_certificate = {folder}/ca.pem\n"
+    )
+    conf = config.load([str(path)])
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection)
+    try:
+        yield Control(conf, database, world)
+    finally:
+        database.dispose()
