@@ -305,6 +305,136 @@ CERTIFICATES = [
         help="The controllers' own certificate and private key, in one PEM file.",
     ),
     cfg.IntOpt("validity_days", default=7, min=1, help="Days for which an amphora's certificate is valid."),
+    cfg.FloatOpt(
+        "renew_at",
+        default=0.5,
+        min=0.01,
+        max=0.99,
+        help="The part of its life after which an amphora's certificate is renewed.",
+    ),
+]
+FAILOVER = [
+    cfg.BoolOpt("automatic", default=True, help="Whether amphorae that are silent are replaced unasked."),
+    cfg.FloatOpt(
+        "silent_after",
+        default=7.0,
+        min=0.2,
+        help="Seconds without a heartbeat after which an amphora is asked itself, and replaced if it does not answer. "
+        "More than two intervals of heartbeats. Time in which the control plane could not hear does not count.",
+    ),
+    cfg.FloatOpt(
+        "mute_after",
+        default=120.0,
+        min=0.0,
+        help="Seconds without a heartbeat after which an amphora is replaced although its agent answers.",
+    ),
+    cfg.FloatOpt(
+        "probe_timeout", default=2.0, min=0.1, help="Seconds that the agent of a silent amphora has for an answer."
+    ),
+    cfg.ListOpt(
+        "witnesses",
+        default=[],
+        help="host:port of machines on the management network that always listen. If none of them can be reached, the "
+        "control plane takes itself for blind, and no amphora for dead.",
+    ),
+    cfg.FloatOpt(
+        "breaker_percent",
+        default=20.0,
+        min=0.0,
+        max=100.0,
+        help="If more than this part of all amphorae fall silent within breaker_window, nothing is replaced unasked.",
+    ),
+    cfg.IntOpt("breaker_floor", default=3, min=1, help="So few silent amphorae never open the breaker by their part."),
+    cfg.IntOpt(
+        "breaker_most",
+        default=50,
+        min=1,
+        help="If more than so many amphorae fall silent within breaker_window, nothing is replaced unasked.",
+    ),
+    cfg.FloatOpt("breaker_window", default=120.0, min=1.0, help="Seconds that are looked at together by the breaker."),
+    cfg.FloatOpt(
+        "breaker_calm",
+        default=30.0,
+        min=0.0,
+        help="Seconds for which fewer have to be silent before the breaker closes again.",
+    ),
+    cfg.FloatOpt(
+        "breaker_trial",
+        default=600.0,
+        min=0.0,
+        help="Seconds after which an open breaker lets one fail-over through at a time, to see whether it succeeds.",
+    ),
+    cfg.IntOpt("most_at_once", default=5, min=1, help="Fail-overs nobody asked for that go on at the same time."),
+    cfg.FloatOpt(
+        "pause_first",
+        default=60.0,
+        min=0.0,
+        help="Seconds after a fail-over nobody asked for, before the next one of the same load balancer; doubles each "
+        "time.",
+    ),
+    cfg.FloatOpt("pause_most", default=3600.0, min=0.0, help="Longest such pause, in seconds."),
+    cfg.FloatOpt(
+        "zombie_grace",
+        default=900.0,
+        min=0.0,
+        help="Seconds for which a machine that sends heartbeats under an id nobody has is only reported. After that it "
+        "is removed if it is with a compute backend of ours.",
+    ),
+    cfg.FloatOpt(
+        "keep_history", default=7_776_000.0, min=0.0, help="Seconds for which causes and time lines are kept."
+    ),
+]
+SPARES = [
+    cfg.IntOpt(
+        "number",
+        default=0,
+        min=0,
+        max=100,
+        help="Amphorae kept booted in advance, for each kind of machine that load balancers use whose flavor does not "
+        "say how many. They make a fail-over about as quick as a change.",
+    ),
+]
+ROTATION = [
+    cfg.FloatOpt(
+        "settle",
+        default=10.0,
+        min=0.0,
+        help="Seconds for which the new amphorae of a load balancer are watched before the next one's are replaced.",
+    ),
+    cfg.FloatOpt(
+        "patience",
+        default=900.0,
+        min=1.0,
+        help="Seconds after which a load balancer whose amphorae are not replaced has failed; the rotation pauses.",
+    ),
+]
+AUDIT = [
+    cfg.FloatOpt(
+        "interval",
+        default=600.0,
+        min=1.0,
+        help="Seconds between two comparisons of an amphora with what is wanted.",
+    ),
+    cfg.IntOpt("most_at_once", default=4, min=1, help="Amphorae that are compared at the same time."),
+    cfg.FloatOpt(
+        "agent_interval",
+        default=30.0,
+        min=0.1,
+        help="Seconds between two looks of an agent at its own machine, for what differs from what it has confirmed.",
+    ),
+]
+STATUS = [
+    cfg.StrOpt(
+        "bind_address", default="127.0.0.1", help="Address of the status page and of the metrics of a controller."
+    ),
+    cfg.PortOpt("bind_port", default=9876, min=0, help="Port of the status page of a controller; 0 for none."),
+    cfg.PortOpt("health_bind_port", default=9877, min=0, help="The same of a health manager."),
+    cfg.StrOpt(
+        "token_file",
+        help="File whose first line is asked of everybody who looks, as a bearer token or with any user's name. "
+        "Without it, only this host is answered.",
+    ),
+    cfg.StrOpt("certificate", help="Server certificate and private key in one PEM file; without it, plain HTTP."),
 ]
 GROUPS: dict[str, list[cfg.Opt]] = {
     "store": STORE,
@@ -321,6 +451,11 @@ GROUPS: dict[str, list[cfg.Opt]] = {
     "network": NETWORK,
     "network_local": NETWORK_LOCAL,
     "certificates": CERTIFICATES,
+    "failover": FAILOVER,
+    "spares": SPARES,
+    "rotation": ROTATION,
+    "audit": AUDIT,
+    "status": STATUS,
 }
 
 

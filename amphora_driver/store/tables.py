@@ -87,6 +87,10 @@ work = Table(
     Column("vip_applied", Body, nullable=True),
     # What a generation that is not confirmed yet is served without (JSON: the generation, reasons by object id).
     Column("left_out", Body, nullable=True),
+    # The pool of warm spares it takes amphorae from (the id of another row); of such a pool itself: how many of what
+    # (JSON).
+    Column("spare_pool", Id, nullable=True),
+    Column("spares", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
     # Which TLS ticket keys it uses, counted from 1, and when the next ones are due; both empty until it needs some.
     Column("tickets", BigInteger, nullable=True),
@@ -195,6 +199,15 @@ amphora = Table(
     # It did, and connections it still has may go on until then; empty while its VIPs may still be there.
     Column("drains_until", Double, nullable=True),
     Column("certificate_expires_at", Double, nullable=True),
+    # When that was issued, by which authority (empty: the one of the files), and whose client certificates it accepts.
+    Column("certificate_issued_at", Double, nullable=True),
+    Column("certificate_authority", BigInteger, nullable=True),
+    Column("trusts", String(255), nullable=True),
+    # What it was booted from, as the compute backend names it.
+    Column("image", String(255), nullable=True),
+    # When it was compared with what is wanted last, and what differed.
+    Column("audited_at", Double, nullable=True),
+    Column("drift", Text, nullable=True),
     Column("created_at", Double, nullable=False),
     # When its machine was ordered: its agent is waited for from then on.
     Column("booted_at", Double, nullable=True),
@@ -215,6 +228,7 @@ amphora_seen = Table(
     Column("epoch", BigInteger, nullable=False, default=0),
     Column("sequence", BigInteger, nullable=False, default=0),
     Column("holds_vip", Boolean, nullable=True),
+    Column("agent_version", String(64), nullable=True),
 )
 
 # --- who does what --------------------------------------------------------------------------------------------------

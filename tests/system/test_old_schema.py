@@ -14,7 +14,7 @@ from openstack.exceptions import HttpException
 
 from amphora_driver.store import migrate, schema
 from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import metadata
+from amphora_driver.store.fleet_tables import metadata
 
 pytestmark = pytest.mark.root
 

@@ -166,7 +166,12 @@ def test_no_registry_is_named():
 def test_a_secret_is_not_printable(value):
     secret = Secret(value)
     for text in (
-        repr(secret), str(secret), f"{secret}", f"{secret!r:>40}", f"{secret:s}", f"{[secret]} {({1: secret})}",
+        repr(secret),
+        str(secret),
+        f"{secret}",
+        f"{secret!r:>40}",
+        f"{secret:s}",
+        f"{[secret]} { ({1: secret}) }",
         logging.makeLogRecord({"msg": "%s %r", "args": (secret, secret)}).getMessage(),
     ):
         assert value.decode() not in text

@@ -59,9 +59,7 @@ def test_each_certificate_has_one_purpose(tmp_path, made, authority, purposes):
 
 
 def test_the_amphora_id_is_the_only_name(authority):
-    names = parsed(authority.issue_server(AMPHORA, 7)).extensions.get_extension_for_class(
-        x509.SubjectAlternativeName
-    )
+    names = parsed(authority.issue_server(AMPHORA, 7)).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert list(names.value) == [x509.DNSName(AMPHORA)]
 
 

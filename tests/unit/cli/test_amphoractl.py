@@ -35,37 +35,76 @@ def config_file(tmp_path):
 
 def fill(connection):
     tree = LoadBalancer(
-        id=LB, project_id="project", name="web",
+        id=LB,
+        project_id="project",
+        name="web",
         vip=Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p"),
         profile=Profile(compute="netns", network="local", timeout_tunnel=60000),
         listeners=(Listener(id=LISTENER, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80),),
     )
     wanted.insert(connection, LB, 8, list(wanted.flatten(tree)))
     for lb, project, dirty in ((LB, "project", True), (OTHER, "another", False)):
-        connection.execute(work.insert().values(
-            load_balancer_id=lb, project_id=project, compute="netns", network="local", op="apply",
-            generation=8, applied=7, dirty=dirty,
-            owner="controller-1" if dirty else None, attempts=2, error="no such interface", leased_until=1e9,
-        ))
+        connection.execute(
+            work.insert().values(
+                load_balancer_id=lb,
+                project_id=project,
+                compute="netns",
+                network="local",
+                op="apply",
+                generation=8,
+                applied=7,
+                dirty=dirty,
+                owner="controller-1" if dirty else None,
+                attempts=2,
+                error="no such interface",
+                leased_until=1e9,
+            )
+        )
     for generation, applied in ((7, 1000.25), (8, None)):
-        connection.execute(request.insert().values(
-            load_balancer_id=LB, generation=generation, action="listener_create", object_id=LISTENER,
-            accepted_at=1000.0, applied_at=applied, outcome="runtime" if applied else None,
-        ))
-    port = {"id": "p1", "network_id": "n", "mac": "fa:16:3e:00:00:0b", "mtu": 1500,
-            "addresses": [{"subnet_id": "s", "address": "198.51.100.11"}]}
-    connection.execute(amphora.insert().values(
-        id=AMPHORA, load_balancer_id=LB, role="single", state="ready", management_address="203.0.113.11",
-        confirmed=7, heartbeat_key=b"sealed-key", certificate_expires_at=1.8e9, created_at=999.0,
-        plugged=json.dumps([{"port": port, "subnets": []}]),
-    ))
-    connection.execute(amphora.insert().values(
-        id=AMPHORA.replace("0b9d", "0b9e"), load_balancer_id=OTHER, role="single", state="booting", confirmed=0,
-        heartbeat_key=b"sealed-key", created_at=998.0,
-    ))
+        connection.execute(
+            request.insert().values(
+                load_balancer_id=LB,
+                generation=generation,
+                action="listener_create",
+                object_id=LISTENER,
+                accepted_at=1000.0,
+                applied_at=applied,
+                outcome="runtime" if applied else None,
+            )
+        )
+    port = {
+        "id": "p1",
+        "network_id": "n",
+        "mac": "fa:16:3e:00:00:0b",
+        "mtu": 1500,
+        "addresses": [{"subnet_id": "s", "address": "198.51.100.11"}],
+    }
     connection.execute(
-        amphora_seen.insert().values(amphora_id=AMPHORA, seen_at=time.time() - 5, generation=7)
+        amphora.insert().values(
+            id=AMPHORA,
+            load_balancer_id=LB,
+            role="single",
+            state="ready",
+            management_address="203.0.113.11",
+            confirmed=7,
+            heartbeat_key=b"sealed-key",
+            certificate_expires_at=1.8e9,
+            created_at=999.0,
+            plugged=json.dumps([{"port": port, "subnets": []}]),
+        )
     )
+    connection.execute(
+        amphora.insert().values(
+            id=AMPHORA.replace("0b9d", "0b9e"),
+            load_balancer_id=OTHER,
+            role="single",
+            state="booting",
+            confirmed=0,
+            heartbeat_key=b"sealed-key",
+            created_at=998.0,
+        )
+    )
+    connection.execute(amphora_seen.insert().values(amphora_id=AMPHORA, seen_at=time.time() - 5, generation=7))
 
 
 @pytest.fixture
@@ -77,9 +116,17 @@ def run(config_file, amphoractl):
 def test_every_entry_point_of_the_group_is_there(entry_points, resolve):
     names = {name for name, _target in entry_points(COMMANDS)}
     assert names == {
-        "loadbalancer_list", "loadbalancer_show", "loadbalancer_render", "loadbalancer_history",
-        "amphora_list", "amphora_show", "work_list",
-        "database_status", "database_upgrade", "secrets_status", "secrets_reseal",
+        "loadbalancer_list",
+        "loadbalancer_show",
+        "loadbalancer_render",
+        "loadbalancer_history",
+        "amphora_list",
+        "amphora_show",
+        "work_list",
+        "database_status",
+        "database_upgrade",
+        "secrets_status",
+        "secrets_reseal",
     }
     assert all(resolve(target) for _name, target in entry_points(COMMANDS))
     assert ("amphoractl", "amphora_driver.cli.main:main") in entry_points("console_scripts")
@@ -90,8 +137,15 @@ def test_loadbalancer_list(run):
     assert status == 0
     first, second = json.loads(out)
     assert first == {
-        "ID": LB, "Project": "project", "Op": "apply", "Wanted": 8, "Applied": 7, "Dirty": True,
-        "Owner": "controller-1", "Attempts": 2, "Error": "no such interface",
+        "ID": LB,
+        "Project": "project",
+        "Op": "apply",
+        "Wanted": 8,
+        "Applied": 7,
+        "Dirty": True,
+        "Owner": "controller-1",
+        "Attempts": 2,
+        "Error": "no such interface",
     }
     assert second["ID"] == OTHER
     for words in (("--dirty",), ("--project", "project")):
@@ -108,7 +162,8 @@ def test_loadbalancer_show(run):
     assert shown["Leased until"] == "2001-09-09T01:46:40+00:00"
     assert shown["Next attempt"] is None
     assert [(one["generation"], one["applied_at"]) for one in shown["Requests"]] == [
-        (8, None), (7, "1970-01-01T00:16:40.250000+00:00"),
+        (8, None),
+        (7, "1970-01-01T00:16:40.250000+00:00"),
     ]
     table = run("loadbalancer", "show", LB, "--max-width", "0")[1]
     assert "not applied yet" in table
@@ -136,8 +191,14 @@ def test_amphora_list(run):
     mine = rows[0]
     assert 5 <= mine.pop("Last heartbeat") < 60
     assert mine == {
-        "ID": AMPHORA, "Load balancer": LB, "Role": "single", "State": "ready", "Address": "203.0.113.11",
-        "Confirmed": 7, "Certificate expires": "2027-01-15T08:00:00+00:00", "Has VIPs": None,
+        "ID": AMPHORA,
+        "Load balancer": LB,
+        "Role": "single",
+        "State": "ready",
+        "Address": "203.0.113.11",
+        "Confirmed": 7,
+        "Certificate expires": "2027-01-15T08:00:00+00:00",
+        "Has VIPs": None,
     }
     assert rows[1]["Last heartbeat"] is None
     table = run("amphora", "list", "--loadbalancer", OTHER)[1]
@@ -151,12 +212,14 @@ def test_the_amphorae_of_a_pair_say_who_has_the_vips(run, config_file):
     partners = json.dumps([{"id": other, "address": "198.51.100.12"}])
     database = Database(f"sqlite:///{config_file.parent}/db.sqlite")
     database.write(lambda c: c.execute(amphora_seen.update().values(holds_vip=True)))
-    database.write(lambda c: c.execute(
-        amphora_seen.insert().values(amphora_id=other, seen_at=time.time(), generation=7, holds_vip=False)
-    ))
-    database.write(lambda c: c.execute(
-        amphora.update().where(amphora.c.id == AMPHORA).values(role="MASTER", partners=partners)
-    ))
+    database.write(
+        lambda c: c.execute(
+            amphora_seen.insert().values(amphora_id=other, seen_at=time.time(), generation=7, holds_vip=False)
+        )
+    )
+    database.write(
+        lambda c: c.execute(amphora.update().where(amphora.c.id == AMPHORA).values(role="MASTER", partners=partners))
+    )
     database.dispose()
     rows = {row["ID"]: row for row in json.loads(run("amphora", "list", "-f", "json")[1])}
     assert (rows[AMPHORA]["Role"], rows[AMPHORA]["Has VIPs"], rows[other]["Has VIPs"]) == ("MASTER", True, False)
@@ -175,9 +238,15 @@ def test_amphora_show_never_shows_the_key(run, form):
     assert "key" not in out
 
 
-@pytest.mark.parametrize("words", [
-    ("loadbalancer", "show"), ("loadbalancer", "render"), ("loadbalancer", "history"), ("amphora", "show"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("loadbalancer", "show"),
+        ("loadbalancer", "render"),
+        ("loadbalancer", "history"),
+        ("amphora", "show"),
+    ],
+)
 def test_what_is_not_recorded_is_said(run, caplog, words):
     status, out, _err = run(*words, "unknown")
     assert (status, out) == (1, "")

@@ -52,56 +52,133 @@ def answer(amphoractl, place, *words):
 
 def row(number, **more):
     return {
-        "load_balancer_id": f"lb-{number}", "project_id": "p", "topology": "SINGLE", "op": "apply", "generation": 3,
-        "committed": 3, "applied": 3, "dirty": False, "owner": None, "epoch": 4, "leased_until": None,
-        "free_at": 0.0, "attempts": 0, "error": None, "read_back": False, **more,
+        "load_balancer_id": f"lb-{number}",
+        "project_id": "p",
+        "topology": "SINGLE",
+        "op": "apply",
+        "generation": 3,
+        "committed": 3,
+        "applied": 3,
+        "dirty": False,
+        "owner": None,
+        "epoch": 4,
+        "leased_until": None,
+        "free_at": 0.0,
+        "attempts": 0,
+        "error": None,
+        "read_back": False,
+        **more,
     }
 
 
 def test_work_that_is_left_is_listed_with_what_it_waits_for(amphoractl, place, database):
     now = time.time()
     put(
-        database, work, row("done"), row("uncommitted", committed=2, dirty=True), row("incomplete", read_back=True),
+        database,
+        work,
+        row("done"),
+        row("uncommitted", committed=2, dirty=True),
+        row("incomplete", read_back=True),
         row("owned", dirty=True, owner="controller-1", leased_until=now + 60, applied=2),
         row("orphaned", dirty=True, owner="controller-2", leased_until=now - 60, applied=2),
         row("failing", dirty=True, applied=2, attempts=3, free_at=now + 40, error="no answer"),
-        row("fresh", dirty=True, applied=2), row("unsaid"),
+        row("fresh", dirty=True, applied=2),
+        row("unsaid"),
     )
-    put(database, request, {"load_balancer_id": "lb-failing", "generation": 3, "action": "member_create",
-                            "object_id": "m", "accepted_at": now - 100, "applied_at": None})
-    put(database, status, {"object_id": "m", "kind": "members", "load_balancer_id": "lb-unsaid", "version": 2,
-                           "reported": 1})
-    put(database, status, {"object_id": "n", "kind": "members", "load_balancer_id": "lb-failing", "pending": 3,
-                           "version": 1, "reported": 1})
+    put(
+        database,
+        request,
+        {
+            "load_balancer_id": "lb-failing",
+            "generation": 3,
+            "action": "member_create",
+            "object_id": "m",
+            "accepted_at": now - 100,
+            "applied_at": None,
+        },
+    )
+    put(
+        database,
+        status,
+        {"object_id": "m", "kind": "members", "load_balancer_id": "lb-unsaid", "version": 2, "reported": 1},
+    )
+    put(
+        database,
+        status,
+        {
+            "object_id": "n",
+            "kind": "members",
+            "load_balancer_id": "lb-failing",
+            "pending": 3,
+            "version": 1,
+            "reported": 1,
+        },
+    )
     found = {one["Load balancer"].removeprefix("lb-"): one for one in answer(amphoractl, place, "work", "list")}
     assert {name: one["Waits for"] for name, one in found.items()} == {
-        "uncommitted": "Octavia's commit", "incomplete": "reading back from Octavia",
-        "owned": "the controller at work", "orphaned": "a controller", "failing": "its next attempt",
-        "fresh": "a controller", "unsaid": "Octavia to be told",
+        "uncommitted": "Octavia's commit",
+        "incomplete": "reading back from Octavia",
+        "owned": "the controller at work",
+        "orphaned": "a controller",
+        "failing": "its next attempt",
+        "fresh": "a controller",
+        "unsaid": "Octavia to be told",
     }
     failing = found["failing"]
     assert 30 < failing.pop("Due in") <= 40
     assert 100 <= failing.pop("Pending since") < 200
     assert failing == {
-        "Load balancer": "lb-failing", "Op": "apply", "Wanted": 3, "Applied": 2, "Waits for": "its next attempt",
-        "Objects pending": 1, "To report": 0, "Owner": None, "Epoch": 4, "Attempts": 3, "Error": "no answer",
+        "Load balancer": "lb-failing",
+        "Op": "apply",
+        "Wanted": 3,
+        "Applied": 2,
+        "Waits for": "its next attempt",
+        "Objects pending": 1,
+        "To report": 0,
+        "Owner": None,
+        "Epoch": 4,
+        "Attempts": 3,
+        "Error": "no answer",
     }
     assert "no answer" in amphoractl(place, "work", "list", "--max-width", "0")[1]
 
 
 def test_the_history_outlives_the_load_balancer(amphoractl, place, database):
     common = {"load_balancer_id": LB, "object_id": LB}
-    put(database, request,
-        {**common, "generation": 1, "action": "loadbalancer_create", "accepted_at": 1000.0, "applied_at": 1002.5,
-         "outcome": None},
-        {**common, "generation": 2, "action": "loadbalancer_delete", "accepted_at": 1100.0, "applied_at": 1101.0,
-         "outcome": "no such interface"})
-    put(database, request,
-        {**common, "generation": 3, "action": "member_create", "accepted_at": 1200.0, "applied_at": None})
+    put(
+        database,
+        request,
+        {
+            **common,
+            "generation": 1,
+            "action": "loadbalancer_create",
+            "accepted_at": 1000.0,
+            "applied_at": 1002.5,
+            "outcome": None,
+        },
+        {
+            **common,
+            "generation": 2,
+            "action": "loadbalancer_delete",
+            "accepted_at": 1100.0,
+            "applied_at": 1101.0,
+            "outcome": "no such interface",
+        },
+    )
+    put(
+        database,
+        request,
+        {**common, "generation": 3, "action": "member_create", "accepted_at": 1200.0, "applied_at": None},
+    )
     third, second, first = answer(amphoractl, place, "loadbalancer", "history", LB)
     assert first == {
-        "Generation": 1, "Action": "loadbalancer_create", "Object": LB, "Accepted": "1970-01-01T00:16:40+00:00",
-        "Applied": "1970-01-01T00:16:42.500000+00:00", "Seconds": 2.5, "Outcome": None,
+        "Generation": 1,
+        "Action": "loadbalancer_create",
+        "Object": LB,
+        "Accepted": "1970-01-01T00:16:40+00:00",
+        "Applied": "1970-01-01T00:16:42.500000+00:00",
+        "Seconds": 2.5,
+        "Outcome": None,
     }
     assert (second["Outcome"], third["Applied"], third["Seconds"]) == ("no such interface", None, None)
     assert len(answer(amphoractl, place, "loadbalancer", "history", LB, "--requests", "1")) == 1
@@ -117,7 +194,11 @@ def test_a_new_database_is_made_by_upgrading(amphoractl, place, caplog):
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": "", "After": newest}
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": newest, "After": newest}
     assert answer(amphoractl, place, "database", "status") == {
-        "Schema": newest, "Wanted": newest, "Fits": True, "Reason": "", "What to do": "",
+        "Schema": newest,
+        "Wanted": newest,
+        "Fits": True,
+        "Reason": "",
+        "What to do": "",
     }
 
 
@@ -137,10 +218,29 @@ def test_keys_are_rotated(amphoractl, place, database):
     keys = place.parent / "keys"
     old, new = keys.read_bytes(), Fernet.generate_key()
     vault = Vault([old])
-    put(database, secret, {"object_id": "o", "purpose": "certificate", "ref": "r", "load_balancer_id": LB,
-                           "sealed": vault.seal(Secret(b"canary"))})
-    put(database, amphora, {"id": "a", "load_balancer_id": LB, "role": "single", "state": "ready", "created_at": 0.0,
-                            "heartbeat_key": vault.seal(Secret(b"canary"))})
+    put(
+        database,
+        secret,
+        {
+            "object_id": "o",
+            "purpose": "certificate",
+            "ref": "r",
+            "load_balancer_id": LB,
+            "sealed": vault.seal(Secret(b"canary")),
+        },
+    )
+    put(
+        database,
+        amphora,
+        {
+            "id": "a",
+            "load_balancer_id": LB,
+            "role": "single",
+            "state": "ready",
+            "created_at": 0.0,
+            "heartbeat_key": vault.seal(Secret(b"canary")),
+        },
+    )
     keys.write_bytes(new + b"\n" + old)
     shown = answer(amphoractl, place, "secrets", "status")
     first, second = Vault([new, old]).fingerprints
@@ -155,14 +255,25 @@ def test_keys_are_rotated(amphoractl, place, database):
     keys.write_bytes(Fernet.generate_key())
     lost = answer(amphoractl, place, "secrets", "status")
     assert [(one["Line"], one["Use"], one["Secrets"]) for one in lost if one["Secrets"]] == [
-        (None, "not in the file", 1)] * 2
+        (None, "not in the file", 1)
+    ] * 2
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "table", "value"])
 def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
     key = (place.parent / "keys").read_bytes().decode()
-    put(database, amphora, {"id": "a", "load_balancer_id": LB, "role": "single", "state": "ready", "created_at": 0.0,
-                            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary"))})
+    put(
+        database,
+        amphora,
+        {
+            "id": "a",
+            "load_balancer_id": LB,
+            "role": "single",
+            "state": "ready",
+            "created_at": 0.0,
+            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary")),
+        },
+    )
     for command in ("status", "reseal"):
         status, out, err = amphoractl(place, "secrets", command, "-f", form)
         assert status == 0

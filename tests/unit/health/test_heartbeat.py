@@ -24,8 +24,16 @@ AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 KEY = bytes(range(32))
 DOCUMENT = {
     "generation": 8,
-    "listeners": {"listener": {"status": "OPEN", "active_connections": 3, "bytes_in": 1, "bytes_out": 2,
-                               "request_errors": 0, "total_connections": 40}},
+    "listeners": {
+        "listener": {
+            "status": "OPEN",
+            "active_connections": 3,
+            "bytes_in": 1,
+            "bytes_out": 2,
+            "request_errors": 0,
+            "total_connections": 40,
+        }
+    },
     "pools": {"pool:listener": {"status": "UP", "members": {"member": "UP 1/3"}}},
 }
 
@@ -109,9 +117,15 @@ def test_something_else():
     assert refusal(b"x" * 100) == "magic"
 
 
-@pytest.mark.parametrize("packed", [
-    b"", b"rubbish", zlib.compress(b'{"generation": 1}')[:-1], zlib.compress(b'{"generation": 1}') + b"x",
-])
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"rubbish",
+        zlib.compress(b'{"generation": 1}')[:-1],
+        zlib.compress(b'{"generation": 1}') + b"x",
+    ],
+)
 def test_what_does_not_unpack(packed):
     assert refusal(signed(header() + packed)) == "packing"
 
@@ -124,12 +138,24 @@ def test_a_bomb_does_not_explode():
     assert time.process_time() - begin < 0.5
 
 
-@pytest.mark.parametrize("document", [
-    b"", b"[]", b"null", b"\xff", b'"\\ud800"', b"[" * 5000, b'{"x":' * 5000,
-    b'{"generation": "8"}', b'{"generation": -1}', b'{"generation": 9223372036854775808}',
-    b'{"generation": 1, "listeners": {"a": {}}}', b'{"generation": 1, "listeners": {"a": {"status": "\xff"}}}',
-    b'{"generation": 1, "pools": {"a": {"status": "UP", "members": {"m": 1}}}}',
-])
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'"\\ud800"',
+        b"[" * 5000,
+        b'{"x":' * 5000,
+        b'{"generation": "8"}',
+        b'{"generation": -1}',
+        b'{"generation": 9223372036854775808}',
+        b'{"generation": 1, "listeners": {"a": {}}}',
+        b'{"generation": 1, "listeners": {"a": {"status": "\xff"}}}',
+        b'{"generation": 1, "pools": {"a": {"status": "UP", "members": {"m": 1}}}}',
+    ],
+)
 def test_a_document_that_is_no_report(document):
     assert refusal(sealed(document)) == "document"
 

@@ -103,7 +103,11 @@ def test_refusals_are_counted_by_reason_and_logged_once(caplog):
         made.send(datagram(2, amphora_id=str(uuid.uuid4())))
         made.wait(lambda: sum(made.receiver.refused.values()) == 5)
         assert made.receiver.refused == {
-            "short": 1, "magic": 1, "signature": 1, "document": 1, "unknown": 1,
+            "short": 1,
+            "magic": 1,
+            "signature": 1,
+            "document": 1,
+            "unknown": 1,
         }
         made.send(datagram())
         made.wait(lambda: made.received)

@@ -50,7 +50,8 @@ def test_only_changes_are_written():
     reports = {"amphora-1": Report(1, {"listener-1": said(), "listener-2": said(bytes_in=7)})}
     batch = statistics.changed(reports, OWNERS, LISTENERS, flushed)
     assert [(one.key, one.bytes_in, one.load_balancer_id) for one in batch.rows] == [
-        (("listener-1", "amphora-1"), 10, "lb"), (("listener-2", "amphora-1"), 7, "lb"),
+        (("listener-1", "amphora-1"), 10, "lb"),
+        (("listener-2", "amphora-1"), 7, "lb"),
     ]
     statistics.remember(flushed, batch.rows)
     assert statistics.changed(reports, OWNERS, LISTENERS, flushed).rows == ()
@@ -69,11 +70,16 @@ def test_counters_do_not_fall_and_are_counted_when_they_try():
 
 def test_an_amphora_is_heard_only_about_its_own_listeners():
     everything = {listener: said() for listener in (*LISTENERS, "made up")}
-    reports = {"amphora-1": Report(1, everything), "amphora-3": Report(1, everything),
-               "stranger": Report(1, everything)}
+    reports = {
+        "amphora-1": Report(1, everything),
+        "amphora-3": Report(1, everything),
+        "stranger": Report(1, everything),
+    }
     batch = statistics.changed(reports, OWNERS, LISTENERS, {})
     assert [one.key for one in batch.rows] == [
-        ("listener-1", "amphora-1"), ("listener-2", "amphora-1"), ("listener-3", "amphora-3"),
+        ("listener-1", "amphora-1"),
+        ("listener-2", "amphora-1"),
+        ("listener-3", "amphora-3"),
     ]
     assert batch.odd == 2 + 3 + 4
 
@@ -92,8 +98,16 @@ def test_impossible_numbers_do_not_spoil_the_batch(values):
 def test_insert_then_update(database):
     assert database.write(lambda connection: statistics.store(connection, [row()])) == 0
     assert stored(database)["listener-1", "amphora-1"] == {
-        "listener_id": "listener-1", "amphora_id": "amphora-1", "load_balancer_id": "lb", "active_connections": 1,
-        "bytes_in": 10, "bytes_out": 20, "request_errors": 0, "total_connections": 5, "version": 1, "reported": 0,
+        "listener_id": "listener-1",
+        "amphora_id": "amphora-1",
+        "load_balancer_id": "lb",
+        "active_connections": 1,
+        "bytes_in": 10,
+        "bytes_out": 20,
+        "request_errors": 0,
+        "total_connections": 5,
+        "version": 1,
+        "reported": 0,
     }
     rows = [row(active=0, bytes_in=11), row("listener-2")]
     database.write(lambda connection: statistics.store(connection, rows))
@@ -124,8 +138,15 @@ def test_amphorae_have_rows_of_their_own(database):
 
 def test_a_large_batch(database):
     template = row()
-    rows = [statistics.Row(**{**{name: getattr(template, name) for name in template.__struct_fields__},
-                              "listener_id": f"listener-{number:05}"}) for number in range(1700)]
+    rows = [
+        statistics.Row(
+            **{
+                **{name: getattr(template, name) for name in template.__struct_fields__},
+                "listener_id": f"listener-{number:05}",
+            }
+        )
+        for number in range(1700)
+    ]
     database.write(lambda connection: statistics.store(connection, rows))
     database.write(lambda connection: statistics.store(connection, rows[::-1]))
     assert len(stored(database)) == 1700

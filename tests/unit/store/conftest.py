@@ -10,7 +10,7 @@ import pytest
 
 from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import metadata
+from amphora_driver.store.fleet_tables import metadata
 
 
 @pytest.fixture(scope="session")

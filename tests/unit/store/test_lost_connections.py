@@ -14,8 +14,9 @@ from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import metadata
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import duty, metadata, request, work
+from amphora_driver.store.tables import duty, request, work
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 

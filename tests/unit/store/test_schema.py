@@ -5,7 +5,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from amphora_driver.store import migrate
-from amphora_driver.store.tables import metadata
+from amphora_driver.store.fleet_tables import metadata
 
 
 def test_migrations_make_exactly_the_tables(database):

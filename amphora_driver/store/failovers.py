@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why amphorae were replaced, and what happened when: cause and time line of every fail-over.
+
+Invariant: an amphora that is being replaced has exactly one open row, written in the same transaction that retires it;
+what happens to its load balancer is noted in every open row of that, in the transaction of the step that does it. So a
+crash neither loses a fail-over nor invents one.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.fleet_tables import failover, failover_event
+from amphora_driver.store.tables import amphora, work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LONGEST_TEXT = 1000
+
+
+class Cause(str, Enum):
+    """What a fail-over was begun for."""
+
+    SILENT = "silent"
+    MUTE = "mute"
+    NEVER_SPOKE = "never_spoke"
+    ASKED = "asked"
+    OPERATOR = "operator"
+    ROTATION = "rotation"
+    DRIFT = "drift"
+    MACHINE = "machine"
+
+
+class Event(str, Enum):
+    """What happens on the way, in about this order."""
+
+    FOUND = "found"
+    BEGUN = "begun"
+    RECORDED = "recorded"
+    ADOPTED = "adopted"
+    BOOTED = "booted"
+    READY = "ready"
+    CONFIRMED = "confirmed"
+    HANDED_OVER = "handed_over"
+    SERVED = "served"
+    RELEASED = "released"
+    FAILED = "failed"
+    ENDED = "ended"
+
+
+class Outcome(str, Enum):
+    """How it ended."""
+
+    DONE = "done"
+    GONE = "gone"
+    SUPERSEDED = "superseded"
+    RECOVERED = "recovered"
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True):
+    """Cause of a fail-over.
+
+    Attributes:
+        reason: in words.
+        asked_by: who, where somebody did.
+        rotation_id: which rotation, where one did.
+        silent_since: when the amphora was heard last (seconds since 1970), where that is the cause.
+    """
+
+    cause: Cause
+    reason: str
+    asked_by: str | None = None
+    rotation_id: int | None = None
+    silent_since: float | None = None
+
+
+def begin(connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str], why: Why, now: float) -> int:
+    """Retire amphorae of one load balancer, make it due, and write down why.
+
+    Who is being replaced already, or is not of that load balancer, is left alone.
+
+    Args:
+        connection: of a writing transaction.
+        load_balancer_id: whose.
+        amphora_ids: which of its amphorae.
+        why: the cause.
+        now: seconds since 1970, by the database's clock.
+
+    Returns:
+        How many are replaced because of this call.
+    """
+    chosen = sa.select(amphora.c.id).where(
+        amphora.c.load_balancer_id == load_balancer_id,
+        amphora.c.id.in_(list(amphora_ids)),
+        amphora.c.state != State.RETIRING.value,
+    )
+    found = [row.id for row in connection.execute(chosen.with_for_update())]
+    for amphora_id in found:
+        connection.execute(
+            amphora.update()
+            .where(amphora.c.id == amphora_id)
+            .values(state=State.RETIRING.value, reason=why.reason[:_LONGEST_TEXT])
+        )
+        _open(connection, load_balancer_id, amphora_id, why, now)
+    if found:
+        due = {"dirty": True, "free_at": 0.0}
+        connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
+    return len(found)
+
+
+def _open(connection: sa.Connection, load_balancer_id: str, amphora_id: str, why: Why, now: float) -> None:
+    row = {
+        "load_balancer_id": load_balancer_id,
+        "amphora_id": amphora_id,
+        "cause": why.cause.value,
+        "reason": why.reason[:_LONGEST_TEXT],
+        "asked_by": why.asked_by,
+        "rotation_id": why.rotation_id,
+        "silent_since": why.silent_since,
+        "begun_at": now,
+    }
+    key = connection.execute(failover.insert().values(**row)).inserted_primary_key
+    _event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, why.reason)
+
+
+def note(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    event: Event,
+    now: float,
+    amphora_id: str | None = None,
+    detail: str | None = None,
+) -> None:
+    """Write an event into the time line of each open fail-over of a load balancer; nothing where there is none."""
+    for failover_id in _open_ids(connection, load_balancer_id):
+        _event(connection, failover_id, now, event, amphora_id, detail)
+
+
+def served(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
+    """Users are served again by all that is wanted; the first time counts."""
+    waiting = failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)
+    found = connection.execute(sa.select(failover.c.id).where(*waiting, failover.c.served_at.is_(None))).all()
+    for row in found:
+        connection.execute(failover.update().where(failover.c.id == row.id).values(served_at=now))
+        _event(connection, row.id, now, Event.SERVED, None, None)
+
+
+def end(
+    connection: sa.Connection, load_balancer_id: str, outcome: Outcome, now: float, amphora_id: str | None = None
+) -> None:
+    """Nothing is left to do: of one amphora's fail-over, or of all that are open."""
+    mine = [failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)]
+    if amphora_id is not None:
+        mine.append(failover.c.amphora_id == amphora_id)
+    for row in connection.execute(sa.select(failover.c.id).where(*mine)).all():
+        ended = {"ended_at": now, "outcome": outcome.value}
+        connection.execute(failover.update().where(failover.c.id == row.id).values(**ended))
+        _event(connection, row.id, now, Event.ENDED, amphora_id, outcome.value)
+
+
+def open_ones(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+    """Every fail-over that goes on, the oldest first."""
+    return connection.execute(sa.select(failover).where(failover.c.ended_at.is_(None)).order_by(failover.c.id)).all()
+
+
+def events(connection: sa.Connection, failover_id: int) -> Sequence[sa.Row[Any]]:
+    """The time line of one fail-over."""
+    query = sa.select(failover_event).where(failover_event.c.failover_id == failover_id)
+    return connection.execute(query.order_by(failover_event.c.id)).all()
+
+
+def _open_ids(connection: sa.Connection, load_balancer_id: str) -> list[int]:
+    query = sa.select(failover.c.id).where(
+        failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)
+    )
+    return [int(row.id) for row in connection.execute(query)]
+
+
+def _event(
+    connection: sa.Connection, failover_id: int, now: float, event: Event, amphora_id: str | None, detail: str | None
+) -> None:
+    connection.execute(
+        failover_event.insert().values(
+            failover_id=failover_id,
+            at=now,
+            word=event.value,
+            amphora_id=amphora_id,
+            detail=None if detail is None else detail[:_LONGEST_TEXT],
+        )
+    )
