@@ -14,9 +14,11 @@ from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
 from amphora_agent import services as service_managers
-from amphora_agent.api import bundle, certificate, diagnostics, info, v1, v1_machine, vrrp
+from amphora_agent.api import bundle, certificate, configuration, diagnostics, info, v1, v1_machine, vrrp
 from amphora_agent.applying import reboot
 from amphora_agent.applying.apply import Applier
+from amphora_agent.applying.audit import Auditor
+from amphora_agent.applying.drift import Drift
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.document import RESPONDER_PORT
@@ -48,13 +50,14 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
     inner = Namespace(paths.inner_namespace)
     sysctls.prepare(inner)
     ledger = Ledger(paths, services)
+    drift = Drift()
     haproxy = Haproxy(paths, services, inner, ledger)
 
     def sender_for(wanted: Settings) -> Sends:
         if wanted.heartbeat_format == "octavia":
             # `octavia` is made below, after the first sender: hence the lambda.
             return OctaviaSender(wanted, paths, ledger, lambda: octavia.draining())  # noqa: PLW0108
-        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: role.holds_vip)
+        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: role.holds_vip, drift.heartbeat)
 
     sender = Reporter(octavia_settings.stored(settings, paths), sender_for)
     responder = Launcher(paths, services, inner, RESPONDER_PORT)
@@ -70,7 +73,8 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
-    app.register_blueprint(info.blueprint(settings, applier, role, identity))
+    app.register_blueprint(info.blueprint(settings, applier, role, identity, drift))
+    app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, role, identity))
@@ -91,6 +95,7 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
     role.start()
     handover.start()
     sender.start()
+    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()
     return app
 
 

@@ -17,6 +17,7 @@ from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
+AUDIT_SECONDS = 30.0
 _FORMATS = ("native", "octavia")
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 
@@ -37,7 +38,8 @@ class Settings:
     """Everything the compute backend decided at boot.
 
     ``heartbeat_format`` is "native" or "octavia" (docs/amphora-api-v1.md); in the latter the key is any text. ``pair``
-    tells that Octavia means this amphora to be one of two.
+    tells that Octavia means this amphora to be one of two. ``audit_interval`` is the time between two looks at what was
+    changed by hand, in seconds.
     """
 
     amphora_id: uuid.UUID
@@ -50,6 +52,7 @@ class Settings:
     heartbeat_key: bytes = field(repr=False)
     heartbeat_format: str = "native"
     pair: bool = False
+    audit_interval: float = AUDIT_SECONDS
 
     @property
     def bind(self) -> str:
@@ -79,6 +82,7 @@ def load(paths: Paths) -> Settings:
             heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii"), heartbeat_format),
             heartbeat_format=heartbeat_format,
             pair=parser.getboolean("octavia", "pair", fallback=False),
+            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),
         )
     except (OSError, configparser.Error, ValueError) as error:
         raise SettingsError(

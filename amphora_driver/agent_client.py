@@ -11,7 +11,7 @@ Source: docs/agent-api.md.
 
 from __future__ import annotations
 
-import datetime as dt
+import hashlib
 import socket
 import ssl
 import threading
@@ -19,18 +19,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
+from amphora_driver.agent_answers import Applied, BundleState, Info, Loaded, Renewed, Vrrp
 from amphora_driver.agent_identity import EXCHANGE, Exchange, Identity
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
 from amphora_driver.secret import Secret
 
+if TYPE_CHECKING:
+    from amphora_driver.certificates.trust import Trust
+
+# What agents answer is known from here.
+__all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
 # Amphorae whose connection is kept open, and connections for each: one thread works on one load balancer.
@@ -59,63 +65,6 @@ _SOCKET_OPTIONS = [
 ]
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What HAProxy itself says it serves: the ids of its listeners, and how many members."""
-
-    listeners: tuple[str, ...] = ()
-    members: int = 0
-
-
-class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle is served: `how` is start, unchanged, runtime, reload or stop, `reason` says why not less."""
-
-    generation: int
-    how: str
-    reason: str = ""
-    loaded: Loaded = Loaded()
-
-
-class BundleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The last confirmed bundle; all None before the first one."""
-
-    generation: int | None = None
-    applied_at: dt.datetime | None = None
-    digest: str | None = None
-
-
-class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says about itself and its machine."""
-
-    amphora_id: str
-    agent_version: str
-    haproxy_version: str | None = None
-    keepalived_version: str | None = None
-    hostname: str | None = None
-    generation: int | None = None
-    holds_vip: bool | None = None
-    certificate_expires_at: dt.datetime | None = None
-    capabilities: tuple[str, ...] = ()
-
-
-class Vrrp(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says of its VIPs.
-
-    `connections` are those that clients have to VIPs through this amphora; `draining` the seconds for which they may
-    go on after the VIPs went, None when the last one has ended or that time is over.
-    """
-
-    holds_vip: bool | None = None
-    connections: int = 0
-    draining: float | None = None
-
-
-class Renewed(msgspec.Struct, frozen=True, kw_only=True):
-    """The certificate that an agent shows from now on; `fingerprint` is the SHA-256 of its DER in hexadecimal."""
-
-    expires_at: dt.datetime
-    fingerprint: str
-
-
 class _ErrorWords(msgspec.Struct):
     wanted: str = ""
     happened: str = ""
@@ -141,13 +90,16 @@ class AgentClient:
 
     Args:
         conf: the groups `agent` and `certificates` are used (`amphora_driver.config`).
+        trust: says what takes the place of the configured certificates once an authority was rotated (its `instead`);
+            without it they are all there is.
     """
 
-    def __init__(self, conf: Any) -> None:
+    def __init__(self, conf: Any, trust: Trust | None = None) -> None:
         self._port = int(conf.agent.port)
         self._connect_timeout = float(conf.agent.connect_timeout)
         self._request_timeout = float(conf.agent.request_timeout)
-        self._identity = Identity(conf.certificates.client_certificate, conf.certificates.ca_certificate)
+        files = (conf.certificates.client_certificate, conf.certificates.ca_certificate)
+        self._identity = Identity(*files, None if trust is None else trust.instead)
         self._pools: OrderedDict[tuple[str, str], urllib3.HTTPSConnectionPool] = OrderedDict()
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
@@ -192,6 +144,16 @@ class AgentClient:
         call = _Call("GET", "/v2/diagnostics", f"diagnose amphora {amphora_id}", most=_MOST_DIAGNOSTICS)
         return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
 
+    def configuration(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> dict[str, Any]:
+        """What the amphora confirmed and what it has, without any secret, to be compared.
+
+        Raises:
+            AgentRefused: also with status 404, by an agent that is too old to tell.
+        """
+        wanted = f"compare amphora {amphora_id}"
+        call = _Call("GET", "/v2/configuration", wanted, most=_MOST_DIAGNOSTICS)
+        return _decode(self._request(amphora_id, address, call, deadline), dict[str, Any], call)
+
     def renew(
         self,
         amphora_id: str,
@@ -220,6 +182,30 @@ class AgentClient:
         pool = self._connect(self._identity.tolerant(), amphora_id, address)
         try:
             return _decode(self._ask(lambda: pool, address, call, deadline), Renewed, call)
+        finally:
+            pool.close()
+
+    def prove(self, amphora_id: str, address: str, fingerprint: str, *, deadline: Deadline | None = None) -> None:
+        """Make sure that new connections show this certificate, and that we are answered on them.
+
+        Args:
+            fingerprint: the SHA-256 of the certificate's DER, in hexadecimal.
+
+        Raises:
+            AgentUntrusted: they show another one.
+        """
+        call = _Call("GET", "/v2/info", f"see the new certificate of amphora {amphora_id}")
+        limit = Deadline(self._request_timeout, call.wanted, deadline)
+        try:
+            shown = self._shown(amphora_id, address, limit)
+        except OSError as error:
+            raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
+        if shown != fingerprint:
+            raise AgentUntrusted(call.wanted, f"{address} shows another one")
+        # Whether ours is accepted is told only after the handshake (TLS 1.3), and on a connection that is new too.
+        pool = self._connect(self._identity.context(), amphora_id, address)
+        try:
+            self._ask(lambda: pool, address, call, limit)
         finally:
             pool.close()
 
@@ -266,17 +252,23 @@ class AgentClient:
         return self._ask(lambda: self._pool(amphora_id, address), address, call, deadline, there)
 
     def _shakes_hands(self, amphora_id: str, address: str, deadline: Deadline) -> bool:
+        try:
+            self._shown(amphora_id, address, deadline)
+        except OSError:
+            return False
+        return True
+
+    def _shown(self, amphora_id: str, address: str, deadline: Deadline) -> str:
+        """Shake hands; the fingerprint of the certificate that was shown."""
         # An exchange of its own, that asks nobody.
         token = EXCHANGE.set(Exchange(deadline.within(_HANDSHAKE), float("inf"), lambda _: True))
         try:
             with socket.create_connection((address, self._port), _KNOCK) as plain:
                 plain.settimeout(_HANDSHAKE)
-                self._identity.context().wrap_socket(plain, server_hostname=amphora_id).close()
-        except OSError:
-            return False
+                with self._identity.context().wrap_socket(plain, server_hostname=amphora_id) as connection:
+                    return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()
         finally:
             EXCHANGE.reset(token)
-        return True
 
     def _ask(
         self,

@@ -8,6 +8,7 @@ valid is asked of everybody but who is about to be given another one. An exchang
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import time
 from contextvars import ContextVar
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from amphora_driver.errors import CertificateError
+from amphora_driver.errors import CertificateError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -98,21 +101,52 @@ class _RenewingSocket(BoundedSocket):
             raise error
 
 
-class Identity:
-    """Our certificate and whom we trust, read again whenever the files change."""
+class Instead(msgspec.Struct, frozen=True, kw_only=True):
+    """What takes the place of the files, once an authority was rotated.
 
-    def __init__(self, client_certificate: str, ca_certificate: str) -> None:
+    Attributes:
+        mark: another one where something of this has changed.
+        authorities: who vouches for amphorae, in PEM; None for the file.
+        certificate: our own one with its key, in PEM; None for the file.
+    """
+
+    mark: Any = None
+    authorities: bytes | None = None
+    certificate: Secret | None = None
+
+
+class Identity:
+    """Our certificate and whom we trust, read again whenever the files change.
+
+    Args:
+        client_certificate: the file with our certificate and key.
+        ca_certificate: the file with who vouches for amphorae.
+        instead: says what takes their place now.
+    """
+
+    def __init__(
+        self, client_certificate: str, ca_certificate: str, instead: Callable[[], Instead] | None = None
+    ) -> None:
         self._client_certificate = client_certificate
         self._ca_certificate = ca_certificate
+        self._instead = instead or Instead
         self._marks: tuple[object, ...] = ()
         self._context: ssl.SSLContext | None = None
 
     def context(self) -> ssl.SSLContext:
         """The TLS context. While new files cannot be read (half written, say) the last good one stays."""
-        marks = (_mark(self._client_certificate), _mark(self._ca_certificate))
+        instead = self._chosen()
+        if instead is None:
+            assert self._context is not None  # noqa: S101 (for the type checker: otherwise it would have raised)
+            return self._context
+        marks = (
+            None if instead.certificate else _mark(self._client_certificate),
+            None if instead.authorities else _mark(self._ca_certificate),
+            instead.mark,
+        )
         if self._context is None or marks != self._marks:
             try:
-                self._context = self._read()
+                self._context = self._read(instead)
             except CertificateError as error:
                 if self._context is None:
                     raise
@@ -123,12 +157,22 @@ class Identity:
 
     def tolerant(self) -> ssl.SSLContext:
         """A context for a connection to somebody whose certificate may have expired, or its authority's."""
-        context = self._read()
+        context = self._read(self._instead())
         context.sslsocket_class = _RenewingSocket
         context.verify_flags |= _NO_CHECK_TIME
         return context
 
-    def _read(self) -> ssl.SSLContext:
+    def _chosen(self) -> Instead | None:
+        """What takes the place of the files; None where that cannot be told just now."""
+        try:
+            return self._instead()
+        except (CertificateError, StoreError) as error:
+            if self._context is None:
+                raise
+            LOG.warning("the certificates in use are kept: %s", error)
+            return None
+
+    def _read(self, instead: Instead) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.sslsocket_class = BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -136,17 +180,33 @@ class Identity:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         remedy = "Check [certificates] ca_certificate and client_certificate."
         try:
-            context.load_verify_locations(cafile=self._ca_certificate)
+            if instead.authorities is None:
+                context.load_verify_locations(cafile=self._ca_certificate)
+            else:
+                context.load_verify_locations(cadata=instead.authorities.decode())
         except OSError as error:
             happened = f"{self._ca_certificate}: {error.strerror or error}"
             raise CertificateError("read the amphorae's authority", happened, remedy) from error
         try:
             # An encrypted key must fail here, not ask a terminal for its passphrase.
-            context.load_cert_chain(self._client_certificate, password=b"")
+            if instead.certificate is None:
+                context.load_cert_chain(self._client_certificate, password=b"")
+            else:
+                _load(context, instead.certificate)
         except (OSError, ValueError) as error:
             happened = f"{self._client_certificate}: {getattr(error, 'strerror', None) or error}"
             raise CertificateError("read the controllers' certificate and key", happened, remedy) from error
         return context
+
+
+def _load(context: ssl.SSLContext, certificate: Secret) -> None:
+    """The ssl module reads certificates from files only: this one is in memory, and nobody else's."""
+    descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, certificate.reveal())
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=b"")
+    finally:
+        os.close(descriptor)
 
 
 def _mark(path: str) -> object:

@@ -118,7 +118,7 @@ CONTROLLER = [
         "give_up_after",
         default=8,
         min=1,
-        help="Failed attempts after which the load balancer is reported in ERROR; retries go on.",
+        help="Attempts that failed, or killed a controller, until the load balancer is in ERROR; retries go on.",
     ),
 ]
 AGENT = [
@@ -312,6 +312,13 @@ CERTIFICATES = [
         max=0.99,
         help="The part of its life after which an amphora's certificate is renewed.",
     ),
+    cfg.FloatOpt(
+        "settle",
+        default=90.0,
+        min=1.0,
+        help="Seconds that each step of an authority's rotation lasts at the least. Longer than an idle connection to "
+        "an agent lives (75), so that nothing goes on that was begun before the last step.",
+    ),
 ]
 FAILOVER = [
     cfg.BoolOpt("automatic", default=True, help="Whether amphorae that are silent are replaced unasked."),
@@ -374,13 +381,6 @@ FAILOVER = [
     ),
     cfg.FloatOpt("pause_most", default=3600.0, min=0.0, help="Longest such pause, in seconds."),
     cfg.FloatOpt(
-        "zombie_grace",
-        default=900.0,
-        min=0.0,
-        help="Seconds for which a machine that sends heartbeats under an id nobody has is only reported. After that it "
-        "is removed if it is with a compute backend of ours.",
-    ),
-    cfg.FloatOpt(
         "keep_history", default=7_776_000.0, min=0.0, help="Seconds for which causes and time lines are kept."
     ),
 ]
@@ -417,6 +417,13 @@ AUDIT = [
     ),
     cfg.IntOpt("most_at_once", default=4, min=1, help="Amphorae that are compared at the same time."),
     cfg.FloatOpt(
+        "renderer_pause",
+        default=10.0,
+        min=0.0,
+        help="Seconds between two load balancers that are pushed only because this version, or another configuration, "
+        "renders them in another way.",
+    ),
+    cfg.FloatOpt(
         "agent_interval",
         default=30.0,
         min=0.1,
@@ -427,7 +434,7 @@ STATUS = [
     cfg.StrOpt(
         "bind_address", default="127.0.0.1", help="Address of the status page and of the metrics of a controller."
     ),
-    cfg.PortOpt("bind_port", default=9876, min=0, help="Port of the status page of a controller; 0 for none."),
+    cfg.PortOpt("bind_port", default=9878, min=0, help="Port of the status page of a controller; 0 for none."),
     cfg.PortOpt("health_bind_port", default=9877, min=0, help="The same of a health manager."),
     cfg.StrOpt(
         "token_file",

@@ -16,6 +16,7 @@ AmphoraDriverError              every error of ours; carries what was wanted, wh
 ├── ComputeError                an amphora could not be booted, found or removed
 ├── CertificateError            a certificate could not be issued or read
 ├── DeadlinePassed              an operation had its time
+├── Deadly                      processes that worked on it ended, one after the other
 ├── Superseded                  something that goes first was asked for; this gives way to it
 ├── HeartbeatRefused            a datagram is not a heartbeat of the amphora it names
 └── AgentError                  an amphora's agent did not do as asked
@@ -152,6 +153,12 @@ class HeartbeatRefused(AmphoraDriverError):
     def __init__(self, wanted: str, happened: str, remedy: str = "", *, reason: str = "") -> None:
         super().__init__(wanted, happened, remedy)
         self.reason = reason
+
+
+class Deadly(AmphoraDriverError):
+    """Processes that worked on a load balancer ended, one after the other, before anything had come of it."""
+
+    final = True
 
 
 class AgentError(AmphoraDriverError):

@@ -57,6 +57,14 @@ class Point(Enum):
     """Nothing is left to do, and the lease is about to be given back."""
     FINISHED = "finished"
     """It is given back."""
+    FAILOVER_WRITTEN = "failover-written"
+    """That amphorae are replaced is in an open transaction of ours, whoever asked for it."""
+    FAILOVER_BEGUN = "failover-begun"
+    """That silent amphorae are replaced is recorded; nobody was woken."""
+    ROTATION_WRITTEN = "rotation-written"
+    """What is next in a rotation is in an open transaction of ours."""
+    ROTATION_MOVED = "rotation-moved"
+    """It is recorded; nobody was woken."""
 
     # In a health manager.
     FLUSHING = "flushing"

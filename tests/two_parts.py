@@ -6,31 +6,44 @@ passed.
 
     pytest --together DIR -n 4 --dist loadfile --no-loadscope-reorder tests
     pytest --alone DIR tests
+    pytest --again DIR tests          if the second one failed
 
 A test that is marked `quiet` measures time: what it says on a machine that does other things at the same time says
 nothing. What fails in the first part is asked once more in the second, alone, if it is few (`MOST_REPEATED`), and that
 answer counts: a test that passes alone and failed in a crowd mostly waited for too little, or not long enough. It is no
 good answer, though, only one that does not throw away the other thousands: the end of the run names every such test,
-DIR/not-calm.txt keeps how it failed, and it wants to be mended. What fails in the second part has failed.
+DIR/not-calm.txt keeps how it failed, and it wants to be mended.
+
+What fails in the second part, and had not failed before, is asked once more too, if it is fewer still
+(`MOST_ASKED_AGAIN`): a machine is not only busy with tests. That is a process of its own, so that nothing a failure
+left behind is taken along, and it waits until the machine is calm. What fails twice has failed, wherever it did.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from feature_matrix import FeatureMatrix
 
 RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system")
-MOST_REPEATED = 5
-TOGETHER, NOT_CALM = "together.json", "not-calm.txt"
+MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
+TOGETHER, ALONE, NOT_CALM = "together.json", "alone.json", "not-calm.txt"
+# Seconds that a machine is waited for at most, and what it is to have come down to: the share (%) of the last ten
+# seconds in which something waited for a processor (Documentation/accounting/psi.rst of the kernel); where the kernel
+# does not say, processes that run, for each processor and on average over the last minute (proc(5), /proc/loadavg).
+CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
 # The longest files, longest first: begun at the end, one of them would go on when all others are done. Then the rings
 # from the slowest on, for the same reason.
 LONGEST = (
     "system/test_kill_matrix_mariadb.py",
+    "system/test_kill_failover.py",
     "system/test_distributed.py",
     "system/test_kill_matrix.py",
     "system/test_slow_neighbours.py",
@@ -80,6 +93,13 @@ class Outcomes:
         left.failed = {nodeid: text for nodeid, text in self.failed.items() if nodeid not in nodeids}
         return left
 
+    def and_those(self, others: Outcomes) -> Outcomes:
+        """These and the others."""
+        both = Outcomes()
+        both.passed, both.skipped = self.passed | others.passed, self.skipped | others.skipped
+        both.failed = {**others.failed, **self.failed}
+        return both
+
     def write(self, file: Path) -> None:
         found = {"passed": sorted(self.passed), "skipped": sorted(self.skipped), "failed": self.failed}
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +119,7 @@ class Together:
         self._file = directory / TOGETHER
         self._outcomes = Outcomes()
         self._file.unlink(missing_ok=True)
+        (directory / ALONE).unlink(missing_ok=True)
 
     def pytest_sessionstart(self) -> None:
         """Let SIGTERM (a job's time limit, for example) end the workers the way Ctrl-C does: with what they made."""
@@ -119,31 +140,42 @@ class Together:
             self._outcomes.write(self._file)
 
 
-class Alone:
-    """The second part: tests marked quiet, what failed in the first, and the judgment of both."""
+class _Repeating:
+    """A part that repeats what failed in the one before, and judges all that is known.
 
-    def __init__(self, directory: Path, matrix: FeatureMatrix) -> None:
+    Args:
+        earlier: outcomes that stand.
+        repeated: what is asked once more, and how it failed.
+        most: more are not repeated.
+        how: how the two differ, for whoever reads the names.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        matrix: FeatureMatrix,
+        *,
+        earlier: Outcomes,
+        repeated: dict[str, str],
+        most: int,
+        how: str,
+    ) -> None:
         self._not_calm = directory / NOT_CALM
-        self._not_calm.unlink(missing_ok=True)
-        try:
-            self._together = Outcomes.read(directory / TOGETHER)
-        except FileNotFoundError:
-            raise pytest.UsageError(
-                f"--alone: the first part did not come to its end ({directory / TOGETHER})"
-            ) from None
-        self._repeated = set(self._together.failed)
-        self._earlier = self._together.without(self._repeated)
+        self._earlier, self._repeated, self._most, self._how = earlier, repeated, most, how
         self._outcomes = Outcomes()
         self._collected: set[str] = set()
-        matrix.earlier(self._earlier.passed, self._earlier.skipped)
+        matrix.earlier(earlier.passed, earlier.skipped)
+
+    def _is_mine(self, item: pytest.Item) -> bool:
+        return item.nodeid in self._repeated
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self._collected = {item.nodeid for item in items}
-        mine = [item for item in items if item.get_closest_marker("quiet") or item.nodeid in self._repeated]
+        mine = [item for item in items if self._is_mine(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
         items[:] = mine
-        if len(self._repeated) > MOST_REPEATED:
+        if len(self._repeated) > self._most:
             many = f"{len(self._repeated)} tests failed: too many to be repeated"
             pytest.exit(many, returncode=int(pytest.ExitCode.TESTS_FAILED))
 
@@ -151,36 +183,112 @@ class Alone:
         self._outcomes.take(report)
 
     def not_calm(self) -> list[str]:
-        """Tests that passed only when they were repeated alone."""
-        return sorted(self._repeated & self._outcomes.passed - set(self._outcomes.failed))
+        """Tests that passed only when they were repeated."""
+        return sorted(self._repeated.keys() & self._outcomes.passed - set(self._outcomes.failed))
+
+    def repeated_in_vain(self) -> list[str]:
+        """What failed, and has no other answer now."""
+        gone = sorted(self._repeated.keys() - self._collected)
+        skipped = sorted(self._repeated.keys() & self._outcomes.skipped - self._outcomes.passed)
+        return [
+            *(f"failed, and could not be found again: {nodeid}" for nodeid in gone),
+            *(f"failed, and was only skipped when it was repeated: {nodeid}" for nodeid in skipped),
+        ]
 
     def complaints(self) -> list[str]:
         """What is wrong with a run in which every test of this part passed."""
         rings = Counter(map(ring, self._earlier.passed | self._outcomes.passed))
         missing = [each for each in RINGS if not rings[each]]
         unjudged = sorted(self._collected - self._earlier.all - self._outcomes.all)
-        gone = sorted(self._repeated - self._collected)
-        skipped = sorted(self._repeated & self._outcomes.skipped - self._outcomes.passed)
         return [
             *([f"no test passed in: {', '.join(missing)}"] if missing else []),
             *(f"was run in neither part: {nodeid}" for nodeid in unjudged),
-            *(f"failed, and could not be found again: {nodeid}" for nodeid in gone),
-            *(f"failed, and was only skipped alone: {nodeid}" for nodeid in skipped),
+            *self.repeated_in_vain(),
         ]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         say = session.config.get_terminal_writer().line
         if found := self.not_calm():
-            self._not_calm.write_text("\n\n".join(f"not calm: {one}\n{self._together.failed[one]}" for one in found))
+            with self._not_calm.open("a") as file:
+                file.writelines(f"not calm: {one} ({self._how})\n{self._repeated[one]}\n\n" for one in found)
             say("")
             for nodeid in found:
-                say(f"not calm: {nodeid} (failed beside others, passed alone; see {self._not_calm})", red=True)
+                say(f"not calm: {nodeid} ({self._how}; see {self._not_calm})", red=True)
         if exitstatus == pytest.ExitCode.OK and (wrong := self.complaints()):
             say("")
             for complaint in wrong:
                 say(complaint, red=True)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+class Alone(_Repeating):
+    """The second part: tests marked quiet, what failed in the first, and the judgment of both."""
+
+    def __init__(self, directory: Path, matrix: FeatureMatrix) -> None:
+        (directory / NOT_CALM).unlink(missing_ok=True)
+        self._file = directory / ALONE
+        self._file.unlink(missing_ok=True)
+        together = _read(directory / TOGETHER, "--alone: the first part")
+        failed = together.failed
+        earlier, how = together.without(set(failed)), "failed beside others, passed alone"
+        super().__init__(directory, matrix, earlier=earlier, repeated=failed, most=MOST_REPEATED, how=how)
+
+    def _is_mine(self, item: pytest.Item) -> bool:
+        return bool(item.get_closest_marker("quiet")) or super()._is_mine(item)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        super().pytest_sessionfinish(session, exitstatus)
+        # Whoever asks again has to know all of this part. One that fails for anything else than first failures is over.
+        failed = set(self._outcomes.failed)
+        first = failed and not failed & self._repeated.keys() and not self.repeated_in_vain()
+        if exitstatus == pytest.ExitCode.TESTS_FAILED and first:
+            self._outcomes.write(self._file)
+
+
+class Again(_Repeating):
+    """What failed in the second part for the first time, on a machine that has calmed down."""
+
+    def __init__(self, directory: Path, matrix: FeatureMatrix, calm: Callable[[], object] | None = None) -> None:
+        alone = _read(directory / ALONE, "--again: nothing is asked again, the second part")
+        together = _read(directory / TOGETHER, "--again: the first part")
+        self._calm = calm or await_calm
+        failed = alone.failed
+        earlier = together.without(set(together.failed)).and_those(alone.without(set(failed)))
+        how = "failed alone, passed on a calmer machine"
+        super().__init__(directory, matrix, earlier=earlier, repeated=failed, most=MOST_ASKED_AGAIN, how=how)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> None:
+        """Called before the first test is run."""
+        self._calm()
+
+
+def await_calm() -> bool:
+    """Wait until nothing else keeps the machine busy, but not for ever; whether nothing does."""
+    deadline = time.monotonic() + CALM_SECONDS
+    while not is_calm():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1)
+    return True
+
+
+def is_calm(pressure: Path = Path("/proc/pressure/cpu"), load: Path = Path("/proc/loadavg")) -> bool:
+    """What the kernel says of the last seconds."""
+    try:
+        words = pressure.read_text().split()
+    except OSError:  # a kernel that was built or booted without it; some say so only when they are read
+        return float(load.read_text().split()[0]) <= CALM_LOAD * (os.cpu_count() or 1)
+    return float(words[1].removeprefix("avg10=")) <= CALM_PRESSURE
+
+
+def _read(file: Path, which: str) -> Outcomes:
+    try:
+        return Outcomes.read(file)
+    except FileNotFoundError:
+        raise pytest.UsageError(f"{which} did not come to an end that can be judged ({file})") from None
 
 
 def _turn(nodeid: str) -> tuple[int, int]:
@@ -194,16 +302,19 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("a run in two parts")
     group.addoption("--together", metavar="DIR", type=Path, help="the first: everything that is not marked quiet")
     group.addoption("--alone", metavar="DIR", type=Path, help="the second: quiet tests, and what failed in the first")
+    group.addoption("--again", metavar="DIR", type=Path, help="what failed in the second, if it may be asked again")
 
 
 def register(config: pytest.Config, matrix: FeatureMatrix) -> None:
     """The plugin of the part that was asked for, if any."""
-    together, alone = config.getoption("--together"), config.getoption("--alone")
-    if together and alone:
-        raise pytest.UsageError("--together and --alone are two runs")
-    if together:
-        config.pluginmanager.register(Together(together), "together")
-    if alone:
-        if config.getoption("numprocesses", None):
-            raise pytest.UsageError("--alone: without -n, one test at a time")
-        config.pluginmanager.register(Alone(alone, matrix), "alone")
+    parts = {name: config.getoption(f"--{name}") for name in ("together", "alone", "again")}
+    asked = [name for name, directory in parts.items() if directory]
+    if len(asked) > 1:
+        raise pytest.UsageError(f"--{' and --'.join(asked)} are not one run")
+    for name in asked:
+        if name == "together":
+            config.pluginmanager.register(Together(parts[name]), name)
+        elif config.getoption("numprocesses", None):
+            raise pytest.UsageError(f"--{name}: without -n, one test at a time")
+        else:
+            config.pluginmanager.register((Alone if name == "alone" else Again)(parts[name], matrix), name)

@@ -16,15 +16,25 @@ from flask import Blueprint
 from flask.typing import ResponseReturnValue
 
 from amphora_agent.applying.apply import Applier
+from amphora_agent.applying.drift import Drift
 from amphora_agent.config import Settings
 from amphora_agent.identity import Identity
 from amphora_agent.keepalived.role import Role
 
-CAPABILITIES = ["bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime", "vrrp", "certificate"]
+CAPABILITIES = [
+    "bundle-1",
+    "heartbeat-1",
+    "haproxy-reload",
+    "haproxy-runtime",
+    "vrrp",
+    "certificate",
+    "audit",
+    "configuration",
+]
 DISTRIBUTION = "octavia-amphora-driver"
 
 
-def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identity) -> Blueprint:
+def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identity, drift: Drift) -> Blueprint:
     """The route."""
     routes = Blueprint("info", __name__)
 
@@ -41,6 +51,7 @@ def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identi
             "certificate_expires_at": shown.expires_at if shown is not None else None,
             "holds_vip": role.holds_vip,
             "changes": applier.changes(),
+            "drift": drift.document(),
             "capabilities": CAPABILITIES,
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 from amphora_agent.applying import confirmed as disk
 from amphora_agent.applying import precedence, reboot
 from amphora_agent.applying.confirmed import Confirmed, Draft
+from amphora_agent.applying.drift import Difference
 from amphora_agent.applying.files import FileSets
+from amphora_agent.applying.looking import FILE_WORDS, Eye
 from amphora_agent.applying.outcome import Outcome
 from amphora_agent.applying.points import Point, reach
 from amphora_agent.applying.serving import Serving
@@ -38,6 +40,7 @@ from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.plumbing import Plumbing
+from amphora_agent.octavia.state import OCTAVIA
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
@@ -74,11 +77,12 @@ class Applier:
         self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
         self._serving = Serving(haproxy, self._switch, self._files, paths)
+        self._eye = Eye(paths, haproxy, keepalived, self._plumbing, self._files, self._serving)
         self._has_applied = False
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
         try:
-            self._confirmed = disk.read(paths.confirmed)
+            self._confirmed = disk.read(paths.confirmed, paths.configuration)
         except MachineError as error:
             _log.error("%s", error)
         found = self._confirmed
@@ -232,6 +236,60 @@ class Applier:
         self._after()
         return True
 
+    # -- what was changed by hand ---------------------------------------------------------------------------
+
+    def differences(self) -> tuple[Difference, ...] | None:
+        """What of this machine is not as confirmed.
+
+        Returns:
+            None while a change is under way or waits, and where nothing is confirmed that this agent has applied.
+
+        Raises:
+            AgentError: it cannot be found out.
+        """
+        if self._turns.waiting or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            bundle = self._auditable()
+            return None if bundle is None else self._eye.look(bundle)
+        except OSError as error:
+            raise MachineError("look for what was changed by hand", str(error)) from error
+        finally:
+            self._lock.release()
+
+    def _auditable(self) -> Bundle | None:
+        bundle = self._served
+        # What Octavia drives is Octavia's to look after.
+        ours = bundle is not None and bundle.load_balancer_id != OCTAVIA
+        return bundle if ours and self._has_applied and not self._switch.is_interrupted else None
+
+    def mend(self, found: Sequence[Difference]) -> None:
+        """Apply the confirmed bundle once more, because of what was found; does nothing if that is a past one.
+
+        Raises:
+            AgentError: it cannot be mended with what is here.
+        """
+        with self._lock:
+            bundle, confirmed = self._auditable(), self._confirmed
+            if bundle is None or confirmed is None:
+                return
+            touched = next((one.sentence for one in found if one.word in FILE_WORDS), "")
+            self._serving.touched = touched
+            try:
+                outcome = self._apply(bundle, None)
+                if touched and bundle.haproxy is not None:
+                    disk.keep_text(self._paths.confirmed, confirmed, self._paths.configuration)
+            except OSError as error:
+                raise MachineError("mend what was changed by hand", str(error)) from error
+            except AgentError:
+                self._healer.start()
+                raise
+            finally:
+                self._serving.touched = ""
+                self._have_confirmed_pinged()
+                self._tidy()
+        _log.info("Generation %d once more: %s. %s", outcome.generation, outcome.how, outcome.reason)
+
     # -- the steps ------------------------------------------------------------------------------------------
 
     def _apply(self, bundle: Bundle, draft: Draft | None) -> Outcome:
@@ -245,8 +303,11 @@ class Applier:
         try:
             if not self._has_applied and bundle.haproxy is not None:
                 self._haproxy.claim()
+            self._eye.forget()
             if again:
                 self._plumbing.doubt()
+                self._files.doubt()
+                self._switch.doubt()
             plumbed = self._plumbing.is_as(bundle)
             if bundle.haproxy is None:
                 if not plumbed:

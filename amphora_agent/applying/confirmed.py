@@ -11,9 +11,11 @@ link). A new file has a new one of these names, so that `confirmed.json` decides
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -54,12 +56,16 @@ class Draft:
         self._reserved = self._settled = False
 
     @property
+    def _haproxy(self) -> str | None:
+        return self.confirmed.bundle.haproxy
+
+    @property
     def _place(self) -> Path:
         return self._path.with_name(f"{self._path.name}.new")
 
     @property
     def _text(self) -> Path:
-        return self._path.with_name(f"{_TEXTS}{self.confirmed.digest[:_DIGITS]}.cfg")
+        return _text_of(self._path, self.confirmed)
 
     def reserve(self, file: Path | None) -> None:
         """Have room for it on disk, under other names; does nothing the second time.
@@ -76,6 +82,7 @@ class Draft:
             "applied_at": self.confirmed.applied_at,
             "digest": self.confirmed.digest,
             "text": None if file is None else self._text.name,
+            "text_sha256": None if self._haproxy is None else _sha256(self._haproxy),
             "bundle": replace(self.confirmed.bundle, haproxy=None).stored(),
         }
         try:
@@ -129,6 +136,24 @@ def settle(draft: Draft | None, file: Path) -> None:
         draft.settle()
 
 
+def keep_text(path: Path, confirmed: Confirmed, file: Path) -> None:
+    """Have HAProxy's file, which is right again, under the name by which the confirmed bundle knows it.
+
+    Raises:
+        OSError: there is no room for a name.
+    """
+    _name(file, _text_of(path, confirmed))
+    sync_directory(path.parent)
+
+
+def _text_of(path: Path, confirmed: Confirmed) -> Path:
+    return path.with_name(f"{_TEXTS}{confirmed.digest[:_DIGITS]}.cfg")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _name(file: Path, name: Path) -> None:
     """Give a file one more name, which may be another one's so far."""
     temporary = name.with_name(f".{name.name}.tmp")
@@ -148,11 +173,32 @@ def _forget_others(path: Path, text: Path) -> None:
             found.unlink(missing_ok=True)
 
 
-def read(path: Path) -> Confirmed | None:
-    """The one written last; None on an amphora that never confirmed any.
+def _right_text(places: Sequence[Path], sha256: str | None) -> str:
+    """The load balancer's text of the first of these files that holds it.
+
+    Args:
+        sha256: of the text; None where an agent before this one has not written it down.
 
     Raises:
-        MachineError: there is a file, but it cannot be read.
+        ValueError: none does.
+    """
+    for place in places:
+        with suppress(FileNotFoundError):
+            text = document_of.read(place.read_text(encoding="utf-8")).text
+            if sha256 is None or _sha256(text) == sha256:
+                return text
+    raise ValueError("HAProxy's text is gone, or somebody has written into it")
+
+
+def read(path: Path, file: Path) -> Confirmed | None:
+    """The one written last; None on an amphora that never confirmed any.
+
+    Args:
+        path: of the bundle.
+        file: HAProxy's, which may hold the text where somebody has written into the other one.
+
+    Raises:
+        MachineError: there is a file, but it cannot be read, or is not what was confirmed.
     """
     if not path.exists():
         return None
@@ -160,8 +206,8 @@ def read(path: Path) -> Confirmed | None:
         document = json.loads(path.read_text(encoding="utf-8"))
         bundle = parse_stored(document["bundle"])
         if document["text"] is not None:
-            content = path.with_name(document["text"]).read_text(encoding="utf-8")
-            bundle = replace(bundle, haproxy=document_of.read(content).text)
+            places = (path.with_name(document["text"]), file)
+            bundle = replace(bundle, haproxy=_right_text(places, document.get("text_sha256")))
         return Confirmed(bundle, str(document["digest"]), str(document["applied_at"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MachineError(f"read {path}", str(error), "Push the bundle again.") from error

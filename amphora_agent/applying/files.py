@@ -33,6 +33,8 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
+        # Of each file of the set that was looked at last, how it looked when its content was right.
+        self._right: dict[Path, tuple[int, ...]] = {}
 
     def place(self, files: Sequence[File]) -> Path:
         """The directory in which a set is, or would be."""
@@ -47,6 +49,24 @@ class FileSets:
         here = not files or (place.is_dir() and all(_digest(place / file.name) == file.sha256 for file in files))
         (self._known.add if here else self._known.discard)(place)
         return here
+
+    def damaged(self, files: Sequence[File]) -> list[str]:
+        """Names of those of a set that are gone or hold something else; only what was touched is read again."""
+        place, wrong = self.place(files), []
+        before, self._right = self._right, {}
+        for file in files:
+            path = place / file.name
+            looks = looks_of(path)
+            if looks is not None and (before.get(path) == looks or _digest(path) == file.sha256):
+                self._right[path] = looks
+            else:
+                wrong.append(file.name)
+        return wrong
+
+    def doubt(self) -> None:
+        """Read every file before it is taken for what it was: somebody says the same once more, or was here."""
+        self._known.clear()
+        self._right.clear()
 
     def lay_out(self, files: Sequence[File], served: Sequence[File] = ()) -> Path:
         """Have a set in its directory.
@@ -103,6 +123,15 @@ class FileSets:
             if found not in places:
                 self._known.discard(found)
                 _remove(found)
+
+
+def looks_of(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file's content, and cannot be put back (inode(7)); None if there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _make_directories(directory: Path) -> None:

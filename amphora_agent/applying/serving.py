@@ -34,7 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class Serving:
-    """HAProxy, and what its files are and were."""
+    """HAProxy, and what its files are and were.
+
+    Attributes:
+        touched: what was found of somebody else in HAProxy's files, so that it may run anything; empty for nothing.
+    """
 
     def __init__(self, haproxy: Haproxy, switch: Switch, files: FileSets, paths: Paths) -> None:
         self._haproxy = haproxy
@@ -42,6 +46,7 @@ class Serving:
         self._files = files
         self._paths = paths
         self._read: tuple[str, Configuration] | None = None
+        self.touched = ""
 
     def keep(self, text: str, configuration: Configuration) -> None:
         """Remember what was read from a text: the next one is mostly the same."""
@@ -67,6 +72,8 @@ class Serving:
             return None
         if before is None or last is None or self._switch.is_interrupted:
             return Reload("an earlier change was interrupted")
+        if self.touched:
+            return Reload(self.touched)
         elsewhere = []
         if replace(last.limits, workers=None) != replace(bundle.limits, workers=None):
             elsewhere.append("the limits of the process changed")

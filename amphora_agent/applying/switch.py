@@ -40,6 +40,10 @@ class Switch:
         except FileNotFoundError:
             return None
 
+    def doubt(self) -> None:
+        """Read the file again: somebody may have written into it."""
+        self._read = None
+
     @property
     def before(self) -> Document | None:
         """What was there when the present change began."""

@@ -62,11 +62,13 @@ class Inspection:
         return found
 
     def _whole(self, wanted: Configuration) -> tuple[Loaded, str]:
-        listeners = readback.limits(self._worker.ask(readback.PROXIES))
+        proxies = self._worker.ask(readback.PROXIES)
+        listeners, deaf = readback.limits(proxies), readback.deaf(proxies)
         answer = self._worker.ask(readback.SERVERS)
         servers = readback.states(answer)
         loaded = Loaded(listeners, dict(Counter(backend for backend, _ in servers)))
-        return loaded, readback.difference(wanted, listeners, servers)
+        different = readback.difference(wanted, listeners, servers)
+        return loaded, different or (f"listener {deaf[0]} takes no connection" if deaf else "")
 
     def _changed(
         self, wanted: Configuration, touched: Collection[tuple[str, str]], before: Loaded

@@ -113,15 +113,22 @@ class Haproxy:
 
     def write_machine_configuration(self) -> None:
         """Write the part of HAProxy's configuration that is this machine's."""
-        text = self._templates.get_template("machine.cfg.j2").render(
-            stats_socket=self._paths.stats_socket,
-            server_state=self._paths.server_state,
-            empty=self._paths.empty,
-        )
+        text = self._machine_text()
         if _content(self._paths.machine_configuration) != text:
             write_atomically(self._paths.machine_configuration, text)
         if not self._paths.server_state.exists():
             self._write_server_state(server_state.EMPTY)
+
+    def _machine_text(self) -> str:
+        return self._templates.get_template("machine.cfg.j2").render(
+            stats_socket=self._paths.stats_socket,
+            server_state=self._paths.server_state,
+            empty=self._paths.empty,
+        )
+
+    def is_machine_configuration_ours(self) -> bool:
+        """Whether that part is as it was written; one that is not there yet is."""
+        return _content(self._paths.machine_configuration) in (None, self._machine_text())
 
     def _write_server_state(self, text: str) -> None:
         """It speaks of a worker that lives; after a power cut there is none."""
@@ -375,6 +382,15 @@ class Haproxy:
             self._workers()  # after a reload that failed none of them is the present one
             return self._worker_pid() is not None
         return False
+
+    def worker_pid(self) -> int | None:
+        """The process that serves; None if none answers."""
+        return self._worker_pid()
+
+    def is_wanted(self) -> bool:
+        """Whether it runs, or who runs it will start it again in a moment."""
+        status = self._services.status(SERVICE)
+        return status is not None and (status.pid is not None or status.wanted)
 
     def _worker_pid(self) -> int | None:
         try:

@@ -22,7 +22,8 @@ _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
 # Set while a server is disabled. Another bit, 0x04, remembers that the file said so, even after it was enabled.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
-_PROXY, _KIND, _LIMIT = 0, 1, 6
+_PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
+_LISTENS = ("OPEN", "FULL")
 # The version, the names of the columns, and the first server.
 _HEAD_LINES = 3
 _MOST_SOUGHT = 20
@@ -120,6 +121,19 @@ def limits(answer: str) -> dict[str, int]:
     """Every listener with the number of connections that it takes at once."""
     rows = [line.split(",", _LIMIT + 1) for line in answer.splitlines()]
     return {row[_PROXY]: int(row[_LIMIT] or 0) for row in rows if len(row) > _LIMIT and row[_KIND] == "FRONTEND"}
+
+
+def deaf(answer: str) -> list[str]:
+    """Listeners that take no connection although they are there: somebody has switched them off by hand."""
+    rows = [line.split(",", _STATUS + 1) for line in answer.splitlines()]
+    return sorted(
+        row[_PROXY]
+        for row in rows
+        if len(row) > _STATUS
+        and row[_KIND] == "FRONTEND"
+        and row[_STATUS] not in _LISTENS
+        and not row[_PROXY].startswith(OWN)
+    )
 
 
 def difference(wanted: Configuration, listeners: dict[str, int], servers: dict[tuple[str, str], State]) -> str:

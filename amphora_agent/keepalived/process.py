@@ -44,6 +44,19 @@ class Keepalived:
         status = self._services.status(SERVICE)
         return status is not None and (status.pid is not None or status.wanted)
 
+    def difference(self, wanted: Pair | None) -> str:
+        """What is not as `bring_about` would make it, in words; empty if everything is.
+
+        Raises:
+            ServiceError: who runs it does not say.
+        """
+        running = self.is_running()
+        if wanted is None:
+            return "it runs, and this amphora is on its own" if running else ""
+        if not running:
+            return "it does not run"
+        return "" if self._present() == self._render(wanted) else "its file is not as it was written"
+
     def check(self, wanted: Pair | None) -> None:
         """Have keepalived read what it would be given. The interface has to be there.
 

@@ -114,14 +114,14 @@ def tell(inner: Namespace, taken: Iterable[Taken]) -> None:
     Raises:
         InterfaceError: the kernel refused something.
     """
-    with _told():
+    with told():
         for one in taken:
             inner.run(announce, one.interface, one.mac, [one.vip])
 
 
 def _with_interfaces(inner: Namespace, wanted: Wanted, outer: int | None, *, may_lack: bool) -> Done:
     """Do it, after having fetched what is not here yet."""
-    with _told():
+    with told():
         done = inner.run(_do, wanted, outer, lacking=False)
         if done is None:
             linking.fetch(inner, wanted.interfaces, may_lack=may_lack)
@@ -131,7 +131,8 @@ def _with_interfaces(inner: Namespace, wanted: Wanted, outer: int | None, *, may
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
+    """What the kernel refuses within the block is an `InterfaceError`."""
     try:
         yield
     except NetlinkError as error:
@@ -175,7 +176,7 @@ class _Work:
 
     def add(self) -> Done:
         changed = linking.set_up(self._route, self._links, self._interfaces)
-        present = set(_present(self._route))
+        present = set(present_addresses(self._route))
         for interface in self._interfaces:
             changed += self._add_addresses(interface, interface.addresses, present)
         changed += self._lead()
@@ -250,7 +251,7 @@ class _Work:
         return len(self._addresses) + len(self._rules) + len(self._routes) + len(self._strangers)
 
 
-def _present(route: Any) -> Iterator[tuple[int, Address]]:
+def present_addresses(route: Any) -> Iterator[tuple[int, Address]]:
     """Every address but those of links themselves and of the loopback, with the number of its interface."""
     for message in route.get_addr():
         if message["scope"] == _SCOPE_LINK or message["index"] == 1:
@@ -279,7 +280,7 @@ def describe_neighbours(inner: Namespace) -> list[dict[str, Any]]:
 
 def _describe() -> list[dict[str, Any]]:
     with IPRoute() as route:
-        addresses, routes = list(_present(route)), routing.present_routes(route)
+        addresses, routes = list(present_addresses(route)), routing.present_routes(route)
         return [
             {
                 "name": link.name,

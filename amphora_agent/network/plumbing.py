@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
-from amphora_agent.network import firewall, interfaces, nftables, watch
+from amphora_agent.network import difference, firewall, interfaces, nftables, watch
+from amphora_agent.network.difference import Said
 from amphora_agent.network.firewall import OPEN, Restrictions
 from amphora_agent.network.interfaces import NOTHING, Taken, Wanted
 from amphora_agent.network.namespace import Namespace
@@ -54,6 +55,25 @@ class Plumbing:
         if self._firewall.changed():
             self._restricted = None
         return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), firewall.restrictions_of(bundle))
+
+    def differences(self, bundle: Bundle) -> list[Said]:
+        """What is not as a bundle wants it; changes nothing, and asks nothing if nothing was announced.
+
+        Raises:
+            FirewallError, InterfaceError: the kernel refused to tell.
+        """
+        if self.is_as(bundle):
+            return []
+        found: list[Said] = []
+        wanted, restricted = interfaces.wanted_of(bundle), firewall.restrictions_of(bundle)
+        if self._plugged != wanted:
+            found = difference.differences(self._inner, wanted)
+            self._plugged = None if found else wanted
+        if self._restricted != restricted:
+            same = self._inner.run(nftables.same, firewall.render(restricted))
+            self._restricted = restricted if same else None
+            found += [] if same else [("firewall", "the rules are not as wanted")]
+        return found
 
     def doubt(self) -> None:
         """Look at everything, whatever is known: somebody says the same once more, or has just started."""

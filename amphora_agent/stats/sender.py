@@ -52,12 +52,14 @@ class Sender:
         ledger: Ledger,
         generation: Callable[[], int | None],
         holds_vip: Callable[[], bool | None],
+        drift: Callable[[], dict[str, Any]],
     ) -> None:
         self._settings = settings
         self._paths = paths
         self._ledger = ledger
         self._generation = generation
         self._holds_vip = holds_vip
+        self._drift = drift
         self._poke = threading.Event()
         self._soon = False
         self._ending = threading.Event()
@@ -116,7 +118,8 @@ class Sender:
 
     def _send(self, epoch: int) -> None:
         self._reported = self._ledger.statuses()
-        document = {**self._ledger.document(self._generation()), "holds_vip": self._holds_vip()}
+        said = {"holds_vip": self._holds_vip(), **self._drift()}
+        document = {**self._ledger.document(self._generation()), **said}
         try:
             self._ledger.write()
         except OSError as error:

@@ -27,6 +27,7 @@ _WHOLE_NUMBERS = (
     "connection_limit",
     "process_connection_limit",
     "process_threads",
+    "warm_spares",
 )
 _SAME_NAME = ("compute_flavor", "tls_minimum_version", "tls_ciphers", "connection_logging", "log_format")
 

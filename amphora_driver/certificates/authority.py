@@ -127,6 +127,10 @@ class Authority:
         """The end of the authority's own validity, in seconds since 1970."""
         return self._certificate.not_valid_after_utc.timestamp()
 
+    def is_among(self, pem: bytes) -> bool:
+        """Whether its certificate is one of these."""
+        return self._certificate in x509.load_pem_x509_certificates(pem)
+
     def issue_server(self, amphora_id: str, days: float) -> Issued:
         """Issue the certificate with which one amphora proves to be itself.
 
@@ -205,6 +209,24 @@ class Authority:
                 "Check the clock of this machine.",
             )
         return begin, end
+
+
+def ends(pem: bytes) -> float:
+    """When the first of these authorities' certificates ends, in seconds since 1970.
+
+    Raises:
+        CertificateError: one of them is no authority's certificate.
+    """
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise CertificateError("read an authority's certificate", f"it is no PEM certificate ({error})") from error
+    return min(one.not_valid_after_utc.timestamp() for one in found)
+
+
+def fingerprint(pem: bytes) -> str:
+    """The SHA-256 of the first certificate's DER, in hexadecimal."""
+    return x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()
 
 
 def _moment(seconds: float) -> dt.datetime:

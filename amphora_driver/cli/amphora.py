@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about amphorae.
 
-Invariant: the heartbeat key is not among the columns that are read, so that it cannot be shown.
+Invariant: the heartbeat key is not among the columns that are read, so that it cannot be shown. Warm spares belong to
+no load balancer, and are not in the list. The names of columns never change: programs read them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,42 +17,14 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.columns import Age, Moment, Partners, Ports, Said
-from amphora_driver.errors import UnknownObject
-from amphora_driver.store.tables import amphora, amphora_seen
+from amphora_driver.cli import prefixes, recorded
+from amphora_driver.cli.columns import Age, Moment, Partners, Plain, Ports, Said
+from amphora_driver.store.tables import amphora, work
 
-_LIST = {
-    "ID": amphora.c.id,
-    "Load balancer": amphora.c.load_balancer_id,
-    "Role": amphora.c.role,
-    "State": amphora.c.state,
-    "Has VIPs": amphora_seen.c.holds_vip,
-    "Address": amphora.c.management_address,
-    "Confirmed": amphora.c.confirmed,
-    "Last heartbeat": amphora_seen.c.seen_at,
-    "Certificate expires": amphora.c.certificate_expires_at,
-}
-_SHOW = {
-    **_LIST,
-    "Reported generation": amphora_seen.c.generation,
-    "Compute ID": amphora.c.compute_id,
-    "Created": amphora.c.created_at,
-    "Ready": amphora.c.ready_at,
-    "Drains until": amphora.c.drains_until,
-    "Reason": amphora.c.reason,
-    "Partners": amphora.c.partners,
-    "Ports": amphora.c.plugged,
-}
-_SHAPES: dict[str, Callable[[Any], object]] = {
-    "Has VIPs": Said,
-    "Last heartbeat": Age,
-    "Certificate expires": Moment,
-    "Created": Moment,
-    "Ready": Moment,
-    "Drains until": lambda at: Moment(at or None),
-    "Partners": lambda text: Partners(msgspec.json.decode(text) if text else []),
-    "Ports": lambda text: Ports(msgspec.json.decode(text) if text else []),
-}
+LIST_HEAD = (
+    *("ID", "Load balancer", "Role", "State", "Has VIPs", "Address", "Wanted", "Confirmed", "Reported generation"),
+    *("Last heartbeat", "Silent", "Certificate expires", "Image", "Agent version", "Drift"),
+)
 
 
 class ListAmphorae(Lister):
@@ -60,15 +34,31 @@ class ListAmphorae(Lister):
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         parser.add_argument("--loadbalancer", metavar="ID", help="Only those of this load balancer.")
+        parser.add_argument("--project", metavar="ID", help="Only those of load balancers of this project.")
+        parser.add_argument("--status", metavar="STATE", help="Only those in this state: booting, ready or retiring.")
+        parser.add_argument("--stale", action="store_true", help="Only those that should be heard and are not.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
-        query = _select(_LIST).order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
-        if parsed_args.loadbalancer:
-            query = query.where(amphora.c.load_balancer_id == parsed_args.loadbalancer)
-        rows = self.app.read(lambda connection: connection.execute(query).all())
-        return tuple(_LIST), (_shaped(_LIST, row) for row in rows)
+
+        def look(connection: sa.Connection) -> Sequence[Any]:
+            # A row whose load balancer is gone is shown all the same.
+            query = recorded.amphorae().where(sa.or_(work.c.op.is_(None), prefixes.IS_LOAD_BALANCER))
+            if parsed_args.loadbalancer:
+                chosen = prefixes.load_balancer(connection, parsed_args.loadbalancer)
+                query = query.where(amphora.c.load_balancer_id == chosen)
+            if parsed_args.project:
+                query = query.where(work.c.project_id == parsed_args.project)
+            if parsed_args.status:
+                query = query.where(amphora.c.state == parsed_args.status.lower())
+            return connection.execute(query).all()
+
+        rows: Sequence[Any] = self.app.read(look)
+        if parsed_args.stale:
+            before = time.time() - self.app.conf.failover.silent_after
+            rows = [row for row in rows if recorded.is_stale(row, before)]
+        return LIST_HEAD, map(_listed, rows)
 
 
 class ShowAmphora(ShowOne):
@@ -77,22 +67,44 @@ class ShowAmphora(ShowOne):
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("amphora", metavar="ID", help="Id of the amphora.")
+        parser.add_argument("amphora", metavar="ID", help="Id of the amphora, or the beginning of it.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
-        query = _select(_SHOW).where(amphora.c.id == parsed_args.amphora)
-        row = self.app.read(lambda connection: connection.execute(query).first())
-        if row is None:
-            raise UnknownObject(f"show amphora {parsed_args.amphora}", "nothing is recorded under this id")
-        return tuple(_SHOW), _shaped(_SHOW, row)
+
+        def look(connection: sa.Connection) -> Any:
+            sought = prefixes.amphora_id(connection, parsed_args.amphora)
+            return connection.execute(recorded.amphorae().where(amphora.c.id == sought)).one()
+
+        shown = _shown(self.app.read(look))
+        return tuple(shown), tuple(shown.values())
 
 
-def _select(columns: dict[str, Any]) -> sa.Select[Any]:
-    together = amphora.outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-    return sa.select(*columns.values()).select_from(together)
+def _listed(row: Any) -> tuple[Any, ...]:
+    return (
+        *(row.id, row.load_balancer_id, row.role, row.state, Said(row.holds_vip), Plain(row.management_address)),
+        *(Plain(row.wanted), row.confirmed, Plain(row.heard), Age(row.seen_at), Plain(row.silent)),
+        *(Moment(row.certificate_expires_at), Plain(row.image), Plain(row.agent_version), Plain(row.drift)),
+    )
 
 
-def _shaped(columns: dict[str, Any], row: sa.Row[Any]) -> tuple[Any, ...]:
-    return tuple(_SHAPES[name](value) if name in _SHAPES else value for name, value in zip(columns, row, strict=True))
+def _shown(row: Any) -> dict[str, Any]:
+    return {
+        **dict(zip(LIST_HEAD, _listed(row), strict=True)),
+        "Verdict": Plain(row.verdict),
+        "Reason": Plain(row.reason),
+        "Compute ID": Plain(row.compute_id),
+        "Created": Moment(row.created_at),
+        "Booted": Moment(row.booted_at),
+        "Ready": Moment(row.ready_at),
+        "Confirmed at": Moment(row.confirmed_at),
+        "Handed over": bool(row.handed_over),
+        "Drains until": Moment(row.drains_until or None),
+        "Certificate issued": Moment(row.certificate_issued_at),
+        "Certificate authority": Plain(row.certificate_authority),
+        "Trusts": Plain(row.trusts),
+        "Compared": Age(row.audited_at),
+        "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
+        "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
+    }

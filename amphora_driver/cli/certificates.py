@@ -1,30 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Commands about certificates of amphorae, and the authorities that sign them.
+
+Invariant: no private key is shown. Rotating an authority writes down what is wanted and returns: controllers do it, and
+`authority list` says how far they are, and who is waited for.
+"""
 
 from __future__ import annotations
 
-from cliff.command import Command
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from cliff.columns import FormattableColumn
+from cliff.lister import Lister
+from cliff.show import ShowOne
+
+from amphora_driver.certificates import rotation, trust
+from amphora_driver.certificates.authority import fingerprint
+from amphora_driver.cli.columns import Moment
+from amphora_driver.errors import CertificateError
+from amphora_driver.store import authorities
+from amphora_driver.store.authorities import Held, Kind, Recorded, State
+from amphora_driver.store.vault import Vault
+
+_DAYS = 3650
+# How many names a person is shown in a table.
+_NAMED = 3
+_CERTIFICATES = (
+    *("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"),
+    "Why",
+)
+_AUTHORITIES = (
+    *("ID", "Kind", "State", "Fingerprint", "Created", "Expires", "Days left", "Amphorae", "Waits for"),
+    "Waiting amphorae",
+)
 
 
-class ListCertificates(Command):
-    """To be written."""
+class Names(FormattableColumn):
+    """Ids of amphorae: some for a person, all for a program."""
 
-    def take_action(self, parsed_args: object) -> None:
-        """To be written."""
-        raise NotImplementedError
+    def human_readable(self) -> str:
+        more = len(self._value) - _NAMED
+        return "\n".join(self._value[:_NAMED]) + (f"\nand {more} others" if more > 0 else "")
 
-
-class ListAuthorities(Command):
-    """To be written."""
-
-    def take_action(self, parsed_args: object) -> None:
-        """To be written."""
-        raise NotImplementedError
+    def machine_readable(self) -> list[str]:
+        return list(self._value)
 
 
-class RotateAuthority(Command):
-    """To be written."""
+class ListCertificates(Lister):
+    """Certificates of amphorae, the first to end first: by whom, until when, and whether they are renewed in time.
 
-    def take_action(self, parsed_args: object) -> None:
-        """To be written."""
-        raise NotImplementedError
+    `fine` is not due yet, `due` is renewed soon, `overdue` should have been long ago, `expired` is renewed when the
+    amphora can be reached.
+    """
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("--loadbalancer", metavar="ID", help="Only those of this load balancer.")
+        states = ("fine", "due", "overdue", "expired")
+        parser.add_argument("--state", choices=states, action="append", help="Only those; may be repeated.")
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+        """Column names and rows."""
+        now = self.app.database.now()
+        recorded = self.app.read(authorities.every)
+        held: tuple[Held, ...] = self.app.read(authorities.held)
+        options = self.app.conf.certificates
+        terms = rotation.Terms(validity=options.validity_days * rotation.DAY, renew_at=options.renew_at)
+        rows = (
+            (one, rotation.condition(one, wanted, terms, now), rotation.why(one, wanted, terms, now))
+            for one in held
+            for wanted in [_wanted(one, recorded)]
+        )
+        return _CERTIFICATES, (
+            (
+                one.amphora_id,
+                one.load_balancer_id,
+                Moment(one.issued_at),
+                Moment(one.expires_at),
+                _days(one.expires_at, now),
+                one.authority,
+                one.trusts,
+                state,
+                why,
+            )
+            for one, state, why in rows
+            if not parsed_args.loadbalancer or one.load_balancer_id == parsed_args.loadbalancer
+            if not parsed_args.state or state in parsed_args.state
+        )
+
+
+class ListAuthorities(Lister):
+    """Authorities that vouch for amphorae and for controllers, and what the rotation of one waits for.
+
+    One without an ID is a file of the configuration. The states are, in this order: next (trusted, signs nothing yet),
+    current (signs), former (still trusted), leaving (amphorae are told to trust it no more), gone.
+    """
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("--all", action="store_true", help="Also those that are gone.")
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+        """Column names and rows."""
+        now = self.app.database.now()
+        everyone = self.app.read(lambda connection: authorities.every(connection, gone=parsed_args.all))
+        held: tuple[Held, ...] = self.app.read(authorities.held)
+        return _AUTHORITIES, self._rows(everyone, held, now)
+
+    def _rows(self, everyone: tuple[Recorded, ...], held: tuple[Held, ...], now: float) -> Iterator[tuple[Any, ...]]:
+        for kind in Kind:
+            of_kind = [one for one in everyone if one.kind is kind]
+            if all(one.state is State.GONE for one in of_kind):
+                yield self._of_files(kind, held, now)
+            phase = rotation.phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
+            for one in of_kind:
+                moves = one.state in (State.NEXT, State.FORMER, State.LEAVING)
+                yield (
+                    *(one.id, kind.value, one.state.value, fingerprint(one.certificate)),
+                    *(Moment(one.created_at), Moment(one.expires_at), _days(one.expires_at, now)),
+                    *(sum(_depends(each, one) for each in held), phase.reason if moves else ""),
+                    Names(phase.waits_for if moves else ()),
+                )
+
+    def _of_files(self, kind: Kind, held: tuple[Held, ...], now: float) -> tuple[Any, ...]:
+        try:
+            found = trust.configured(self.app.conf, kind)
+        except CertificateError as error:
+            # Whoever may ask the database may not be able to read files of the controllers.
+            return (None, kind.value, "current", "", Moment(None), Moment(None), None, len(held), str(error), Names(()))
+        end = found.expires_at
+        about = (fingerprint(found.certificate), Moment(None), Moment(end), _days(end, now))
+        return (None, kind.value, "current", *about, len(held), "", Names(()))
+
+
+class RotateAuthority(ShowOne):
+    """Have another authority take the place of the present one, without anybody being shut out.
+
+    Controllers do it step by step: everybody trusts both; the new one signs everything; the old one is trusted by
+    nobody any more; its key is erased. `authority list` says how far they are. It may not be begun again before it has
+    ended. Needs the file of the present authority's certificate the first time: run it on a controller.
+    """
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        kinds = [one.value for one in Kind]
+        parser.add_argument(
+            "--kind",
+            choices=kinds,
+            required=True,
+            help="amphora: signs the agents' certificates. controller: signs the controllers' client certificates.",
+        )
+        parser.add_argument(
+            "--days", type=int, default=_DAYS, help=f"Days for which the new one is valid (default {_DAYS})."
+        )
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Names and values."""
+        conf, database, kind = self.app.conf, self.app.database, Kind(parsed_args.kind)
+        vault = Vault.load(conf.store.encryption_key_file)
+        # Once rows count, the files may be gone.
+        rotated = any(one.kind is kind for one in self.app.read(authorities.every))
+        new = trust.create(kind, vault, parsed_args.days)
+        present = new if rotated else trust.configured(conf, kind)
+        now = database.now()
+        number = database.write(lambda connection: authorities.begin(connection, kind, present, new, now))
+        names = ("ID", "Kind", "State", "Fingerprint", "Expires")
+        return names, (
+            number,
+            kind.value,
+            State.NEXT.value,
+            fingerprint(new.certificate),
+            Moment(new.expires_at),
+        )
+
+
+def _wanted(one: Held, recorded: tuple[Recorded, ...]) -> rotation.Wanted:
+    """What an amphora is to have; what is in files, which only controllers may be able to read, it has."""
+    ids = [each.id for each in recorded if each.kind is Kind.CONTROLLER and each.state in authorities.TRUSTED]
+    signer = [each.id for each in recorded if each.kind is Kind.AMPHORA and each.state is State.CURRENT]
+    return rotation.Wanted(
+        authority=signer[0] if signer else one.authority,
+        trusts=rotation.trusts(ids, b"", None) if ids else one.trusts or "files-",
+    )
+
+
+def _depends(one: Held, authority: Recorded) -> bool:
+    """Whether an amphora could not be reached, or could not reach, if this authority were gone now."""
+    if authority.kind is Kind.AMPHORA:
+        return one.authority == authority.id
+    trusted = rotation.controllers_in(one.trusts)
+    # One that was given files was given what was imported from them.
+    return authority.id in trusted or (authority.sealed_key is None and not trusted)
+
+
+def _days(until: float | None, now: float) -> float | None:
+    return None if until is None else round((until - now) / rotation.DAY, 1)

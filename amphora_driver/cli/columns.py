@@ -15,6 +15,7 @@ from cliff.columns import FormattableColumn
 
 # Longest line of a request's outcome in a table; the whole text is in JSON.
 _LONGEST = 100
+_MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
 
 
 class Moment(FormattableColumn):
@@ -28,10 +29,19 @@ class Moment(FormattableColumn):
 
 
 class Age(FormattableColumn):
-    """The time since a moment (seconds since 1970), or None if it never came."""
+    """The time since a moment (seconds since 1970), or None if it never came.
+
+    Args:
+        value: the moment.
+        never: what a table says where there is none.
+    """
+
+    def __init__(self, value: float | None, never: str = "never") -> None:
+        super().__init__(value)
+        self._never = never
 
     def human_readable(self) -> str:
-        return "never" if self._value is None else f"{self._seconds()} s ago"
+        return self._never if self._value is None else f"{lasting(self._seconds())} ago"
 
     def machine_readable(self) -> float | None:
         return None if self._value is None else self._seconds()
@@ -45,7 +55,7 @@ class Left(FormattableColumn):
     """The time until a moment (seconds since 1970), or None if none is set."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else f"{self._seconds()} s"
+        return "" if self._value is None else lasting(self._seconds())
 
     def machine_readable(self) -> float | None:
         return None if self._value is None else self._seconds()
@@ -53,6 +63,36 @@ class Left(FormattableColumn):
     def _seconds(self) -> float:
         # What is over is due now.
         return round(max(0.0, float(self._value) - time.time()), 1)
+
+
+class Span(FormattableColumn):
+    """How long something took or is lasting, in seconds; None if it has not begun or not ended."""
+
+    def human_readable(self) -> str:
+        return "" if self._value is None else lasting(self._value)
+
+    def machine_readable(self) -> float | None:
+        return None if self._value is None else round(float(self._value), 3)
+
+
+class Plain(FormattableColumn):
+    """A word or a number, or None: an empty field for a person."""
+
+    def human_readable(self) -> str:
+        return "" if self._value is None else str(self._value)
+
+    def machine_readable(self) -> Any:
+        return self._value
+
+
+class Listed(FormattableColumn):
+    """Several words."""
+
+    def human_readable(self) -> str:
+        return ", ".join(str(one) for one in self._value)
+
+    def machine_readable(self) -> list[Any]:
+        return list(self._value)
 
 
 class Said(FormattableColumn):
@@ -83,11 +123,27 @@ class Requests(FormattableColumn):
         return "\n".join(_request(row) for row in rows)
 
     def machine_readable(self) -> list[dict[str, Any]]:
-        times = ("accepted_at", "applied_at")
-        return [
-            {name: Moment(value).machine_readable() if name in times else value for name, value in row.items()}
-            for row in self._value
-        ]
+        return [_timed(row, "accepted_at", "applied_at") for row in self._value]
+
+
+class Machines(FormattableColumn):
+    """The amphorae of a load balancer as dictionaries, the oldest first."""
+
+    def human_readable(self) -> str:
+        return "\n".join(_machine(row) for row in self._value) or "none"
+
+    def machine_readable(self) -> list[dict[str, Any]]:
+        return [_timed(row, "certificate_expires_at", "seen_at", "audited_at") for row in self._value]
+
+
+class Failovers(FormattableColumn):
+    """Fail-overs that go on, as dictionaries, the oldest first."""
+
+    def human_readable(self) -> str:
+        return "\n".join(_failover(row) for row in self._value) or "none"
+
+    def machine_readable(self) -> list[dict[str, Any]]:
+        return [_timed(row, "silent_since", "begun_at", "served_at", "ended_at") for row in self._value]
 
 
 class Counts(FormattableColumn):
@@ -120,8 +176,44 @@ class Ports(FormattableColumn):
         return list(self._value)
 
 
+def lasting(seconds: float) -> str:
+    """A time in seconds, as a person says it: never more than two units."""
+    if seconds < _MINUTE:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if seconds < _HOUR:
+        return f"{minutes} min {int(seconds % 60)} s"
+    return f"{hours} h {minutes % 60} min" if seconds < _DAYS else f"{days} d {hours % 24} h"
+
+
 def _utc(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)
+
+
+def _timed(row: Mapping[str, Any], *times: str) -> dict[str, Any]:
+    """A row with these of its values as ISO 8601 times."""
+    return {name: Moment(value).machine_readable() if name in times else value for name, value in row.items()}
+
+
+def _machine(row: Mapping[str, Any]) -> str:
+    generation = f"confirmed {row['confirmed']}"
+    if row["heard"] is not None and row["heard"] != row["confirmed"]:
+        generation += f" (says {row['heard']})"
+    holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
+    words = [
+        f"{row['id']} {row['role']} {row['state']}" + (holds if row["has_vips"] else ""),
+        f"{generation}, heard {Age(row['seen_at']).human_readable()}",
+    ]
+    words += [f"{name}: {row[name]}" for name in ("silent", "verdict", "drift", "reason") if row[name]]
+    words += [f"agent {row['agent_version']}"] if row["agent_version"] else []
+    words += [f"image {row['image']}"] if row["image"] else []
+    return ", ".join(words)
+
+
+def _failover(row: Mapping[str, Any]) -> str:
+    begun = f"{row['id']}: {row['cause']}, begun {Age(row['begun_at']).human_readable()}"
+    served = "" if row["served_at"] is None else f", served again after {lasting(row['served_at'] - row['begun_at'])}"
+    return f"{begun}{served}, amphora {row['amphora_id'] or 'all'} ({row['reason'] or 'no reason given'})"
 
 
 def _request(row: Mapping[str, Any]) -> str:

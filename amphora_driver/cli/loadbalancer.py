@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about load balancers.
 
-Invariant: what is shown is what the rows say, wanted and served side by side, without interpretation.
+Invariant: what is shown is what the rows say, wanted and served side by side, without interpretation. The names of
+columns never change: programs read them.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,56 +18,78 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.columns import Chosen, Counts, Moment, Requests
+from amphora_driver.cli import prefixes, recorded, timeline
+from amphora_driver.cli.columns import (
+    Age,
+    Chosen,
+    Counts,
+    Failovers,
+    Left,
+    Listed,
+    Machines,
+    Moment,
+    Plain,
+    Requests,
+)
+from amphora_driver.cli.recorded import Balancer
+from amphora_driver.cli.work import waits_for
 from amphora_driver.controller import configured, vips
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.render import haproxy
 from amphora_driver.store import claims, wanted
-from amphora_driver.store.tables import amphora, request, wanted_object, work
+from amphora_driver.store.tables import request, wanted_object, work
 
-_LIST = {
-    "ID": work.c.load_balancer_id,
-    "Project": work.c.project_id,
-    "Op": work.c.op,
-    "Wanted": work.c.generation,
-    "Applied": work.c.applied,
-    "Dirty": work.c.dirty,
-    "Owner": work.c.owner,
-    "Attempts": work.c.attempts,
-    "Error": work.c.error,
-}
+LIST_HEAD = (
+    *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae", "Has VIPs"),
+    *("Last heartbeat", "Waits for", "Attempts", "Error", "Fail-over"),
+)
+LONG_HEAD = (*LIST_HEAD, "Reason", "VIPs", "Pending since", "Next attempt", "Owner", "Op", "Dirty", "Drift")
 
 
 class ListLoadBalancers(Lister):
-    """Load balancers: what generation is wanted, which one is served, and who works on it."""
+    """Load balancers: what is wanted and what is served, how they are, and what they wait for."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         parser.add_argument("--project", metavar="ID", help="Only those of this project.")
+        parser.add_argument(
+            "--status",
+            action="append",
+            metavar="STATUS",
+            help="Only those with this provisioning or operating status, or one that begins so (PENDING); repeatable.",
+        )
+        parser.add_argument(
+            "--stale", action="store_true", help="Only those with an amphora that should be heard and is not."
+        )
         parser.add_argument("--dirty", action="store_true", help="Only those with work left.")
+        parser.add_argument("--long", action="store_true", help="Also reasons, VIPs, who works on it, and drift.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
-        query = sa.select(*_LIST.values()).order_by(work.c.load_balancer_id)
-        if parsed_args.project:
-            query = query.where(work.c.project_id == parsed_args.project)
-        if parsed_args.dirty:
-            query = query.where(work.c.dirty)
-        rows = self.app.read(lambda connection: connection.execute(query).all())
-        return tuple(_LIST), (tuple(row) for row in rows)
+        conditions = [work.c.project_id == parsed_args.project] if parsed_args.project else []
+        conditions += [work.c.dirty] if parsed_args.dirty else []
+        found: list[Balancer] = self.app.read(lambda connection: recorded.balancers(connection, *conditions))
+        if parsed_args.status:
+            words = tuple(word.upper() for word in parsed_args.status)
+            found = [one for one in found if any(status.upper().startswith(words) for status in _statuses(one))]
+        if parsed_args.stale:
+            before = time.time() - self.app.conf.failover.silent_after
+            found = [one for one in found if any(recorded.is_stale(machine, before) for machine in one.amphorae)]
+        head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
+        return head, (_row(one, now)[: len(head)] for one in found)
 
 
 class ShowLoadBalancer(ShowOne):
-    """One load balancer, with the calls accepted for it lately."""
+    """One load balancer: how it is and why, its amphorae, what is being done to it, and the calls accepted lately."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer.")
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it.")
         parser.add_argument(
             "--requests", type=int, default=10, metavar="NUMBER", help="How many calls to show (default: 10)."
         )
@@ -73,31 +97,35 @@ class ShowLoadBalancer(ShowOne):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
+        now = time.time()
         shown: dict[str, Any] = self.app.read(
-            lambda connection: _show(connection, parsed_args.load_balancer, parsed_args.requests)
+            lambda connection: _show(connection, parsed_args.load_balancer, parsed_args.requests, now)
         )
         return tuple(shown), tuple(shown.values())
 
 
 class ShowHistory(Lister):
-    """The calls accepted for a load balancer, newest first: when, what became of them, after how long."""
+    """What happened to a load balancer, newest first: calls and what became of them, fail-overs step by step."""
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer; it may be gone.")
         parser.add_argument(
-            "--requests", type=int, default=100, metavar="NUMBER", help="How many calls to show (default: 100)."
+            "load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it; it may be gone."
+        )
+        parser.add_argument(
+            "--limit", type=int, default=100, metavar="NUMBER", help="How many lines to show (default: 100)."
         )
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
-        sought = parsed_args.load_balancer
-        rows = self.app.read(lambda connection: _requests(connection, sought, parsed_args.requests))
-        if not rows:
-            raise UnknownObject(f"show the history of load balancer {sought}", "nothing is recorded under this id")
-        return ("Generation", "Action", "Object", "Accepted", "Applied", "Seconds", "Outcome"), map(_told, rows)
+        sought, limit = parsed_args.load_balancer, max(1, parsed_args.limit)
+
+        def look(connection: sa.Connection) -> list[timeline.Line]:
+            return timeline.of(connection, prefixes.load_balancer(connection, sought, gone=True), limit)
+
+        return timeline.HEAD, (timeline.shown(line) for line in self.app.read(look))
 
 
 class RenderLoadBalancer(Command):
@@ -106,12 +134,16 @@ class RenderLoadBalancer(Command):
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer.")
+        parser.add_argument("load_balancer", metavar="ID", help="Id of the load balancer, or the beginning of it.")
         return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Print; 1 if a part of it cannot be rendered."""
-        tree = self.app.read(lambda connection: wanted.load_tree(connection, parsed_args.load_balancer))
+
+        def load(connection: sa.Connection) -> LoadBalancer:
+            return wanted.load_tree(connection, prefixes.load_balancer(connection, parsed_args.load_balancer))
+
+        tree = self.app.read(load)
         rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
         for refusal in rendered.refused:
@@ -119,25 +151,74 @@ class RenderLoadBalancer(Command):
         return 1 if rendered.refused else 0
 
 
-def _show(connection: sa.Connection, load_balancer_id: str, requests: int) -> dict[str, Any]:
-    row = connection.execute(sa.select(work).where(work.c.load_balancer_id == load_balancer_id)).first()
-    if row is None:
-        raise UnknownObject(f"show load balancer {load_balancer_id}", "nothing is recorded under this id")
-    shown = {name: getattr(row, column.name) for name, column in _LIST.items()}
+def _row(one: Balancer, now: float) -> tuple[Any, ...]:
+    """A line of the list, in the order of `LONG_HEAD`."""
+    row, heard = one.work, recorded.heard_least(one.amphorae)
+    waits = waits_for(row, now) if row.dirty or row.to_report or row.pending or row.committed < row.generation else None
+    return (
+        *(row.load_balancer_id, Plain(one.named.name if one.named else None), row.project_id, row.topology),
+        *(*_statuses(one), row.generation, row.applied),
+        *(Counts(_states(one)), Plain(recorded.holder(one.amphorae)), Age(heard or None)),
+        *(Plain(waits), row.attempts, Plain(row.error), Listed(sorted({failover.cause for failover in one.failovers}))),
+        *(Plain(one.status.reason if one.status else None), Listed(_addresses(one)), Age(one.since, "")),
+        *(Left(row.free_at if row.dirty and row.free_at else None), Plain(row.owner), row.op, bool(row.dirty)),
+        Listed(sorted({machine.drift for machine in one.amphorae if machine.drift})),
+    )
+
+
+def _statuses(one: Balancer) -> tuple[str, str]:
+    return recorded.provisioning(one), recorded.operating(one)
+
+
+def _states(one: Balancer) -> dict[str, int]:
+    states = [machine.state for machine in one.amphorae]
+    found = {state: states.count(state) for state in sorted(set(states))}
+    return {**found, **({"silent": len(one.silent)} if one.silent else {})}
+
+
+def _addresses(one: Balancer) -> list[str]:
+    if one.named is None or one.named.vip is None:
+        return []
+    return [vip.address for vip in (one.named.vip, *one.named.additional_vips) if vip.address]
+
+
+def _show(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
+    load_balancer_id = prefixes.load_balancer(connection, text)
+    (one,) = recorded.balancers(connection, work.c.load_balancer_id == load_balancer_id)
+    row = one.work
+    listed = dict(zip(LONG_HEAD, _row(one, now), strict=True))
+    for name in ("VIPs", "Drift", "Amphorae", "Fail-over"):
+        del listed[name]
     return {
-        **shown,
-        "Topology": row.topology,
-        "Compute": row.compute,
-        "Network": row.network,
-        **_vips(connection, load_balancer_id),
-        "Profile": Chosen(_profile(connection, load_balancer_id)),
+        **listed,
+        "Status since": Moment((one.status.since or None) if one.status else None),
         "Committed": row.committed,
         "Epoch": row.epoch,
         "Leased until": Moment(row.leased_until),
-        "Next attempt": Moment(row.free_at or None),
+        "Objects pending": row.pending,
+        "To report": row.to_report,
+        "Compute": Plain(row.compute),
+        "Network": Plain(row.network),
+        **_vips(connection, load_balancer_id),
+        "Profile": Chosen(_profile(connection, load_balancer_id)),
+        "Spare pool": Plain(row.spare_pool),
         "Objects": Counts(_objects(connection, load_balancer_id)),
-        "Amphorae": Counts(_amphorae(connection, load_balancer_id)),
+        "Amphorae": Machines([_machine(machine, one) for machine in one.amphorae]),
+        "Fail-overs": Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy's public name
         "Requests": Requests(_requests(connection, load_balancer_id, requests)),
+    }
+
+
+def _machine(row: Any, one: Balancer) -> dict[str, Any]:
+    names = (
+        *("id", "role", "state", "management_address", "confirmed", "heard", "seen_at", "certificate_expires_at"),
+        *("image", "agent_version", "drift", "audited_at", "reason"),
+    )
+    silent = {"silent": row.silent, "verdict": row.verdict}
+    return {
+        **{name: getattr(row, name) for name in names},
+        "has_vips": row.id == recorded.holder(one.amphorae),
+        **silent,
     }
 
 
@@ -185,17 +266,6 @@ def _objects(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]
     return dict(connection.execute(query).tuples().all())
 
 
-def _amphorae(connection: sa.Connection, load_balancer_id: str) -> dict[str, int]:
-    state = amphora.c.state
-    query = (
-        sa.select(state, sa.func.count())
-        .where(amphora.c.load_balancer_id == load_balancer_id)
-        .group_by(state)
-        .order_by(state)
-    )
-    return dict(connection.execute(query).tuples().all())
-
-
 def _requests(connection: sa.Connection, load_balancer_id: str, limit: int) -> list[dict[str, Any]]:
     names = ("generation", "action", "object_id", "accepted_at", "applied_at", "outcome")
     query = (
@@ -205,12 +275,3 @@ def _requests(connection: sa.Connection, load_balancer_id: str, limit: int) -> l
         .limit(limit)
     )
     return [dict(row) for row in connection.execute(query).mappings()]
-
-
-def _told(row: dict[str, Any]) -> tuple[Any, ...]:
-    accepted, applied = row["accepted_at"], row["applied_at"]
-    seconds = None if applied is None else round(applied - accepted, 3)
-    return (
-        *(row["generation"], row["action"], row["object_id"]),
-        *(Moment(accepted), Moment(applied), seconds, row["outcome"]),
-    )

@@ -1,14 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Whether all is as it should be, before and after an upgrade and every morning.
+
+Invariant: as with OpenStack's own checks the exit status is 0 where every check succeeded, 1 where one warns, 2 where
+one failed. The checks do not depend on one another: without a database the rest is looked at all the same.
+"""
 
 from __future__ import annotations
 
-from cliff.command import Command
+import argparse
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from cliff.lister import Lister
+
+from amphora_driver.cli import checks, prefixes, recorded, surroundings
+from amphora_driver.cli.checks import Check, Result, failure, warning, well
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.store import breakers, failovers, processes, resyncs, schema
+from amphora_driver.store.fleet_tables import authority, process, rotation, zombie
+from amphora_driver.store.tables import work
+
+HEAD = ("Check", "Result", "Details")
 
 
-class CheckStatus(Command):
-    """To be written."""
+class CheckStatus(Lister):
+    """Check the control plane and the fleet: exit status 0 if all is well, 1 for warnings, 2 for failures."""
 
-    def take_action(self, parsed_args: object) -> None:
-        """To be written."""
-        raise NotImplementedError
+    worst = Result.SUCCESS
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("--problems", action="store_true", help="Only what is not as it should be.")
+        return parser
+
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
+        """Column names and rows."""
+        found = list(self._all())
+        self.worst = max((one.result for one in found), default=Result.SUCCESS)
+        shown = (one for one in found if one.result or not parsed_args.problems)
+        return HEAD, ((one.name, one.result.word, one.details) for one in shown)
+
+    def run(self, parsed_args: argparse.Namespace) -> int:
+        """Print, and say with the exit status how bad it is."""
+        return int(super().run(parsed_args)) or int(self.worst)
+
+    def _all(self) -> Iterator[Check]:
+        conf = self.app.conf
+        yield surroundings.bounded("Doorbells", lambda: surroundings.doorbells(conf))
+        yield surroundings.bounded("Broker", lambda: surroundings.broker(conf))
+        fits = _schema(self.app)
+        yield fits
+        if fits.result is Result.FAILURE:
+            yield warning("Everything else", "was not looked at: it needs the database")
+            return
+        database = self.app.database
+        yield surroundings.bounded("Keys", lambda: surroundings.keys(conf, database))
+        yield surroundings.bounded("Backends", lambda: surroundings.backends(conf, database))
+        now = database.now()
+        try:
+            rows = self.app.read(_rows)
+        except AmphoraDriverError as error:
+            yield failure("Database", str(error))
+            return
+        yield from _of_rows(conf, rows, now)
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is looked at, of one moment."""
+
+    processes: Any
+    balancers: list[recorded.Balancer]
+    machines: Any
+    failovers: Any
+    rotations: Any
+    breaker: dict[str, breakers.Row]
+    zombies: Any
+    authorities: Any
+    resyncs: Any
+
+
+def _schema(app: Any) -> Check:
+    try:
+        wrong = schema.mismatch(app.recorded_schema())
+    except AmphoraDriverError as error:
+        return failure("Database", str(error))
+    if wrong is not None:
+        return failure("Database", f"{wrong[0]}. {wrong[1]}")
+    return well("Database", f"schema {schema.revisions()[-1]}, the one of this version")
+
+
+def _rows(connection: sa.Connection) -> Rows:
+    machines = recorded.amphorae().where(sa.or_(work.c.op.is_(None), prefixes.IS_LOAD_BALANCER))
+    alive = sa.select(authority).where(authority.c.state != "gone").order_by(authority.c.id)
+    return Rows(
+        processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
+        balancers=recorded.balancers(connection),
+        machines=connection.execute(machines).all(),
+        failovers=failovers.open_ones(connection),
+        rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
+        breaker=breakers.every(connection),
+        zombies=connection.execute(sa.select(zombie)).all(),
+        authorities=connection.execute(alive).all(),
+        resyncs=resyncs.of(connection),
+    )
+
+
+def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
+    # What a change may take until it is over or in ERROR, with a machine that boots in it.
+    patience = conf.controller.boot_timeout + conf.controller.operation_timeout
+    known = {one.work.load_balancer_id for one in rows.balancers}
+    agents = surroundings.hosts_of(rows.processes, now, processes.Kind.PROVIDER_AGENT.value)
+    here = socket.gethostname() in agents
+    yield from checks.of_processes(rows.processes, now, processes.version())
+    questions: dict[str, Callable[[], Check]] = {
+        "Octavia's sockets": lambda: surroundings.sockets(conf, elsewhere=any(agents.values()), here=here),
+        "Authorities": lambda: surroundings.authorities(conf, rows.authorities, now),
+        "Certificates": lambda: checks.of_certificates(rows.machines, now),
+        "Breaker": lambda: checks.of_breaker(rows.breaker),
+        "Silent amphorae": lambda: checks.of_silence(rows.machines, now, conf.failover.silent_after),
+        "Fail-overs": lambda: checks.of_failovers(
+            [one for one in rows.failovers if one.load_balancer_id in known], now, conf.rotation.patience
+        ),
+        "Rotations": lambda: checks.of_rotations(rows.rotations),
+        "Drift": lambda: checks.of_drift(rows.machines),
+        "Zombies": lambda: checks.of_zombies(rows.zombies),
+        "Agents": lambda: checks.of_agents(rows.machines, processes.version()),
+        "Octavia's records": lambda: checks.of_resyncs(rows.resyncs, now, patience),
+    }
+    yield from checks.of_work(rows.balancers, now, patience)
+    for name, question in questions.items():
+        yield surroundings.bounded(name, question)

@@ -15,10 +15,11 @@ from typing import Any
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli.columns import Age, Left
-from amphora_driver.store.tables import request, status, work
+from amphora_driver.cli import prefixes, recorded
+from amphora_driver.cli.columns import Age, Left, Plain
+from amphora_driver.store.tables import work
 
-_HEAD = (
+HEAD = (
     *("Load balancer", "Op", "Wanted", "Applied", "Waits for", "Pending since"),
     *("Objects pending", "To report", "Owner", "Epoch", "Attempts", "Due in", "Error"),
 )
@@ -30,7 +31,7 @@ class ListWork(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         now = time.time()
-        return _HEAD, (_shown(row, now) for row in self.app.read(lambda connection: connection.execute(_left()).all()))
+        return HEAD, (_shown(row, now) for row in self.app.read(lambda connection: connection.execute(_left()).all()))
 
 
 def waits_for(row: Any, now: float) -> str:
@@ -52,25 +53,15 @@ def waits_for(row: Any, now: float) -> str:
 
 
 def _left() -> sa.Select[Any]:
-    def number(condition: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
-        counted = sa.select(sa.func.count()).where(status.c.load_balancer_id == work.c.load_balancer_id, condition)
-        return counted.scalar_subquery()
-
-    pending = number(status.c.pending.is_not(None))
-    to_report = number(status.c.version > status.c.reported)
-    since = (
-        sa.select(sa.func.min(request.c.accepted_at))
-        .where(request.c.load_balancer_id == work.c.load_balancer_id, request.c.applied_at.is_(None))
-        .scalar_subquery()
-    )
+    pending, to_report, since = recorded.pending(), recorded.to_report(), recorded.pending_since()
     undone = sa.or_(work.c.dirty, work.c.committed < work.c.generation, work.c.read_back, pending > 0, to_report > 0)
     columns = (work, pending.label("pending"), to_report.label("to_report"), since.label("since"))
-    return sa.select(*columns).where(undone).order_by(since, work.c.load_balancer_id)
+    return sa.select(*columns).where(undone, prefixes.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
 
 
 def _shown(row: Any, now: float) -> tuple[Any, ...]:
     return (
         *(row.load_balancer_id, row.op, row.generation, row.applied, waits_for(row, now), Age(row.since)),
-        *(row.pending, row.to_report, row.owner, row.epoch, row.attempts),
-        *(Left(row.free_at if row.dirty else None), row.error),
+        *(row.pending, row.to_report, Plain(row.owner), row.epoch, row.attempts),
+        *(Left(row.free_at if row.dirty else None), Plain(row.error)),
     )

@@ -26,12 +26,17 @@ class MachineState(str, Enum):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora's machine. The management address is None until the backend knows it."""
+    """One amphora's machine. The management address is None until the backend knows it.
+
+    Attributes:
+        image: what it was booted from; None where the backend does not say.
+    """
 
     compute_id: str
     state: MachineState
     management_address: str | None = None
     reason: str = ""
+    image: str | None = None
 
 
 class BootOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +77,12 @@ class Compute(Protocol):
 
     def boot(self, order: BootOrder) -> Machine:
         """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""
+
+    def image(self, tag: str | None) -> str | None:
+        """What a machine with this image tag that is booted now would have as `Machine.image`; None if nobody can say.
+
+        Asked often: what takes time is kept by the backend for a while.
+        """
 
     def machines(self) -> frozenset[str]:
         """The amphora ids of all that `boot` ever made of this deployment's and `destroy` has not quite removed."""

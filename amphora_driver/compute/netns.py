@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from amphora_driver.compute.agent_code import AgentCode
 from amphora_driver.compute.interface import BootOrder, Machine, MachineState
 from amphora_driver.compute.process import Process, end, find, spawn
 from amphora_driver.deadline import least
@@ -44,6 +45,8 @@ _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
 _LOG_TAIL = 400
 # The file in an amphora's folder that holds the prefix of the deployment that booted it.
 _MARK = "deployment"
+# The file in it that says which code it was booted with.
+_IMAGE = "image"
 
 
 class NetnsCompute:
@@ -65,6 +68,7 @@ class NetnsCompute:
         self._prefix: str = options.prefix
         self._python: str = options.agent_python
         self._management: str = options.management_network
+        self._code = AgentCode(self._python)
         self._switch = Switch(conf.network_local.switch, options.management_network)
 
     # --- the backend's interface ---------------------------------------------------------------------------
@@ -82,12 +86,20 @@ class NetnsCompute:
             _write(folder / _MARK, self._prefix.encode())
             address = self._prepare_network(order.amphora_id)
             _write_files(folder, order, address)
+            image = self.image(order.image_tag)
+            _write(folder / _IMAGE, (image or "").encode())
             self._start(order.amphora_id, folder)
             return Machine(
                 compute_id=self.namespace(order.amphora_id),
                 state=MachineState.RUNNING,
                 management_address=address,
+                image=image,
             )
+
+    def image(self, tag: str | None) -> str | None:  # noqa: ARG002 - one machine has no images to choose from
+        """The digest of the agent's code: a machine that is booted now runs that."""
+        with _explained("look at the agent's code"):
+            return self._code.digest()
 
     def machines(self) -> frozenset[str]:
         """The ids of all amphorae of this deployment of which something is left."""
@@ -169,7 +181,8 @@ class NetnsCompute:
             return Machine(compute_id=name, state=MachineState.BUILDING, reason=reason)
         address = self._address(amphora_id)
         if process.alive() and address is not None:
-            return Machine(compute_id=name, state=MachineState.RUNNING, management_address=address)
+            image = _image_of(folder)
+            return Machine(compute_id=name, state=MachineState.RUNNING, management_address=address, image=image)
         reason = f"it ended: {_last_words(folder)}"
         return Machine(compute_id=name, state=MachineState.FAILED, management_address=address, reason=reason)
 
@@ -345,6 +358,13 @@ def _remove(folder: Path) -> None:
         elif entry.name != _MARK:
             entry.unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def _image_of(folder: Path) -> str | None:
+    """What it was booted from, if that was written down."""
+    with suppress(FileNotFoundError):
+        return (folder / _IMAGE).read_text(encoding="ascii") or None
+    return None
 
 
 def _last_words(folder: Path) -> str:

@@ -12,18 +12,22 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from amphora_driver.controller.renewal import attended
 from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store import claims, generations
+from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.store import claims, generations, processes, rotations
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.backends import Catalogue
+    from amphora_driver.controller.renewal import Certificates
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
+_DUTY = "housekeeping"
 # Load balancers that take new TLS ticket keys at once: each of them is pushed.
 _MOST_ROTATED = 200
 
@@ -36,30 +40,54 @@ class Housekeeping:
         database: where the claims are.
         backends: where the network backends are that the VIPs were taken from.
         owner: name of this process.
+        certificates: has certificates renewed, and rotations of authorities move on.
     """
 
-    def __init__(self, conf: ConfigOpts, database: Database, backends: Catalogue, owner: str) -> None:
+    def __init__(
+        self,
+        conf: ConfigOpts,
+        database: Database,
+        backends: Catalogue,
+        owner: str,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._certificates = certificates
         self._patience: float = conf.controller.forget_vip_after
         self._period: float = conf.tls.ticket_key_period
         self._every: float = conf.controller.housekeeping_interval
+        self._history: float = conf.failover.keep_history
         self._database = database
         self._backends = backends
         self._sweeper = Sweeper(conf, database, backends)
         self._owner = owner
 
-    def run(self, stopping: threading.Event) -> None:
-        """Look now and then, until told to stop."""
+    def run(self, stopping: threading.Event, draining: threading.Event) -> None:
+        """Look now and then, until told to stop; while `draining` is set another controller does."""
         while not stopping.wait(self._every):
             try:
-                if hold_duty(self._database, "housekeeping", self._owner, 2 * self._every):
+                if draining.is_set():
+                    self.rest()
+                elif hold_duty(self._database, _DUTY, self._owner, 2 * self._every):
+                    if self._certificates is not None:
+                        # First: what goes wrong with a backend is not to let certificates expire.
+                        attended(self._certificates)
                     self.sweep()
                     self._sweeper.sweep()
                     self.rotate()
+                    self.tidy()
             except AmphoraDriverError as error:
                 LOG.warning("housekeeping: %s", error)
             except Exception:
                 # Without this thread nothing would be cleaned up any more, and nobody would notice.
                 LOG.exception("housekeeping failed, and goes on")
+        try:
+            self.rest()
+        except AmphoraDriverError as error:
+            LOG.info("the duty of housekeeping runs out: %s", error)
+
+    def rest(self) -> None:
+        """Let another controller do it."""
+        drop_duty(self._database, _DUTY, self._owner)
 
     def sweep(self) -> None:
         """Release what has waited long enough."""
@@ -79,6 +107,16 @@ class Housekeeping:
         return self._database.write(
             lambda connection: generations.rotate_tickets(connection, now, self._period, _MOST_ROTATED)
         )
+
+    def tidy(self) -> None:
+        """Forget processes that went without a word, and rotations of long ago."""
+        now = self._database.now()
+
+        def write(connection: sa.Connection) -> None:
+            processes.tidy(connection, now)
+            rotations.tidy(connection, now - self._history)
+
+        self._database.write(write)
 
     def _released(self, orphan: claims.Orphan) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""

@@ -44,8 +44,8 @@ def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[P
     found = []
     for other in everyone:
         at = address(other, vip)
-        # One that was to be replaced before it ever served takes no part in anything.
-        takes_part = other.state is not State.RETIRING or other.confirmed > 0
+        # One that was to be replaced before it ever served takes no part in anything, and one that is dead no more.
+        takes_part = other.state is not State.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))
     return tuple(sorted(found))

@@ -12,199 +12,67 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
 from amphora_driver.controller import partners, vips
-from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.secrets import SecretName
-from amphora_driver.store.amphorae import Amphora, Partner, State
-from amphora_driver.store.secrets import Sealed
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of a load balancer.
-
-    Args:
-        generation: the newest generation.
-        applied: the newest generation that every amphora confirmed.
-        gone: it is to be removed.
-        readable: the tree is complete; False while it waits to be read back from Octavia.
-        tree: what is to be served; None when `gone`.
-        networks: the networks an amphora needs, with the subnets on each of them; the VIP's network first.
-        failed: what is known beforehand not to be servable: reasons by object id.
-        left_out: what those that serve the newest generation already were given it without: reasons by object id.
-        secrets: what is kept, sealed, of the secrets it uses.
-        roles: what its topology wants, one for each amphora.
-        compute: the compute backend (entry point) its amphorae are with; None for the default.
-        network: the network backend its VIPs and ports are with; None for the default.
-        priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
-        attempts: how often this was tried in vain since the last request.
-        patience: seconds of silence after which an amphora is not waited for, if another one is heard.
-        tickets: which TLS ticket keys it uses; None if it never needed any.
-        now: when this was seen (seconds since 1970).
-        taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.
-        absent: amphorae whose agents were asked in this job and did not answer.
-        vips_taken: whether one of them has the VIPs, as they were asked in this job; None if they were not.
-        vip_given: what the network backend was told last of the VIPs' options.
-        allocate_at: when it is to be asked for addresses it does not know yet.
-    """
-
-    load_balancer_id: str
-    generation: int
-    applied: int
-    gone: bool
-    readable: bool
-    tree: LoadBalancer | None
-    networks: dict[str, tuple[str, ...]]
-    failed: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    secrets: dict[SecretName, Sealed] = {}
-    roles: tuple[str, ...] = ("STANDALONE",)
-    compute: str | None = None
-    network: str | None = None
-    priorities: dict[str, int] = {}
-    attempts: int = 0
-    patience: float = 15.0
-    tickets: int | None = None
-    now: float = 0.0
-    taking_vips: tuple[float, float] = (0.0, 0.0)
-    absent: frozenset[str] = frozenset()
-    vips_taken: bool | None = None
-    vip_given: vips.Given | None = None
-    allocate_at: float = 0.0
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One thing to do, and why."""
-
-    reason: str
-
-
-class Record(Step, frozen=True, kw_only=True):
-    """Write down a new amphora, before anything is made for it."""
-
-    role: str
-
-
-class Boot(Step, frozen=True, kw_only=True):
-    """Have the compute backend boot an amphora."""
-
-    amphora_id: str
-
-
-class Plug(Step, frozen=True, kw_only=True):
-    """Give an amphora a port on a network, with an address on each of these subnets."""
-
-    amphora_id: str
-    network_id: str
-    subnet_ids: tuple[str, ...]
-
-
-class AwaitAgent(Step, frozen=True, kw_only=True):
-    """Ask an amphora's agent whether it is there; if it is not, whether its machine still is."""
-
-    amphora_id: str
-
-
-class Renew(Step, frozen=True, kw_only=True):
-    """Take the next generation: what amphorae have to know of each other has changed, and no user asked for it."""
-
-
-class AllocateVip(Step, frozen=True, kw_only=True):
-    """Ask the network backend for addresses that it had not when the load balancer was created."""
-
-
-class ApplyVipOptions(Step, frozen=True, kw_only=True):
-    """Tell the network backend what the VIPs have besides addresses."""
-
-
-class Push(Step, frozen=True, kw_only=True):
-    """Give amphorae the newest generation; they answer when they serve it.
-
-    Attributes:
-        waves: those of a wave at once, one wave after the other.
-        optional: those of them that are being replaced: they are told, but nothing depends on it.
-        whole: with this every amphora of the load balancer serves the generation.
-    """
-
-    waves: tuple[tuple[str, ...], ...]
-    optional: frozenset[str] = frozenset()
-    whole: bool = True
-
-
-class AskVips(Step, frozen=True, kw_only=True):
-    """Ask a pair that begins whether one of them has taken the VIPs: before that no user is served."""
-
-
-class Confirm(Step, frozen=True, kw_only=True):
-    """Note that every amphora serves the newest generation."""
-
-
-class Unplug(Step, frozen=True, kw_only=True):
-    """Take a port away that nothing needs any more."""
-
-    amphora_id: str
-    network_id: str
-
-
-class HandOver(Step, frozen=True, kw_only=True):
-    """Have an amphora that is about to go give the VIPs to the one that stays."""
-
-    amphora_id: str
-    to: str
-
-
-class LookAfter(Step, frozen=True, kw_only=True):
-    """Ask an amphora that has given its VIPs away whether its connections have ended.
-
-    Attributes:
-        silent: it is not heard any more: if it does not answer either, it is dead.
-    """
-
-    amphora_id: str
-    silent: bool = False
-
-
-class Release(Step, frozen=True, kw_only=True):
-    """Remove an amphora with all that was made for it, then its row."""
-
-    amphora_id: str
-
-
-class ReleaseVip(Step, frozen=True, kw_only=True):
-    """Give the addresses back and note that the load balancer is gone."""
-
-
-class Await(Step, frozen=True, kw_only=True):
-    """Nothing is left to do now: somebody else moves next and will wake us, or it is looked again at `until`.
-
-    Attributes:
-        until: when; None if only somebody else can know.
-        amphorae: those that boot: it is looked again as soon as an agent of theirs listens.
-    """
-
-    until: float | None = None
-    amphorae: tuple[str, ...] = ()
-
-
-AnyStep = (
-    Record
-    | Boot
-    | Plug
-    | AwaitAgent
-    | Renew
-    | AllocateVip
-    | ApplyVipOptions
-    | Push
-    | AskVips
-    | Confirm
-    | Unplug
-    | HandOver
-    | LookAfter
-    | Release
-    | ReleaseVip
-    | Await
+from amphora_driver.controller.spares import plan_pool
+from amphora_driver.controller.todo import (
+    Adopt,
+    AllocateVip,
+    AnyStep,
+    ApplyVipOptions,
+    AskSpares,
+    AskVips,
+    Await,
+    AwaitAgent,
+    Boot,
+    Confirm,
+    Disband,
+    HandOver,
+    Join,
+    LookAfter,
+    Plug,
+    Push,
+    Record,
+    Release,
+    ReleaseVip,
+    Renew,
+    RenewCertificate,
+    Retire,
+    Step,
+    Unplug,
+    Wanted,
 )
+from amphora_driver.store.amphorae import Amphora, Partner, State
+
+# Who takes steps knows them from here.
+__all__ = [
+    "Adopt",
+    "AllocateVip",
+    "AnyStep",
+    "ApplyVipOptions",
+    "AskSpares",
+    "AskVips",
+    "Await",
+    "AwaitAgent",
+    "Boot",
+    "Confirm",
+    "Disband",
+    "HandOver",
+    "Join",
+    "LookAfter",
+    "Plug",
+    "Push",
+    "Record",
+    "Release",
+    "ReleaseVip",
+    "Renew",
+    "RenewCertificate",
+    "Retire",
+    "Step",
+    "Unplug",
+    "Wanted",
+    "plan",
+]
+
 # Seconds between two looks at an amphora whose connections are to end.
 _LOOK_PAUSE = 2.0
 # The same at a pair that begins: one of them is about to take the VIPs.
@@ -219,10 +87,14 @@ def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """The next steps, in order; the same question is asked again after they were taken."""
     if wanted.gone:
         return _removal(wanted, amphorae)
+    if wanted.renewals:
+        # Before anything else is asked of them: one whose certificate has expired takes nothing else.
+        return [RenewCertificate(amphora_id=one, reason=why) for one, why in sorted(wanted.renewals.items())]
+    if wanted.stock is not None:
+        return plan_pool(wanted, wanted.stock, amphorae)
     house = _House(wanted, amphorae)
     if house.missing and house.may_grow():
-        role = house.next_role()
-        return [Record(role=role, reason=f"{role} is missing of {', '.join(wanted.roles)}")]
+        return [_newcomer(wanted, house.next_role())]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
     if not vips.known(wanted.tree):
         # Amphorae boot meanwhile: where they are may be what decides.
@@ -251,7 +123,23 @@ def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[
         return house.relief()
     if wanted.applied < wanted.generation:
         return _beginning(wanted, house) or [Confirm(reason=f"every amphora serves generation {wanted.generation}")]
-    return _cleaning(wanted, house) or house.tidying()
+    return _joining(wanted) or _cleaning(wanted, house) or house.tidying()
+
+
+def _newcomer(wanted: Wanted, role: str) -> Record | Adopt:
+    """Somebody for a role: a warm spare where there is one, for those that have served users before."""
+    reason = f"{role} is missing of {', '.join(wanted.roles)}"
+    if wanted.spares and wanted.applied:
+        return Adopt(role=role, amphora_ids=wanted.spares, reason=reason)
+    return Record(role=role, reason=reason)
+
+
+def _joining(wanted: Wanted) -> list[AnyStep]:
+    """Spares are a matter of whoever serves already: nobody waits for a pool."""
+    sought = None if wanted.spec is None else wanted.spec.id
+    if sought == wanted.pool:
+        return []
+    return [Join(spec=wanted.spec, former=wanted.pool, reason="it takes spares from another pool, or from none")]
 
 
 def _addresses(wanted: Wanted) -> AllocateVip | Await:
@@ -264,8 +152,9 @@ def _addresses(wanted: Wanted) -> AllocateVip | Await:
 class _House:
     """The amphorae of one load balancer, and what follows from who is there.
 
-    Of several, one is replaced at a time: the next replacement is made when the one before serves, its predecessor is
-    gone, and it has the VIPs. So there is never more than one too many, and never none.
+    Of several that serve, one is replaced at a time: the next replacement is made when the one before serves, its
+    predecessor is gone, and it has the VIPs. So there is never more than one too many, and never none. Those that are
+    dead are replaced at once, whatever becomes of their machines: nobody waits for who serves nobody.
     """
 
     def __init__(self, wanted: Wanted, amphorae: tuple[Amphora, ...]) -> None:
@@ -275,16 +164,18 @@ class _House:
         self.retiring = [one for one in amphorae if one.state is State.RETIRING]
         self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
         self._several = len(wanted.roles) > 1
-        self._quiet = partners.silent(amphorae, wanted.patience)
+        self._quiet = partners.silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
         self._holder = partners.holder(amphorae, wanted.roles[0], self._quiet)
 
     def may_grow(self) -> bool:
         """Whether the next amphora may be made now."""
-        serving = [one for one in self.retiring if one.confirmed > 0]
+        serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead]
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._wanted.generation for one in self.live)
-        replaced = {one.role for one in serving} & {one.role for one in self.live}
+        # One whose connections go on is in the way only where VIPs are to be handed over.
+        staying = [one for one in serving if not self._drains(one)]
+        replaced = {one.role for one in staying} & {one.role for one in self.live}
         return settled and not replaced and not self._leaving()
 
     def next_role(self) -> str:
@@ -307,8 +198,14 @@ class _House:
         return [one for one in arrived if one.confirmed < self._wanted.generation]
 
     def apart(self, arrived: Sequence[Amphora]) -> bool:
-        """Whether one that serves does not know one that stays."""
+        """Whether one that serves, or has the VIPs and is about to go, does not know one that stays.
+
+        Without a generation of its own the latter could not be told: it serves this one already, in other words.
+        """
         return any(
+            one.confirmed >= self._wanted.generation and set(self._partners(one, arrived)) - set(one.partners)
+            for one in self._with_vips()
+        ) or any(
             one.confirmed >= self._wanted.generation and set(self._partners(one, self.live)) - set(one.partners)
             for one in arrived
         )
@@ -334,8 +231,11 @@ class _House:
     def relief(self) -> list[AnyStep]:
         """Let those go that were replaced, and the VIPs move to the one that stays, before the next is replaced."""
         roles = {one.role for one in self.live}
-        # VIPs are handed over between two. Who still has connections of a fail-over before this one is in the way.
-        replaced = [one for one in self.retiring if one.role in roles or one.drains_until is not None]
+        # VIPs are handed over between two. Who still has connections of a fail-over before this one is in the way; who
+        # is dead is not, and its machine may take long to go.
+        replaced = [
+            one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
+        ]
         if replaced:
             return [Release(amphora_id=one.id, reason="it was replaced") for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):

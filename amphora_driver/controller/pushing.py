@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -17,20 +18,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from amphora_driver.controller import contents, left_out, partners
-from amphora_driver.controller.bundle import Served, bundle
+from amphora_driver.controller import contents, expected, left_out, partners
+from amphora_driver.controller.bundle import Served
 from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.controller.tickets import SEED_LENGTH
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import tickets
-from amphora_driver.queue.jobs import note_outcome
+from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, generations, statuses
+from amphora_driver.store import amphorae, failovers, generations, statuses
 from amphora_driver.store import secrets as kept
-from amphora_driver.store.amphorae import Amphora
+from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.failovers import Event
 from amphora_driver.store.secrets import Sealed
+from amphora_driver.telemetry import logs, metrics
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -72,6 +75,7 @@ class _Round(msgspec.Struct, frozen=True, kw_only=True):
     everyone: tuple[Amphora, ...]
     priorities: dict[str, int]
     optional: frozenset[str]
+    networks: frozenset[str]
 
 
 class Pushing:
@@ -96,6 +100,8 @@ class Pushing:
         self._served: Served | None = None
         # What TLS ticket keys come from, if it was made since `wanted` was read.
         self._made: Sealed | None = None
+        # When the oldest call was accepted that was confirmed last, if anybody waited for it.
+        self._accepted: float | None = None
 
     def push(self, step: planning.Push, wanted: planning.Wanted, everyone: Sequence[Amphora]) -> None:
         """Give the step's amphorae the newest generation, wave after wave.
@@ -120,6 +126,7 @@ class Pushing:
                     everyone=tuple(everyone),
                     priorities=wanted.priorities,
                     optional=step.optional,
+                    networks=frozenset(wanted.networks),
                 )
                 if number > 1:
                     self._turn.check()
@@ -135,6 +142,7 @@ class Pushing:
     def confirm(self, wanted: planning.Wanted) -> None:
         """Note that every amphora serves the newest generation, whichever turn they were given it in."""
         self._write(lambda connection: self._confirmed(connection, wanted), applied=wanted.generation)
+        self._note_latency()
 
     def vips_taken(self, everyone: Sequence[Amphora]) -> bool:
         """Whether one of them has the VIPs; also if nobody can say: nothing is to depend on that."""
@@ -172,10 +180,13 @@ class Pushing:
         """Give it to all of them at once."""
 
         def push(amphora: Amphora) -> AgentError | None:
-            try:
-                self._give(round_, amphora, served)
-            except AgentError as error:
-                return error
+            # Threads of their own know nothing of what the job's is about.
+            with logs.about(round_.tree.id, amphora.id, round_.generation):
+                try:
+                    self._give(round_, amphora, served)
+                except AgentError as error:
+                    metrics.push_failed(error)
+                    return error
             return None
 
         if len(round_.targets) == 1:
@@ -184,13 +195,18 @@ class Pushing:
             return dict(zip((one.id for one in round_.targets), pool.map(push, round_.targets), strict=True))
 
     def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
-        # One whose connections go on takes no VIPs from those that stay, and holds nobody up.
+        # One whose connections go on holds nobody up.
         leaves = amphora.drains_until is not None
-        priority = round_.priorities.get(amphora.role)
-        priority = partners.LAST_PRIORITY if leaves and priority is not None else priority
-        interval = advert_interval(round_.tree, self._conf)
-        pair = partners.vrrp(amphora, round_.everyone, round_.tree.vip, priority, interval)
-        body = bundle(round_.tree, round_.generation, amphora.id, amphora.plugged, served, pair)
+        body = expected.body(
+            round_.tree,
+            round_.generation,
+            amphora,
+            round_.everyone,
+            served,
+            round_.networks,
+            round_.priorities,
+            advert_interval(round_.tree, self._conf),
+        )
         deadline = self._turn.deadline.within(_FAREWELL_PATIENCE) if leaves else self._turn.deadline
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # A newer one that came from another controller while ours waited has taken its place.
@@ -199,6 +215,7 @@ class Pushing:
             raise AgentRefused(wanted, f"it serves {applied.generation}")
         words = (amphora.id, round_.generation, applied.how, applied.reason)
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
+        metrics.pushed(applied.how)
 
     def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
         """Write down who serves it now; returns why one of them could not be asked."""
@@ -218,6 +235,8 @@ class Pushing:
                 if round_.priorities:
                     values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)
+                if wanted.replacing and one.state is not State.RETIRING:
+                    failovers.note(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # Usually this was the last one missing: one transaction for both marks.
                 self._confirmed(connection, wanted)
@@ -226,15 +245,24 @@ class Pushing:
                 left_out.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
 
         self._write(write, applied=round_.generation if all_serve else None)
+        self._note_latency()
         return missed
 
     def _confirmed(self, connection: sa.Connection, wanted: planning.Wanted) -> None:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
         statuses.confirm(connection, of, wanted.generation, failed)
+        if wanted.replacing and not wanted.gone:
+            failovers.served(connection, of, self._database.now(), but=self._turn.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
+        self._accepted = oldest_unanswered(connection, of, wanted.generation)
         note_outcome(connection, of, wanted.generation, outcome)
         if failed:
             left_out.forget(connection, of)
+
+    def _note_latency(self) -> None:
+        """Count how long whoever waited for what was confirmed has waited."""
+        metrics.confirmed(self._accepted, time.time())
+        self._accepted = None
 
     def _without(self, wanted: planning.Wanted) -> dict[str, str]:
         """What the newest generation is served without, here or there; nothing is missed of what is to go."""

@@ -23,12 +23,13 @@ from amphora_driver.controller.memory import Trees
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn
 from amphora_driver.controller.waiting import Awaited, WaitingRoom
-from amphora_driver.errors import AmphoraDriverError, LeaseLost, Superseded, UnsupportedOption
+from amphora_driver.errors import AmphoraDriverError, Deadly, LeaseLost, Superseded, UnsupportedOption
 from amphora_driver.model.secrets import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
-from amphora_driver.store import amphorae, secrets, statuses
+from amphora_driver.store import amphorae, failovers, secrets, statuses
 from amphora_driver.store.intents import Op
 from amphora_driver.store.tables import work
+from amphora_driver.telemetry import logs, metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,19 +82,43 @@ class Reconciler:
     def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
         """Make the lease's load balancer as recorded; never raises."""
         turn = turn or self.begin(lease)
+        with logs.about(load_balancer=lease.load_balancer_id), metrics.job() as job:
+            job.outcome = self._attempt(lease, turn)
+
+    def _attempt(self, lease: Lease, turn: Turn) -> str:
+        """The same; returns how it ended, in the words of the metrics."""
         try:
             points.reach(points.Point.CLAIMED)
+            self._dare(lease)
             found = self._converge(turn)
             points.reach(points.Point.FINISHING)
             self._give_back(turn, *found)
             points.reach(points.Point.FINISHED)
         except LeaseLost as error:
-            LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
+            if not turn.over:
+                LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)
+            return "lost"
         except AmphoraDriverError as error:
             self._failed(turn, error)
         except Exception as error:
             LOG.exception("load balancer %s: unexpected failure", lease.load_balancer_id)
             self._failed(turn, error)
+        else:
+            return "finished" if found[2] is None else "waiting"
+        return "gave_way" if turn.gives_way else "failed"
+
+    def _dare(self, lease: Lease) -> None:
+        """Work on nothing of which others have died, but now and then.
+
+        Raises:
+            Deadly: it is not to be worked on for now, and its user is told.
+        """
+        if lease.deaths >= self._backends.conf.controller.give_up_after:
+            raise Deadly(
+                f"work on load balancer {lease.load_balancer_id}",
+                f"{lease.deaths} controllers in a row ended, or stood still, before anything had come of it",
+                "Their logs say what they did last. It is tried again, now and then.",
+            )
 
     def _converge(self, turn: Turn) -> tuple[planning.Wanted, tuple[amphorae.Amphora, ...], planning.Await | None]:
         """Take steps until none is left; returns what was seen last, and what it waits for."""
@@ -114,6 +139,9 @@ class Reconciler:
     def _give_back(
         self, turn: Turn, seen: planning.Wanted, observed: tuple[amphorae.Amphora, ...], step: planning.Await | None
     ) -> None:
+        if step is None and seen.replacing:
+            now = self._database.now()
+            self._database.write(lambda connection: _note_end(connection, turn, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.finish(turn.lease, seen.generation)
@@ -149,6 +177,11 @@ class Reconciler:
             return None, ()
         # At once: what comes between this look and the next one is newer than what was seen.
         turn.saw(row.generation, row.op)
+        logs.of_generation(row.generation)
+        turn.replacing = bool(row.replacing)
+        turn.staying = frozenset(one.id for one in observed if one.state is not amphorae.State.RETIRING)
+        if row.op == Op.SPARES:
+            return self._pool(connection, row, observed, turn, steps, now), observed
         gone = row.op == Op.DELETE
         tree = None if gone else self._trees.load(connection, row, lease.epoch)
         catalogue = self._backends.catalogue
@@ -163,6 +196,8 @@ class Reconciler:
         if kept and _generation(connection, load_balancer_id) != row.generation:
             return self._observe(connection, turn, steps, now)
         topology = catalogue.topology(row.topology)
+        spec = steps.sparing.spec(row, tree)
+        takes = turn.replacing and spec is not None and spec.id == row.spare_pool
         advert = 0.0 if tree is None else advert_interval(tree, self._backends.conf)
         return planning.Wanted(
             load_balancer_id=load_balancer_id,
@@ -188,12 +223,48 @@ class Reconciler:
             network=row.network,
             vip_given=given,
             allocate_at=0.0 if addressed else vips.again_at(connection, load_balancer_id),
+            replacing=turn.replacing,
+            pool=row.spare_pool,
+            spec=spec,
+            spares=steps.sparing.to_take(connection, spec, row.spare_pool, now) if takes else (),
+            renewals=steps.renewal.due(observed, now),
         ), observed
+
+    def _pool(
+        self,
+        connection: sa.Connection,
+        row: Any,
+        observed: tuple[amphorae.Amphora, ...],
+        turn: Turn,
+        steps: Steps,
+        now: float,
+    ) -> planning.Wanted:
+        """What is wanted of a pool of warm spares."""
+        return planning.Wanted(
+            load_balancer_id=turn.lease.load_balancer_id,
+            generation=row.generation,
+            applied=row.applied,
+            gone=False,
+            readable=True,
+            tree=None,
+            networks={},
+            roles=(),
+            attempts=turn.lease.attempts,
+            patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
+            now=now,
+            absent=steps.absent | steps.sparing.absent,
+            asked=steps.sparing.asked,
+            compute=row.compute,
+            network=row.network,
+            renewals=steps.renewal.due(observed, now),
+            stock=steps.sparing.stock(connection, row, now),
+        )
 
     def _failed(self, turn: Turn, error: Exception) -> None:
         """Try again later; tell the user at once what will not mend itself, and in the end everything else too."""
         lease, conf = turn.lease, self._backends.conf.controller
         try:
+            now = self._database.now()
             if isinstance(error, Superseded) or turn.gives_way:
                 # What else went wrong is because of that.
                 LOG.info("load balancer %s: %s", lease.load_balancer_id, turn.superseded())
@@ -203,12 +274,16 @@ class Reconciler:
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
             LOG.warning("load balancer %s: %s; again in %.1f s", lease.load_balancer_id, error, pause)
+            if turn.replacing:
+                self._database.write(lambda connection: _note_failure(connection, turn, str(error), now))
             tried = lease.attempts + 1
             if final or tried >= conf.give_up_after:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda connection: _give_up(connection, turn, str(error), always=first)):
                     self._reported()
-            self._jobs.postpone(lease, pause, str(error), turn.generation or None)
+            # Whoever lives to say so has not died of it; but of what others have died, one more is enough to tell.
+            deaths = lease.deaths - 1 if isinstance(error, Deadly) else 0
+            self._jobs.postpone(lease, pause, str(error), turn.generation or None, deaths=deaths)
         except (AmphoraDriverError, OSError) as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
@@ -240,6 +315,18 @@ def networks(
                 continue
         found.setdefault(known[subnet_id], {})[subnet_id] = None
     return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
+
+
+def _note_failure(connection: sa.Connection, turn: Turn, reason: str, now: float) -> None:
+    """Write into the time lines of fail-overs that one of their steps failed."""
+    guard(connection, turn.lease)
+    failovers.failed(connection, turn.lease.load_balancer_id, now, reason)
+
+
+def _note_end(connection: sa.Connection, turn: Turn, now: float) -> None:
+    """Nothing is left to do, so nothing is left to do of fail-overs either, whatever became of their events."""
+    guard(connection, turn.lease)
+    failovers.settle(connection, turn.lease.load_balancer_id, now)
 
 
 def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool) -> bool:

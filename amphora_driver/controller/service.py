@@ -16,16 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import cotyledon
-from oslo_log import log
 
 from amphora_driver import config
 from amphora_driver.agent_client import AgentClient
 from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.authority import Authority
+from amphora_driver.certificates.trust import Trust
 from amphora_driver.controller import configured
+from amphora_driver.controller.attendance import Attendance
+from amphora_driver.controller.auditing import Auditing
+from amphora_driver.controller.detector import Detector
 from amphora_driver.controller.hands import Hands
 from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.controller.reconcile import Reconciler
+from amphora_driver.controller.renewal import Certificates
+from amphora_driver.controller.rotator import Rotator
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn, goes_first
 from amphora_driver.controller.waiting import WaitingRoom
@@ -33,9 +37,11 @@ from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.presence import Presence
-from amphora_driver.store import schema
+from amphora_driver.store import processes, schema
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault
+from amphora_driver.telemetry import logs
+from amphora_driver.telemetry.server import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +65,8 @@ _BURIED_EVERY = 1.0
 _BETWEEN_FRESH = 0.1
 # Seconds after something went wrong that nobody thought of, and after leases could not be renewed.
 _TROUBLE = 1.0
+# Seconds without a look for work after which this process is said not to do its duty.
+_IDLE = 15.0
 
 
 def backends(conf: ConfigOpts, database: Database) -> Backends:
@@ -68,13 +76,21 @@ def backends(conf: ConfigOpts, database: Database) -> Backends:
         ConfigurationError, CertificateError: a file is missing or wrong.
     """
     configured.check(conf)
+    vault = Vault.load(conf.store.encryption_key_file)
+    trust = Trust(conf, database, vault)
+    try:
+        # What is wrong with files and keys is to be known now.
+        trust.papers()
+    except StoreError as error:
+        LOG.warning("the authorities are not known yet: %s", error)
     return Backends(
         conf=conf,
         database=database,
         catalogue=Catalogue(conf, database),
-        agents=AgentClient(conf),
-        authority=Authority.load(conf.certificates.ca_certificate, conf.certificates.ca_private_key),
-        vault=Vault.load(conf.store.encryption_key_file),
+        agents=AgentClient(conf, trust),
+        authority=None,
+        vault=vault,
+        trust=trust,
     )
 
 
@@ -88,7 +104,9 @@ class Controller:
         self._jobs = Jobs(self._database, name, conf.controller.lease)
         everything = backends(conf, self._database)
         self._name = name
-        self._housekeeping = Housekeeping(conf, self._database, everything.catalogue, name)
+        self._housekeeping = Housekeeping(
+            conf, self._database, everything.catalogue, name, Certificates(conf, self._database, everything.trust)
+        )
         self._reconciler = Reconciler(
             everything,
             self._jobs,
@@ -101,7 +119,16 @@ class Controller:
         # Jobs that have outlived their time by a lease.
         self._hung: set[Turn] = set()
         self._hands = Hands(conf.controller.threads)
+        self._attendance = Attendance(self._database, name, lambda: len(self._hands.turns()))
+        self._draining = self._attendance.draining
+        self._auditing = Auditing(everything, name, lambda: hints.tell(conf, doorbell.CONTROLLER))
+        self._rotator = Rotator(
+            conf, self._database, everything.catalogue, name, lambda: hints.tell(conf, doorbell.CONTROLLER)
+        )
+        self._detector = Detector(conf, self._database, everything.agents, name, lambda role: hints.tell(conf, role))
         self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
+        self._telemetry = Telemetry(conf, processes.Kind.CONTROLLER, name, self._does_its_duty)
+        self._looked_at = time.monotonic()
 
     def run(self) -> None:
         """Work until `stop`; returns when the last job has ended."""
@@ -110,13 +137,19 @@ class Controller:
         others = [
             threading.Thread(target=self._renew, name="renew", daemon=True),
             threading.Thread(target=self._watch, name="watch", daemon=True),
-            threading.Thread(target=self._housekeeping.run, args=(self._stopping,), name="housekeeping"),
+            threading.Thread(target=self._housekeeping.run, args=(self._stopping, self._draining), name="housekeeping"),
+            threading.Thread(target=self._auditing.run, args=(self._stopping, self._draining), name="audit"),
+            threading.Thread(target=self._rotator.run, args=(self._stopping, self._draining), name="rotation"),
+            threading.Thread(target=self._detector.run, args=(self._stopping, self._draining), name="detection"),
         ]
+        # Nobody waits for this one: it may stand for as long as the database does not answer.
+        signing = threading.Thread(target=self._attendance.run, args=(self._stopping,), name="attendance", daemon=True)
         with Presence(f"{conf.queue.doorbell_dir}/alive", self._name) as presence:
             self._presence = presence
-            for thread in (waiting, *others):
+            for thread in (waiting, *others, signing):
                 thread.start()
             with (
+                self._telemetry,
                 self._bell,
                 ThreadPoolExecutor(self._hands.most, "work") as pool,
                 hints.taken(conf, lambda one: self._look(pool, one)),
@@ -124,6 +157,7 @@ class Controller:
                 while not self._stopping.is_set():
                     try:
                         pause = self._dispatch(pool)
+                        self._looked_at = time.monotonic()
                     except (StoreError, OSError) as error:
                         LOG.warning("the database is away, trying again: %s", error)
                         pause = conf.queue.poll_interval
@@ -137,11 +171,17 @@ class Controller:
             self._room.stop()
             waiting.join()
             self._jobs.release_all()
+            signing.join(_LAST_WORDS)
+            self._attendance.leave()
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait until `run` has ended; False if it has not in that time."""
         return self._ended.wait(seconds)
+
+    def _does_its_duty(self) -> bool:
+        """Whether it has looked for work a moment ago, and the database let it."""
+        return time.monotonic() - self._looked_at < _IDLE + float(self._conf.queue.poll_interval)
 
     def stop(self) -> None:
         """Take no new job; `run` returns when those begun have ended."""
@@ -152,6 +192,7 @@ class Controller:
         """Somebody of another host says that there is something to do; returns when the next hint may come.
 
         Whoever has no hand free takes no hint: others do. Only for so long that the broker does not take us for dead.
+        One that is draining does nothing about it: who polls finds the work.
         """
         until = time.monotonic() + _LOOK_SECONDS
         while not self._hands.free():
@@ -161,7 +202,7 @@ class Controller:
             self._bell.press()
             return
         # It may have been told to end while this one waited for a hand.
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self._draining.is_set():
             return
         try:
             lease = self._jobs.claim(load_balancer_id)
@@ -190,6 +231,8 @@ class Controller:
         """Claim what is due, as far as there are hands; returns after how many seconds to look again."""
         poll = float(self._conf.queue.poll_interval)
         fresh = False
+        if self._draining.is_set():
+            return poll
         while self._hands.free():
             fresh = self._hands.only_fresh()
             lease = self._jobs.claim(fresh=fresh)
@@ -276,9 +319,13 @@ class Controller:
 
     def _bury(self) -> None:
         """Leases of processes of this host that died need not run out: nobody is there to write under them."""
-        if buried := self._presence.bury(self._jobs.release_all):
+        if buried := self._presence.bury(self._free):
             LOG.warning("dead, their load balancers are taken up: %s", ", ".join(buried))
             hints.tell(self._conf, doorbell.CONTROLLER)
+
+    def _free(self, name: str) -> None:
+        self._jobs.release_all(name)
+        self._database.write(lambda connection: processes.forget(connection, name))
 
 
 class ControllerService(cotyledon.Service):
@@ -288,7 +335,7 @@ class ControllerService(cotyledon.Service):
 
     def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
         super().__init__(worker_id)
-        log.setup(conf, self.name)
+        logs.setup(conf, self.name)
         self._controller = Controller(conf)
 
     def run(self) -> None:
@@ -304,7 +351,7 @@ class ControllerService(cotyledon.Service):
 def main() -> int:
     """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
     conf = config.load()
-    log.setup(conf, ControllerService.name)
+    logs.setup(conf, ControllerService.name)
     if not schema.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()

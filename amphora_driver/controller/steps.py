@@ -19,14 +19,18 @@ from amphora_driver import points
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.pushing import Pushing
+from amphora_driver.controller.renewal import Renewal
+from amphora_driver.controller.sparing import Sparing
 from amphora_driver.controller.vips import Vips
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, generations
+from amphora_driver.store import amphorae, failovers, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
+from amphora_driver.store.failovers import Event
+from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,11 +60,21 @@ services = {services}
 [heartbeat]
 interval = {interval:g}
 targets = {targets}
+
+[audit]
+interval = {audit:g}
 """
 # Seconds an agent whose port listens may take for its first answer, before others have their turn.
 _GREETING_PATIENCE = 3.0
 # What is known of an amphora whose machine is not there (any more).
-_NOT_BOOTED: dict[str, Any] = {"management_address": None, "plugged": (), "booted_at": None}
+_NOT_BOOTED: dict[str, Any] = {
+    "management_address": None,
+    "plugged": (),
+    "booted_at": None,
+    "certificate_issued_at": None,
+    "certificate_authority": None,
+    "trusts": None,
+}
 # How many seconds longer than connections may go on their new amphora is ready for them.
 _DRAIN_MARGIN = 5.0
 # Seconds that one which is about to go may take to say whether it is needed.
@@ -68,7 +82,11 @@ _FAREWELL_PATIENCE = 5.0
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the steps work through; the catalogue knows the compute and network backends by name."""
+    """Everything the steps work through; the catalogue knows the compute and network backends by name.
+
+    Attributes:
+        authority: signs certificates where there is no `trust`, which knows what amphorae are to have (tests).
+    """
 
     conf: Any
     database: Any
@@ -76,6 +94,7 @@ class Backends(msgspec.Struct, frozen=True, kw_only=True):
     agents: Any
     authority: Any
     vault: Any
+    trust: Any = None
 
 
 class Steps:
@@ -98,8 +117,10 @@ class Steps:
         self._turn = turn
         self._lease = turn.lease
         self._doing = ""
+        self.renewal = Renewal(self._conf, self._database, self._agents, backends.trust, turn)
         self._pushing = Pushing(backends, turn, self._write)
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
+        self.sparing = Sparing(backends, turn, self._write)
         self._ways = self._ways_to()
 
     def take(self, step: planning.AnyStep, wanted: planning.Wanted, observed: Sequence[Amphora]) -> None:
@@ -117,18 +138,24 @@ class Steps:
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         self._doing = type(step).__name__
         points.reach_in(self._doing, points.Moment.BEFORE)
-        with kept(self._turn.deadline):
+        with kept(self._turn.deadline), metrics.step(self._doing):
             self._ways[type(step)](step, wanted, {one.id: one for one in observed})
         points.reach_in(self._doing, points.Moment.MARKED)
 
     def _ways_to(self) -> dict[type, Way]:
         return {
             planning.Record: lambda step, _wanted, _by_id: self._record(step),
+            planning.Adopt: lambda step, wanted, _by_id: self.sparing.adopt(step, wanted, self._database.now()),
+            planning.Join: lambda step, wanted, _by_id: self.sparing.join(step, wanted),
+            planning.Retire: lambda step, wanted, _by_id: self.sparing.retire(step, wanted.load_balancer_id),
+            planning.AskSpares: lambda step, _wanted, by_id: self.sparing.ask(step, by_id),
+            planning.Disband: lambda _step, wanted, _by_id: self.sparing.disband(wanted.load_balancer_id),
             planning.Boot: lambda step, wanted, by_id: self._boot(by_id[step.amphora_id], wanted),
             planning.Plug: lambda step, _wanted, _by_id: self._plug(step),
             planning.AwaitAgent: lambda step, _wanted, _by_id: self._await_agent(step),
             planning.AllocateVip: lambda _step, wanted, by_id: self._allocate_vip(wanted, by_id),
             planning.ApplyVipOptions: lambda _step, wanted, by_id: self._apply_vip_options(wanted, by_id),
+            planning.RenewCertificate: lambda step, _, by_id: self.renewal.renew(by_id[step.amphora_id]),
             planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
             planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
             planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
@@ -136,7 +163,7 @@ class Steps:
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
             planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
             planning.LookAfter: lambda step, _wanted, by_id: self._look_after(step, by_id[step.amphora_id]),
-            planning.Release: lambda step, _wanted, by_id: self._release(by_id[step.amphora_id]),
+            planning.Release: lambda step, wanted, by_id: self._release(by_id[step.amphora_id], wanted),
             planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
             planning.Await: lambda _step, _wanted, _by_id: None,
         }
@@ -149,6 +176,19 @@ class Steps:
         points.reach_in(self._doing, points.Moment.DONE)
         self._database.write(write)
 
+    def _marked(
+        self, event: Event, amphora_id: str, change: Callable[[sa.Connection], object], detail: str | None = None
+    ) -> None:
+        """Leave the mark of a step, and with it the event in the time lines of fail-overs that go on."""
+        now = self._database.now()
+
+        def write(connection: sa.Connection) -> None:
+            change(connection)
+            if self._turn.replacing:
+                failovers.note(connection, self._lease.load_balancer_id, event, now, amphora_id, detail)
+
+        self._write(write)
+
     def _amphora(self, amphora_id: str) -> Amphora:
         found = self._database.read(
             lambda connection: amphorae.of_load_balancer(connection, self._lease.load_balancer_id)
@@ -160,12 +200,12 @@ class Steps:
     def _record(self, step: planning.Record) -> None:
         amphora_id = str(uuid.uuid4())
         sealed = self._vault.seal(Secret(secrets.token_bytes(32)))
-        self._write(
-            lambda connection: amphorae.record(connection, amphora_id, self._lease.load_balancer_id, step.role, sealed)
+        of, role = self._lease.load_balancer_id, step.role
+        self._marked(
+            Event.RECORDED, amphora_id, lambda connection: amphorae.record(connection, amphora_id, of, role, sealed)
         )
 
     def _boot(self, amphora: Amphora, wanted: planning.Wanted) -> None:
-        issued = self._authority.issue_server(amphora.id, self._conf.certificates.validity_days)
         key = self._database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded any more")
@@ -175,9 +215,11 @@ class Steps:
             services=self._conf.agent.services,
             interval=self._conf.health.interval,
             targets=", ".join(self._conf.health.targets),
+            audit=self._conf.audit.agent_interval,
         )
-        profile = Profile() if wanted.tree is None else wanted.tree.profile
+        profile = _machine_of(wanted)
         self._turn.check()
+        identity, expires_at = self._identity_of(amphora)
         machine = self._compute.boot(
             BootOrder(
                 amphora_id=amphora.id,
@@ -189,9 +231,7 @@ class Steps:
                 management_network=profile.management_network,
                 files={
                     "agent.conf": Secret(conf.encode()),
-                    "server.pem": issued.bundle(),
-                    "client_ca.pem": Secret(_read(self._conf.certificates.client_ca)),
-                    "server_ca.pem": Secret(_read(self._conf.certificates.ca_certificate)),
+                    **identity,
                     "heartbeat.key": Secret(key.reveal().hex().encode()),
                 },
             )
@@ -199,16 +239,36 @@ class Steps:
         if machine.state is MachineState.FAILED:
             raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
         booted_at = amphora.booted_at or self._database.now()
-        self._write(
+        self._marked(
+            Event.BOOTED,
+            amphora.id,
             lambda connection: amphorae.change(
                 connection,
                 amphora.id,
                 compute_id=machine.compute_id,
+                image=machine.image,
                 management_address=machine.management_address,
                 booted_at=booted_at,
-                certificate_expires_at=issued.expires_at,
-            )
+                certificate_expires_at=expires_at,
+            ),
         )
+
+    def _identity_of(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
+        """Who an amphora is and whom it trusts, as files; and when its certificate expires."""
+        given = self.renewal.for_boot(amphora, there=lambda: self._compute.get(amphora.id) is not None)
+        if given is not None:
+            papers, issued = given
+            client_ca, server_ca = papers.client_ca, papers.server_ca
+        else:
+            options = self._conf.certificates
+            issued = self._authority.issue_server(amphora.id, options.validity_days)
+            client_ca, server_ca = _read(options.client_ca), _read(options.ca_certificate)
+        files = {
+            "server.pem": issued.bundle(),
+            "client_ca.pem": Secret(client_ca),
+            "server_ca.pem": Secret(server_ca),
+        }
+        return files, issued.expires_at
 
     def _plug(self, step: planning.Plug) -> None:
         amphora = self._amphora(step.amphora_id)
@@ -250,7 +310,11 @@ class Steps:
             self._check_time(amphora, error)
             raise
         now = self._database.now()
-        self._write(lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=now))
+        self._marked(
+            Event.READY,
+            amphora.id,
+            lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=now),
+        )
 
     def _check_machine(self, amphora: Amphora) -> None:
         """Make sure that there is still something to wait for; what is not there is booted anew next time."""
@@ -323,8 +387,16 @@ class Steps:
             LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
             drain = 0.0
         left = self._let_go(amphora, drain)
+        self._note_handed_over(amphora, left, "its VIPs may still be there" if left is None else f"to {partner.id}")
+
+    def _note_handed_over(self, amphora: Amphora, left: float | None, detail: str) -> None:
         until = None if left is None else self._database.now() + left
-        self._write(lambda connection: amphorae.change(connection, amphora.id, handed_over=True, drains_until=until))
+        self._marked(
+            Event.HANDED_OVER,
+            amphora.id,
+            lambda connection: amphorae.change(connection, amphora.id, handed_over=True, drains_until=until),
+            detail,
+        )
 
     def _let_go(self, amphora: Amphora, drain: float) -> float | None:
         """Have it give the VIPs away, if need be without its connections.
@@ -368,12 +440,45 @@ class Steps:
             LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
             self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
 
-    def _release(self, amphora: Amphora) -> None:
+    def _drains_unknown(self, amphora: Amphora, wanted: planning.Wanted) -> bool:
+        """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
+        heard = amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
+        if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
+            return False
+        try:
+            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
+        except AgentError as error:
+            self._turn.check()
+            LOG.info("amphora %s is not asked for its connections: %s", amphora.id, error)
+            return False
+        if said.draining is None or said.holds_vip is not False:
+            return False
+        self._note_handed_over(amphora, said.draining, "its connections go on")
+        return True
+
+    def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
+        if self._drains_unknown(amphora, wanted):
+            return
         self._compute.destroy(amphora.id)
         for port in self._network.ports(amphora.id):
             self._turn.check()
             self._network.delete_port(port.id)
-        self._write(lambda connection: amphorae.forget(connection, amphora.id))
+        now = self._database.now()
+
+        def forget(connection: sa.Connection) -> None:
+            amphorae.forget(connection, amphora.id)
+            if self._turn.replacing:
+                failovers.released(connection, self._lease.load_balancer_id, amphora.id, now)
+
+        self._write(forget)
+
+
+def _machine_of(wanted: planning.Wanted) -> Profile:
+    """With what kind of machine its amphorae are booted."""
+    if wanted.stock is not None:
+        return wanted.stock.spec.profile()
+    return Profile() if wanted.tree is None else wanted.tree.profile
 
 
 def _sentence(step: planning.AnyStep) -> str:

@@ -40,6 +40,9 @@ class Turn:
         generation: the newest one this job has seen.
         op: what was wanted then.
         since: when the step that is being taken began, on `time.monotonic()`'s clock.
+        replacing: fail-overs of it go on, and their time lines are kept.
+        staying: amphorae that were not to be replaced when it was looked last.
+        over: the row it was for is gone, by what it did.
     """
 
     def __init__(self, lease: Lease, database: Database, seconds: float) -> None:
@@ -48,6 +51,10 @@ class Turn:
         self.generation = 0
         self.op: str = Op.APPLY
         self.since = time.monotonic()
+        # Whether fail-overs of it go on, whose time lines are kept; and whether the row is gone by what was done.
+        self.replacing = False
+        self.staying: frozenset[str] = frozenset()
+        self.over = False
         self._database = database
         self._gives_way: str | None = None
 
@@ -90,21 +97,26 @@ class Turn:
         return self._gives_way is not None
 
     def _goes_first(self, connection: sa.Connection) -> str | None:
-        generation, op = check(connection, self.lease)
-        return self.beaten_by(connection, generation, op)
+        generation, op, urgent = check(connection, self.lease)
+        return self.beaten_by(connection, generation, op, urgent=urgent)
 
-    def beaten_by(self, connection: sa.Connection, generation: int, op: str) -> str | None:
+    def beaten_by(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:
         """What of that which is wanted by now goes before this job, in words; None if nothing does.
 
         Args:
             connection: where it is recorded.
             generation: the newest one by now.
             op: what is wanted by now.
+            urgent: amphorae of it are to be replaced since this job was begun.
         """
-        if not self.generation or generation <= self.generation or self.op == Op.DELETE:
+        if not self.generation or self.op == Op.DELETE:
             return None
         if op == Op.DELETE:
             return "its deletion was asked for"
+        if urgent:
+            return "an amphora is to be replaced"
+        if generation <= self.generation:
+            return None
         statement = sa.select(request.c.id).where(
             request.c.load_balancer_id == self.lease.load_balancer_id,
             request.c.generation > self.generation,
@@ -117,13 +129,13 @@ class Turn:
 def goes_first(connection: sa.Connection, turns: Sequence[Turn]) -> dict[Turn, str]:
     """Why these jobs are to end: something goes before them, or they are not ours any more; most have no reason to."""
     by_id = {turn.lease.load_balancer_id: turn for turn in turns}
-    columns = (work.c.load_balancer_id, work.c.owner, work.c.epoch, work.c.generation, work.c.op)
+    columns = (work.c.load_balancer_id, work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at)
     rows = connection.execute(sa.select(*columns).where(work.c.load_balancer_id.in_(by_id))).all()
     found = {}
     for row in rows:
         turn = by_id[row.load_balancer_id]
         if (row.owner, row.epoch) != (turn.lease.owner, turn.lease.epoch):
             found[turn] = "another controller has taken it over"
-        elif reason := turn.beaten_by(connection, row.generation, row.op):
+        elif reason := turn.beaten_by(connection, row.generation, row.op, urgent=row.free_at < 0.0):
             found[turn] = reason
     return found

@@ -17,10 +17,12 @@ import msgspec
 
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
+from amphora_driver.health.drifts import Drifts
+from amphora_driver.health.leftovers import Leftovers
 from amphora_driver.health.losses import Losses
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.store import amphorae, statuses, wanted
+from amphora_driver.store import amphorae, drifts, statuses, wanted
 from amphora_driver.store.amphorae import Heard, State
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from amphora_driver.health.drifts import Broken
     from amphora_driver.health.ledger import Ledger, Seen
     from amphora_driver.store.engine import Database
 
@@ -56,6 +59,12 @@ class _Account(msgspec.Struct):
     written: Statuses = {}
     flushed: dict[statistics.Key, statistics.Row] = {}
     mute: frozenset[str] = frozenset()
+
+    def doubt(self, load_balancer_id: str, recorded: str | None) -> None:
+        """Somebody else has written the load balancer's status, while nobody was heard: what is heard is news again."""
+        mine = self.written.get(load_balancer_id)
+        if mine is not None and mine.status.value != recorded:
+            self.written = {one: known for one, known in self.written.items() if one != load_balancer_id}
 
     def keep(self, amphora_ids: Iterable[str]) -> None:
         """Drop the counters of other amphorae than these, and of listeners that are gone; losing more harms nothing."""
@@ -105,6 +114,8 @@ class Bookkeeper:
         self._database = database
         self._ledger = ledger
         self._losses = Losses(interval)
+        self._leftovers = Leftovers(ledger.expiry)
+        self._drifts = Drifts(interval)
         self._due = due
         self._accounts: dict[str, _Account] = {}
         # Heard, but what follows from that is not written down yet.
@@ -128,9 +139,26 @@ class Bookkeeper:
         now = time.monotonic()
         changed = self._write([_entry(word) for word in words], last=last)
         self._note_losses(words, now)
+        self._note_drifts(words, now)
         self._unwritten.clear()
+        ended = self._end_connections()
         self._tidy()
-        return changed
+        return changed or ended
+
+    def _end_connections(self) -> bool:
+        """Now and then, take out of the sums what amphorae had that nobody hears any more."""
+        now = time.monotonic()
+        if not self._leftovers.due(now):
+            return False
+        heard = self._ledger.heard_since(now - self._ledger.expiry)
+        rows = self._database.read(lambda connection: self._leftovers.among(connection, heard))
+        if rows:
+            self._database.write(lambda connection: statistics.store(connection, rows))
+        self._leftovers.looked(now)
+        for row in rows:
+            if (account := self._accounts.get(row.load_balancer_id)) is not None:
+                statistics.remember(account.flushed, [row])
+        return bool(rows)
 
     def _words(self, connection: sa.Connection) -> list[_Word]:
         """What every load balancer with unwritten amphorae says now, its account brought up to date."""
@@ -153,6 +181,7 @@ class Bookkeeper:
                 # What was said of objects before their rows existed was not written, and is written now.
                 account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
                 account.keep(one.amphorae)
+            account.doubt(load_balancer_id, one.operating)
             words.append(_Word(load_balancer_id, account, reports, heard, one.confirmed))
         return words
 
@@ -186,6 +215,32 @@ class Bookkeeper:
         if lost:
             self._due()
 
+    def _note_drifts(self, words: list[_Word], now: float) -> None:
+        """Write down what amphorae found of themselves, and have those pushed again that could not mend it."""
+        confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
+        heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
+        broken, news = self._drifts.among(heard, confirmed, now), self._drifts.news(heard)
+        if not (broken or news):
+            return
+
+        def write(connection: sa.Connection) -> int:
+            for amphora_id, said in sorted(news.items()):
+                drifts.note(connection, amphora_id, _plain(said))
+            return sum(
+                drifts.take_back(connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug)
+                for one in broken
+            )
+
+        due = self._database.write(write)
+        for amphora_id, said in news.items():
+            LOG.warning("amphora %s was not as confirmed: %s", amphora_id, _plain(said))
+        for one in broken:
+            LOG.warning("amphora %s is given its configuration again: %s", one.amphora_id, _plain(_why(one)))
+        self._drifts.settled(broken, now)
+        self._drifts.told(heard)
+        if due:
+            self._due()
+
     def _note_seen(self, recorded: set[str]) -> None:
         self._ledger.forget(self._unwritten.keys() - recorded)
         for amphora_id in self._unwritten.keys() & recorded:
@@ -198,6 +253,7 @@ class Bookkeeper:
                 epoch=epoch,
                 sequence=sequence,
                 holds_vip=seen.holds_vip,
+                agent_version=seen.agent_version,
             )
 
     def _write(self, entries: list[_Entry], *, last: bool) -> bool:
@@ -235,6 +291,7 @@ class Bookkeeper:
         self._ledger.forget(remembered - owners.keys())
         self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}
         self._losses.keep(set(owners))
+        self._drifts.keep(set(owners))
         served = set(owners.values())
         self._accounts = {one: account for one, account in self._accounts.items() if one in served}
         for account in self._accounts.values():
@@ -270,6 +327,10 @@ def _entry(word: _Word) -> _Entry:
     # Who is silent has no connections any more: what it counted stays.
     ended = statistics.ended(account.flushed, word.reports)
     return _Entry(word.load_balancer_id, account, found, news, (*batch.rows, *ended))
+
+
+def _why(one: Broken) -> str:
+    return f"its agent cannot mend what is not as confirmed: {one.words}"
 
 
 def _plain(reason: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from amphora_driver.health.heartbeat import Heartbeat
-from amphora_driver.health.status import ListenerReport, PoolReport, Report
+from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
 
 # Names remembered for one amphora. One that names ever new objects loses what it said before, not our memory.
 _MOST_NAMES = 50_000
@@ -32,7 +32,8 @@ class Seen(msgspec.Struct, frozen=True):
     """When an amphora was heard last, on `time.monotonic()`'s clock and in seconds since 1970.
 
     `generation` is what it said to serve; 0 for nothing yet. `order` is that heartbeat's (epoch, sequence).
-    `holds_vip` is whether it has the VIPs, None if it does not say.
+    `holds_vip` is whether it has the VIPs, None if it does not say. `drift` and `drifted` are what it said of changes
+    by hand, `agent_version` is its agent's; None if it does not say.
     """
 
     monotonic: float
@@ -40,6 +41,9 @@ class Seen(msgspec.Struct, frozen=True):
     generation: int
     order: Order
     holds_vip: bool | None = None
+    drift: tuple[str, ...] = ()
+    drifted: Drifted | None = None
+    agent_version: str | None = None
 
 
 class Ledger:
@@ -51,7 +55,7 @@ class Ledger:
     """
 
     def __init__(self, expiry: float = 15.0, wall_clock: Callable[[], float] = time.time) -> None:
-        self._expiry = expiry
+        self.expiry = expiry
         self._wall_clock = wall_clock
         self._pages: dict[str, _Page] = {}
         self._orders: dict[str, Order] = {}
@@ -87,7 +91,17 @@ class Ledger:
                 page = self._pages[heartbeat.amphora_id] = _Page()
             held = heartbeat.report.holds_vip
             page.claim(now, holds_vip=held)
-            page.seen = Seen(now, self._wall_clock(), heartbeat.report.generation or 0, order, held)
+            said = heartbeat.report
+            page.seen = Seen(
+                monotonic=now,
+                wall=self._wall_clock(),
+                generation=said.generation or 0,
+                order=order,
+                holds_vip=held,
+                drift=said.drift,
+                drifted=said.drifted,
+                agent_version=said.agent_version,
+            )
             page.merge(heartbeat.report, now)
             self._heard.add(heartbeat.amphora_id)
         return True
@@ -99,7 +113,7 @@ class Ledger:
             amphora_ids: usually those of one load balancer.
             now: on `time.monotonic()`'s clock.
         """
-        earliest = now - self._expiry
+        earliest = now - self.expiry
         with self._lock:
             pages = [(amphora_id, self._pages.get(amphora_id)) for amphora_id in amphora_ids]
             return {
@@ -118,7 +132,7 @@ class Ledger:
             amphora_ids: those of one load balancer, the oldest first.
             now: on `time.monotonic()`'s clock.
         """
-        earliest = now - self._expiry
+        earliest = now - self.expiry
         with self._lock:
             pages = [(amphora_id, self._pages.get(amphora_id)) for amphora_id in amphora_ids]
             fresh = [(one, page) for one, page in pages if page is not None and page.seen.monotonic >= earliest]
@@ -140,6 +154,11 @@ class Ledger:
                 for amphora_id in amphora_ids
                 if (page := self._pages.get(amphora_id)) is None or page.seen.monotonic <= moment
             }
+
+    def heard_since(self, moment: float) -> set[str]:
+        """All that were heard at or after `moment` (on `time.monotonic()`'s clock)."""
+        with self._lock:
+            return {amphora_id for amphora_id, page in self._pages.items() if page.seen.monotonic >= moment}
 
     def take_heard(self) -> dict[str, Seen]:
         """The amphorae heard since this was asked last: what a batch has to write down or compute again."""

@@ -4,13 +4,15 @@
 Invariant: the loop that reads the socket waits for nothing but the socket. Keys come from memory; a key that is not
 there is looked up by another thread, one at a time and not more often than a limit allows, while what it is needed
 for waits in a short line. So neither a slow database nor a flood of made-up amphorae stops genuine heartbeats, and
-no flood makes the database work.
+no flood makes the database work. What this process sends to itself to know that it hears is no heartbeat.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
+import secrets
 import selectors
 import socket
 import threading
@@ -40,6 +42,11 @@ _MOST_UNKNOWN = 10_000
 _MOST_WAITING = 1000
 # Seconds between two lines about refused datagrams in the log.
 _LOG_INTERVAL = 60.0
+# A datagram of this process to itself: these bytes, and a number nobody else knows.
+_OWN_MAGIC = b"AHM1"
+_OWN_SIZE = 32
+# A proof needs no other address than the one that any address of this host is heard on.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Receiver:
@@ -52,6 +59,8 @@ class Receiver:
             may raise, then it is asked again with a later heartbeat.
         on_heartbeat: called with each genuine heartbeat, in the thread of `run`. Replays are not recognised here.
         lookups: how many keys may be looked up in a second.
+        on_unknown: called with the id and the sender's address of what comes from an amphora that nobody knows, in the
+            thread of `run`; for no more than a look, and not to be believed: nobody has signed that.
 
     Raises:
         ConfigurationError: the address cannot be had.
@@ -65,16 +74,22 @@ class Receiver:
         on_heartbeat: Callable[[Heartbeat], None],
         *,
         lookups: float = 200.0,
+        on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
     ) -> None:
         self.accepted = 0
         # By reason; "unknown", "busy" and "lookup" are about keys, "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
         self._on_heartbeat = on_heartbeat
+        self._on_unknown = on_unknown
+        # What was sent last for a proof, and whether it has come back.
+        self._own = b""
+        self._came_back = threading.Event()
         self._stopping = False
         self._logged_at = 0.0
         self._closing = threading.Lock()
         self._socket = _bind(bind_address, port)
         self.port: int = self._socket.getsockname()[1]
+        self._address = (_LOOPBACK.get(bind_address, bind_address), self.port)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -114,27 +129,58 @@ class Receiver:
         """An amphora is gone: its key is not valid any more."""
         self._keys.forget(amphora_id)
 
+    def hears(self, seconds: float = 1.0) -> bool:
+        """Whether what is sent to the socket is received: sends something to itself, and waits for it. For one thread.
+
+        False also while `run` does not run, or is so far behind that it takes longer.
+        """
+        self._came_back.clear()
+        self._own = own = _OWN_MAGIC + secrets.token_bytes(_OWN_SIZE)
+        try:
+            with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.setblocking(False)
+                sender.sendto(own, self._address)
+        except OSError as error:
+            LOG.warning("this health manager cannot send itself anything: %s", error)
+            return False
+        heard = self._came_back.wait(seconds)
+        self._own = b""
+        return heard
+
+    def _is_own(self, datagram: memoryview) -> bool:
+        """Whether it is what this process sent to itself last; each counts once."""
+        if len(datagram) != len(_OWN_MAGIC) + _OWN_SIZE or datagram[:4] != _OWN_MAGIC:
+            return False
+        if not hmac.compare_digest(datagram, self._own):
+            return False
+        self._own = b""
+        self._came_back.set()
+        return True
+
     def _loop(self, selector: selectors.BaseSelector) -> None:
         buffer = bytearray(_LARGEST_DATAGRAM)
         view = memoryview(buffer)
-        receive = self._socket.recv_into
+        receive = self._socket.recvfrom_into
         while True:
             selector.select()
             if self._stopping:
                 return
             self._drain_wakes()
             while (datagram := self._keys.next_ready()) is not None:
-                self._take(memoryview(datagram), waited=True)
+                self._take(memoryview(datagram), "", waited=True)
             try:
                 for _ in range(_BURST):
-                    self._take(view[: receive(buffer)], waited=False)
+                    size, sender = receive(buffer)
+                    self._take(view[:size], sender[0], waited=False)
             except BlockingIOError:
                 pass
             except OSError as error:
                 # An ICMP error of something else must not end the loop.
                 LOG.warning("the heartbeat socket says: %s", error)
 
-    def _take(self, datagram: memoryview, *, waited: bool) -> None:
+    def _take(self, datagram: memoryview, sender: str, *, waited: bool) -> None:
+        if self._is_own(datagram):
+            return
         try:
             key = self._keys.get(amphora_id_of(datagram), datagram, waited=waited)
             if key is None:
@@ -142,6 +188,8 @@ class Receiver:
             heartbeat = open_datagram(datagram, key)
         except HeartbeatRefused as refusal:
             self._refuse(refusal)
+            if refusal.reason == "unknown" and sender:
+                self._on_unknown(amphora_id_of(datagram), sender)
             return
         self.accepted += 1
         try:

@@ -3,7 +3,7 @@
 
 Invariant: hearing never waits for the database. One thread receives and remembers, another writes down, so that a
 slow or absent database costs nothing but freshness. A heartbeat that was taken once is not taken again, by whatever
-process: the place of the last one is read before the first one is checked.
+process: the place of the last one is read before the first one is checked. That it hears it proves itself (`hearing`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import time
 from typing import TYPE_CHECKING
 
 import cotyledon
-from oslo_log import log
 
 from amphora_driver import config, points
 from amphora_driver.errors import StoreError
 from amphora_driver.health.bookkeeper import Bookkeeper
+from amphora_driver.health.hearing import Hearing
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.receiver import Receiver
+from amphora_driver.health.strays import Strays
 from amphora_driver.queue import doorbell, hints
-from amphora_driver.store import amphorae, schema
+from amphora_driver.queue.jobs import process_name
+from amphora_driver.store import amphorae, processes, schema, zombies
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault
+from amphora_driver.telemetry import logs, metrics
+from amphora_driver.telemetry.server import Telemetry
 
 if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
@@ -41,6 +45,8 @@ _BELIEVED_FOR = 5
 _LOOK_EVERY = 1.0
 # Seconds an ending process waits for the database.
 _PATIENCE = 20.0
+# Seconds without writing anything down after which this process is said not to do its duty.
+_IDLE = 15.0
 
 
 class HealthManager:
@@ -57,7 +63,17 @@ class HealthManager:
             conf.health.interval,
             lambda: hints.tell(conf, doorbell.CONTROLLER),
         )
-        self._receiver = Receiver(conf.health.bind_address, conf.health.bind_port, self._key, self._heard)
+        name = process_name()
+        self._strays = Strays()
+        self._receiver = Receiver(
+            conf.health.bind_address, conf.health.bind_port, self._key, self._heard, on_unknown=self._heard_stray
+        )
+        # Often enough that a pause is seen long before anybody is silent.
+        every = min(processes.EVERY, conf.failover.silent_after / 5)
+        patience = _LOOK_EVERY + 2 * conf.health.flush_interval
+        self._hearing = Hearing(self._database, name, self._receiver.hears, every, patience)
+        self._telemetry = Telemetry(conf, processes.Kind.HEALTH_MANAGER, name, self._does_its_duty)
+        self._written_at = time.monotonic()
         self._news = threading.Event()
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -75,13 +91,21 @@ class HealthManager:
             self._receiver.preload(keys)
         except StoreError as error:
             LOG.warning("starting without keys, each is looked up when its amphora speaks: %s", error)
-        writing = threading.Thread(target=self._write, name="bookkeeper")
-        writing.start()
+        others = [
+            threading.Thread(target=self._write, name="bookkeeper"),
+            threading.Thread(target=self._hearing.run, args=(self._stopping,), name="hearing"),
+        ]
+        for thread in others:
+            thread.start()
+        metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
         try:
-            self._receiver.run()
+            with self._telemetry:
+                self._receiver.run()
         finally:
+            metrics.heartbeats_from(None)
             self.stop()
-            writing.join()
+            for thread in others:
+                thread.join()
             self._flush(last=True)
             self._ended.set()
 
@@ -94,6 +118,10 @@ class HealthManager:
     def wait(self, seconds: float) -> bool:
         """Wait until `run` has ended; False if it has not in that time."""
         return self._ended.wait(seconds)
+
+    def _does_its_duty(self) -> bool:
+        """Whether what was heard was written down a moment ago."""
+        return time.monotonic() - self._written_at < _IDLE
 
     def _key(self, amphora_id: str) -> Secret | None:
         key, orders = self._database.read(
@@ -110,6 +138,20 @@ class HealthManager:
         if self._ledger.accept(heartbeat, time.monotonic()):
             self._news.set()
 
+    def _heard_stray(self, amphora_id: str, address: str) -> None:
+        self._strays.hear(amphora_id, address, time.monotonic())
+
+    def _note_strays(self) -> None:
+        now = time.monotonic()
+        due = self._strays.due(now)
+        if not due:
+            return
+        at = self._database.now()
+        left_out = self._database.write(lambda connection: zombies.note(connection, due, at))
+        self._strays.told(due, now)
+        if left_out:
+            LOG.warning("%d more amphorae that nobody knows are heard than there is room for", left_out)
+
     def _write(self) -> None:
         while not self._stopping.is_set():
             self._news.wait(_LOOK_EVERY)
@@ -121,10 +163,14 @@ class HealthManager:
     def _flush(self, *, last: bool = False) -> None:
         try:
             points.reach(points.Point.FLUSHING)
-            news = self._bookkeeper.flush(last=last)
+            with metrics.flush():
+                news = self._bookkeeper.flush(last=last)
             points.reach(points.Point.FLUSHED)
+            self._hearing.written()
+            self._written_at = time.monotonic()
             if news:
                 hints.tell(self._conf, doorbell.REPORTER)
+            self._note_strays()
         except StoreError as error:
             LOG.warning("could not write down what amphorae say, trying again: %s", error)
         except Exception:
@@ -139,7 +185,7 @@ class HealthManagerService(cotyledon.Service):
 
     def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
         super().__init__(worker_id)
-        log.setup(conf, self.name)
+        logs.setup(conf, self.name)
         self._manager = HealthManager(conf)
 
     def run(self) -> None:
@@ -155,7 +201,7 @@ class HealthManagerService(cotyledon.Service):
 def main() -> int:
     """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
     conf = config.load()
-    log.setup(conf, HealthManagerService.name)
+    logs.setup(conf, HealthManagerService.name)
     if not schema.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()

@@ -46,6 +46,14 @@ class PoolReport(msgspec.Struct, frozen=True):
     members: dict[str, str] = {}
 
 
+class Drifted(msgspec.Struct, frozen=True):
+    """What an amphora found of itself last that was not as confirmed: when (seconds since 1970), and in sentences."""
+
+    at: float = 0.0
+    what: tuple[str, ...] = ()
+    mended: bool = False
+
+
 class Report(msgspec.Struct, frozen=True):
     """A heartbeat's document (docs/heartbeat.md); what it does not name it says nothing about.
 
@@ -54,6 +62,9 @@ class Report(msgspec.Struct, frozen=True):
         listeners: by listener id.
         pools: by `<pool id>:<listener id>`.
         holds_vip: whether it has the VIPs; None where that is no question.
+        drift: words for what is not as confirmed and could not be mended.
+        drifted: what was found last; None if nothing ever was, or the agent is too old to say.
+        agent_version: of the agent that says so; None of one that does not say.
         amphora_id: who says so. Not part of the document: the receiver sets it, from the header it has
             verified.
     """
@@ -63,6 +74,9 @@ class Report(msgspec.Struct, frozen=True):
     pools: dict[str, PoolReport] = {}
     amphora_id: str = ""
     holds_vip: bool | None = None
+    drift: tuple[str, ...] = ()
+    drifted: Drifted | None = None
+    agent_version: str | None = None
 
 
 class StatusOfObject(msgspec.Struct, frozen=True):

@@ -196,6 +196,7 @@ class Profile(Shape, frozen=True):
     connection_logging: bool | None = None
     log_format: str | None = None
     vrrp_advert_interval: float | None = None
+    warm_spares: int | None = None
 
 
 class LoadBalancer(Shape, frozen=True):

@@ -232,6 +232,13 @@ def differences(recorded: LoadBalancer, kept: LoadBalancer) -> list[str]:
     return found
 
 
+def changed(recorded: LoadBalancer, kept: LoadBalancer) -> dict[str, Kind]:
+    """The objects that are in both, and not the same, with their kinds."""
+    ours, theirs = nodes(remaining(recorded, ())), nodes(remaining(kept, ()))
+    both = ours.keys() & theirs.keys()
+    return {one: wanted.kind_of(theirs[one]) for one in sorted(both) if _differing(ours[one], theirs[one])}
+
+
 def nodes(tree: LoadBalancer) -> Mapping[str, Node]:
     """Every object of a tree without its children, by id."""
     return {

@@ -19,6 +19,7 @@ from amphora_driver import points
 from amphora_driver.capabilities import certificates
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
+from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.model.secrets import used_by
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.provider_agent import taking
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
+    from amphora_driver.model.loadbalancer import LoadBalancer, Pool
     from amphora_driver.model.secrets import Material, SecretName
     from amphora_driver.store.engine import Database
 
@@ -227,19 +228,24 @@ class Reader:
         tree = self._database.read(lambda connection: wanted.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, Sealed] = {}
 
+        unread: set[str] = set()
+
         def piece(kind: Kind, recorded: Any) -> Any:
             try:
                 node, given = self._one(kind, recorded.id)
             except octavia_errors.DriverAgentTimeout:
-                # What uses secrets is left out for want of them. About any other one too little is known: it may
-                # have policies that keep somebody out.
-                return recorded if next(iter(used_by(recorded)), None) is not None else None
+                unread.add(recorded.id)
+                # What uses secrets is left out for want of them, and a listener is not handed over without its pools:
+                # one that leads nowhere else lets nobody in. About any other one too little is known: it may have
+                # policies that keep somebody out.
+                shut = isinstance(recorded, Listener) and set() < _leads_to(recorded) <= unread
+                return recorded if shut or next(iter(used_by(recorded)), None) is not None else None
             contents.update(given)
             return node
 
         try:
-            listeners = [piece(Kind.LISTENER, one) for one in tree.listeners]
             pools = [piece(Kind.POOL, one) for one in tree.pools]
+            listeners = [piece(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
             LOG.warning("load balancer %s could not be read in pieces: %s", row.load_balancer_id, error)
             return False
@@ -268,3 +274,9 @@ class Reader:
 
     def _wake(self, load_balancer_id: str | None = None) -> None:
         hints.tell(self._conf, doorbell.CONTROLLER, load_balancer_id)
+
+
+def _leads_to(listener: Listener) -> set[str]:
+    """The pools that a listener, as it is recorded, sends requests to."""
+    named = {listener.default_pool_id, *(policy.redirect_pool_id for policy in listener.l7policies)}
+    return {one for one in named if one is not None}

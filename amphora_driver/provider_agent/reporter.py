@@ -26,8 +26,9 @@ from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.audit import Auditor
 from amphora_driver.provider_agent.reading import Reader
+from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import doorbell, hints, jobs
-from amphora_driver.store import counters, statuses
+from amphora_driver.store import counters, processes, statuses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +89,8 @@ class Reporter:
         self._reader = Reader(conf, database, lambda: self.library, hands)
         self._auditor = Auditor(conf, database, lambda: self.library, self._reader, auditing)
         self._held_until = 0.0
+        self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._speaks, hands)
+        self._turns = 0
         self._ended = threading.Event()
         # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
         self._refused: dict[str, tuple[float, float]] = {}
@@ -98,7 +101,9 @@ class Reporter:
         """Work whenever somebody rings, and now and then anyway."""
         # Statistics have a socket of their own, and a call takes a tenth of a second: nobody's ACTIVE waits for them.
         counting = threading.Thread(target=self._count, name="statistics", daemon=True)
+        signing = threading.Thread(target=self._sign, name="registry", daemon=True)
         counting.start()
+        signing.start()
         with (
             doorbell.Doorbell(self._conf.queue.doorbell_dir, doorbell.REPORTER) as bell,
             hints.heard(self._conf, bell.press),
@@ -114,6 +119,7 @@ class Reporter:
                     pause = self._conf.queue.poll_interval
         self._ended.set()
         counting.join()
+        signing.join()
         jobs.drop_duty(self._database, _DUTY, self._name)
 
     def _count(self) -> None:
@@ -124,8 +130,27 @@ class Reporter:
             except _AWAY as error:
                 LOG.warning("Octavia could not be told of statistics, trying again: %s", error)
 
+    def _sign(self) -> None:
+        """Say that this process lives; it does its duty while turns go on, which a call that hangs delays."""
+        registry = processes.Registry(self._database, self._name, processes.Kind.PROVIDER_AGENT)
+        before = -1
+        ended = False
+        while not ended:
+            turns = self._turns
+            try:
+                registry.sign(does_its_duty=turns != before)
+            except AmphoraDriverError as error:
+                LOG.warning("this process could not say that it lives: %s", error)
+            before = turns
+            ended = self._ended.wait(processes.EVERY)
+        try:
+            registry.leave()
+        except AmphoraDriverError as error:
+            LOG.warning("this process could not say that it ends: %s", error)
+
     def turn(self) -> float:
         """Do all that is due; returns after how many seconds to look again if nobody rings."""
+        self._turns += 1
         if not self._on_duty():
             return float(self._conf.queue.poll_interval)
         waiting = self._pass_barriers()
@@ -134,6 +159,7 @@ class Reporter:
             pass
         if self._on_duty():
             self._auditor.turn()
+            self._resyncer.turn()
         return 0.05 if waiting else float(self._conf.queue.poll_interval)
 
     @property
@@ -159,6 +185,10 @@ class Reporter:
             self._auditor.begin()
         self._held_until = now + _DUTY_SECONDS / 2
         return True
+
+    def _speaks(self) -> bool:
+        """Whether this process has the duty, asked by one of its other threads."""
+        return time.monotonic() < self._held_until
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,11 @@ def uncommitted(connection: sa.Connection) -> Sequence[Any]:
 def recently_changed(connection: sa.Connection, since: float) -> list[str]:
     """Load balancers for which something was accepted after that time (seconds since 1970), or is being done."""
     recent = sa.select(request.c.load_balancer_id).where(request.c.accepted_at > since)
-    return list(connection.execute(recent.union(sa.select(work.c.load_balancer_id).where(work.c.dirty))).scalars())
+    return list(
+        connection.execute(
+            recent.union(sa.select(work.c.load_balancer_id).where(work.c.dirty, work.c.op != Op.SPARES))
+        ).scalars()
+    )
 
 
 def mark_committed(connection: sa.Connection, passed: Sequence[tuple[str, int]]) -> None:
@@ -83,7 +87,7 @@ def take_tree(
     Returns:
         Whether it counts.
     """
-    if not _as_seen(connection, row):
+    if not is_as_seen(connection, row):
         return False
     added = wanted.replace_tree(connection, row.generation, tree)
     statuses.expect(connection, tree.id, row.generation, [(wanted.kind_of(node), node.id) for node in added])
@@ -103,7 +107,7 @@ def take_objects(
     reason: str = NOT_GIVEN,
 ) -> bool:
     """What Octavia has of these objects is wanted; secrets of which nothing is known are missing for this reason."""
-    if not _as_seen(connection, row):
+    if not is_as_seen(connection, row):
         return False
     for node in nodes:
         if wanted.refresh(connection, row.generation, node):
@@ -161,7 +165,7 @@ def correct(
     Returns:
         Whether it counts.
     """
-    if not _as_seen(connection, row):
+    if not is_as_seen(connection, row):
         return False
     generation = row.generation + 1
     generations.renew(connection, tree.id, row.generation)
@@ -234,7 +238,7 @@ def _batch(connection: sa.Connection, pool_id: str, generation: int) -> Batch | 
 
 def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
     """What batches have removed stays, since Octavia has kept nothing of them; False if it does not count."""
-    if not _as_seen(connection, row):
+    if not is_as_seen(connection, row):
         return False
     generation = row.generation + 1
     connection.execute(
@@ -299,7 +303,7 @@ _UNTOLD = (
 )
 
 
-def _as_seen(connection: sa.Connection, row: Any) -> bool:
+def is_as_seen(connection: sa.Connection, row: Any) -> bool:
     """Whether nothing was accepted, read or decided since a row was seen; it stays so until the transaction ends."""
     now = connection.execute(_SEEN.with_for_update(), {"of": row.load_balancer_id}).first()
     return (

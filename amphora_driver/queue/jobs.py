@@ -4,7 +4,8 @@
 Invariant: at most one process holds the lease of a load balancer, and every lease has an *epoch* greater than all
 before it. A write made under a lease checks owner and epoch in the same transaction (`guard`), so that a process
 which was stopped, lost its lease and woke up again changes nothing. A job is "make load balancer X as recorded": it
-carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted. Leases and
+carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted, or if it
+became urgent (`tables.URGENT`) while it ran: what a job has not seen is never forgotten by its end. Leases and
 pauses are measured by the database's clock, the same for all controllers (store/clock.py).
 """
 
@@ -30,12 +31,18 @@ if TYPE_CHECKING:
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on one load balancer, and what is to be done."""
+    """The right to work on one load balancer, and what is to be done.
+
+    Attributes:
+        attempts: how many have failed.
+        deaths: how many processes have ended, or lost their lease, since one of them has got somewhere.
+    """
 
     load_balancer_id: str
     owner: str
     epoch: int
     attempts: int
+    deaths: int = 0
 
 
 def process_name() -> str:
@@ -68,7 +75,7 @@ class Jobs:
         def write(connection: sa.Connection) -> Lease | None:
             now = clock.now(connection)
             row = connection.execute(
-                sa.select(work.c.load_balancer_id, work.c.epoch, work.c.attempts)
+                sa.select(work.c.load_balancer_id, work.c.epoch, work.c.attempts, work.c.deaths, work.c.owner)
                 .where(*_due(now, load_balancer_id, fresh=fresh))
                 .order_by(work.c.free_at)
                 .limit(1)
@@ -77,12 +84,24 @@ class Jobs:
             if row is None:
                 return None
             lease = Lease(
-                load_balancer_id=row.load_balancer_id, owner=self._owner, epoch=row.epoch + 1, attempts=row.attempts
+                load_balancer_id=row.load_balancer_id,
+                owner=self._owner,
+                epoch=row.epoch + 1,
+                attempts=row.attempts,
+                # Whoever had it has not given it back.
+                deaths=row.deaths + (row.owner is not None),
             )
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == row.load_balancer_id)
-                .values(owner=self._owner, epoch=lease.epoch, leased_until=now + self._seconds)
+                # What becomes urgent from now on is news to this job.
+                .values(
+                    owner=self._owner,
+                    epoch=lease.epoch,
+                    leased_until=now + self._seconds,
+                    free_at=0.0,
+                    deaths=lease.deaths,
+                )
             )
             return lease
 
@@ -163,7 +182,7 @@ class Jobs:
         def write(connection: sa.Connection) -> None:
             guard(connection, lease)
             # Whoever asked for more meanwhile does not wait for it.
-            came = work.c.generation > generation
+            came = sa.or_(work.c.generation > generation, _URGENT)
             if not readable:
                 came = sa.or_(came, sa.not_(work.c.read_back))
             again = sa.case((came, 0.0), else_=clock.now(connection) + pause)
@@ -193,12 +212,14 @@ class Jobs:
         self._database.write(
             lambda connection: connection.execute(
                 work.update()
-                .where(work.c.load_balancer_id.in_(list(load_balancer_ids)), work.c.dirty)
+                .where(work.c.load_balancer_id.in_(list(load_balancer_ids)), work.c.dirty, work.c.free_at > 0.0)
                 .values(free_at=0.0)
             )
         )
 
-    def postpone(self, lease: Lease, pause: float, reason: str, generation: int | None = None) -> None:
+    def postpone(
+        self, lease: Lease, pause: float, reason: str, generation: int | None = None, *, deaths: int = 0
+    ) -> None:
         """Give a lease back after a failure, to be tried again after `pause` seconds.
 
         Args:
@@ -206,21 +227,24 @@ class Jobs:
             pause: seconds.
             reason: what went wrong.
             generation: the newest one that was looked at. What was asked for after that is due at once.
+            deaths: of how many others the next one is to know.
         """
-        newer = sa.false() if generation is None else work.c.generation > generation
+        newer = _URGENT if generation is None else sa.or_(work.c.generation > generation, _URGENT)
 
         def write(connection: sa.Connection) -> None:
             guard(connection, lease)
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == lease.load_balancer_id)
-                .values(
-                    owner=None,
-                    leased_until=None,
-                    attempts=sa.case((newer, work.c.attempts), else_=lease.attempts + 1),
-                    error=reason,
-                    dirty=True,
-                    free_at=sa.case((newer, 0.0), else_=clock.now(connection) + pause),
+                # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+                .ordered_values(
+                    (work.c.attempts, sa.case((newer, work.c.attempts), else_=lease.attempts + 1)),
+                    (work.c.free_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
+                    (work.c.owner, None),
+                    (work.c.leased_until, None),
+                    (work.c.error, reason),
+                    (work.c.dirty, True),
+                    (work.c.deaths, deaths),
                 )
             )
 
@@ -238,7 +262,7 @@ class Jobs:
         def write(connection: sa.Connection) -> int:
             given: dict[str, Any] = {"owner": None, "leased_until": None}
             if owner is not None:
-                given["free_at"] = clock.now(connection)
+                given |= {"free_at": clock.now(connection), "deaths": work.c.deaths + 1}
             return connection.execute(
                 work.update().where(work.c.owner == (owner or self._owner)).values(**given)
             ).rowcount
@@ -278,22 +302,33 @@ _MINE = (
     work.c.epoch == sa.bindparam("under"),
 )
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
+_URGENT = work.c.free_at < 0.0
 # Due again if more is wanted by now, or if what this job waited for has come meanwhile.
 _DUE_AGAIN = sa.or_(
     work.c.generation > _SEEN,
+    _URGENT,
     sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
 )
-_RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "error": None}
-_FINISH = work.update().where(*_MINE).values(**_RETURNED, free_at=0.0, dirty=_DUE_AGAIN)
+_RETURNED: list[tuple[Any, Any]] = [
+    ("owner", None),
+    ("leased_until", None),
+    ("attempts", 0),
+    ("deaths", 0),
+    ("error", None),
+]
+_AGAIN = sa.bindparam("again", type_=sa.Double)
+# In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+_FINISH = work.update().where(*_MINE).ordered_values(("dirty", _DUE_AGAIN), ("free_at", 0.0), *_RETURNED)
 _FINISH_FOR_NOW = (
     work.update()
     .where(*_MINE)
-    .values(**_RETURNED, free_at=sa.case((_DUE_AGAIN, 0.0), else_=sa.bindparam("again", type_=sa.Double)), dirty=True)
+    .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-_GUARD = work.update().where(*_MINE).values(epoch=sa.bindparam("under"))
-_GUARD_APPLIED = work.update().where(*_MINE).values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
+# Whoever has something to write down lives, and has got somewhere.
+_GUARD = work.update().where(*_MINE).values(epoch=sa.bindparam("under"), deaths=0)
+_GUARD_APPLIED = work.update().where(*_MINE).values(applied=sa.bindparam("new_applied", type_=sa.BigInteger), deaths=0)
 _HOLD = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-_CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op).where(
+_CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at).where(
     work.c.load_balancer_id == sa.bindparam("of")
 )
 _NOTE_OUTCOME = (
@@ -307,6 +342,11 @@ _NOTE_OUTCOME = (
 )
 
 
+_OLDEST_UNANSWERED = sa.select(sa.func.min(request.c.accepted_at)).where(
+    request.c.load_balancer_id == sa.bindparam("of"),
+    request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
+    request.c.applied_at.is_(None),
+)
 _UNANSWERED = (
     sa.select(request.c.id)
     .where(
@@ -345,11 +385,11 @@ def _lost(lease: Lease) -> LeaseLost:
     )
 
 
-def check(connection: sa.Connection, lease: Lease) -> tuple[int, str]:
+def check(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
     """Make sure that the lease still holds, before an effect outside the database that no transaction can take back.
 
     Returns:
-        The newest generation, and what is wanted (`Op`).
+        The newest generation, what is wanted (`Op`), and whether it has become urgent since it was claimed.
 
     Raises:
         LeaseLost: somebody else owns the load balancer, or it is gone.
@@ -360,12 +400,18 @@ def check(connection: sa.Connection, lease: Lease) -> tuple[int, str]:
             f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}",
             "another controller has taken it over",
         )
-    return int(row.generation), str(row.op)
+    return int(row.generation), str(row.op), row.free_at < 0.0
 
 
 def unanswered(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:
     """Whether a request up to a generation waits to hear what became of it."""
     return connection.execute(_UNANSWERED, {"of": load_balancer_id, "upto": generation}).first() is not None
+
+
+def oldest_unanswered(connection: sa.Connection, load_balancer_id: str, generation: int) -> float | None:
+    """When the oldest call up to a generation was accepted of which nobody has said yet what became of it."""
+    found = connection.execute(_OLDEST_UNANSWERED, {"of": load_balancer_id, "upto": generation}).scalar()
+    return None if found is None else float(found)
 
 
 def note_outcome(connection: sa.Connection, load_balancer_id: str, generation: int, outcome: str) -> None:

@@ -70,6 +70,8 @@ def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
     )
     Stack(settings, screen.step).up()
     screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")
+    if settings.status_port:
+        screen.console.print(f"The status page: {settings.status_page}", soft_wrap=True)
 
 
 def _down(chosen: argparse.Namespace, screen: _Screen) -> None:
@@ -90,6 +92,8 @@ def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
         )
     screen.console.print(table)
     screen.console.print("namespaces:", ", ".join(namespaces.names(f"{settings.prefix}-")) or "none")
+    if stack.supervision.running("status-page") is not None:
+        screen.console.print(f"status page: {settings.status_page}", soft_wrap=True)
     if stack.supervision.running("octavia-api") is not None:
         _print_load_balancers(settings, screen)
 

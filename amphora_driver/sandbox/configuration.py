@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amphora_driver.sandbox.settings import Settings
 
 HEALTH_PORT = 5555
+STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
 _Sections = dict[str, dict[str, str]]
 
@@ -63,6 +64,7 @@ def _our_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
+        "status": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "compute_netns": {
             "directory": str(settings.amphorae),
             "prefix": settings.prefix,

@@ -83,10 +83,11 @@ async def _forward(port: int, reader: asyncio.StreamReader, writer: asyncio.Stre
     except OSError:
         writer.close()
         return
-    await asyncio.gather(_copy(reader, back), _copy(there, writer))
+    await asyncio.gather(copy(reader, back), copy(there, writer))
 
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    """Hand on what comes, until no more does."""
     try:
         while data := await source.read(_CHUNK):
             target.write(data)

@@ -18,6 +18,7 @@ from amphora_driver.network import namespaces
 
 OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
+STATUS_PORT = 9878
 # sun_path is 108 bytes; the longest name below the state directory is a doorbell's.
 _LONGEST_STATE = 107 - len("/run/bells/controller-4194304-7fffffffffff")
 
@@ -39,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     octavia_url: str | None = None
     # Celery's broker; without it hints stay on this machine.
     broker_url: str | None = None
+    # Where the status page is found from outside; 0 for nowhere.
+    status_port: int = 0
     # Options of the provider, by group, beside or instead of the sandbox's own.
     options: dict[str, dict[str, str]] = {}
 
@@ -108,6 +111,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"http://127.0.0.1:{self.octavia_port}"
 
     @property
+    def status_page(self) -> str:
+        """The controller's status page."""
+        return f"http://127.0.0.1:{self.status_port}/"
+
+    @property
     def network_endpoint(self) -> str:
         """The network API."""
         return f"http://127.0.0.1:{self.network_port}"
@@ -170,6 +178,7 @@ def choose(
         prefix=prefix or _free_prefix(),
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
+        status_port=_free_port(STATUS_PORT),
         agent_python=agent_python or sys.executable,
         store_url=store_url,
         octavia_url=octavia_url,

@@ -23,7 +23,7 @@ from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import Process, end
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import configuration, demo_hosts, outward, topology
+from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology
 from amphora_driver.sandbox.processes import Program, Supervision
 from amphora_driver.sandbox.settings import SandboxError
 from amphora_driver.store import migrate
@@ -125,6 +125,7 @@ class Stack:
         return [
             *members,
             *self._outward(module),
+            *self._inward(module),
             Program(
                 name="network-api",
                 argv=(*module, "amphora_driver.sandbox.network_api"),
@@ -164,6 +165,14 @@ class Stack:
         control = self._settings.control
         argv = (*module, outward.__name__, control, *(str(port) for port in ports))
         return [Program(name="outward", argv=argv, ready=lambda _: outward.listening(control, ports))]
+
+    def _inward(self, module: tuple[str, ...]) -> list[Program]:
+        """The way to the controller's status page, where one is wanted. It is not waited for: nobody needs it yet."""
+        settings = self._settings
+        if not settings.status_port:
+            return []
+        argv = (*module, inward.__name__, settings.control, str(configuration.STATUS_PORT))
+        return [Program(name="status-page", argv=argv, listen=settings.status_port)]
 
     def _compute(self, network: LocalNetwork) -> NetnsCompute:
         return NetnsCompute(config.load([str(self._settings.our_configuration)]), network)

@@ -19,7 +19,8 @@ from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
-from amphora_driver.store.tables import amphora, amphora_seen, work
+from amphora_driver.store.fleet_tables import failover
+from amphora_driver.store.tables import URGENT, amphora, amphora_seen, status, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
+_LONGEST_VERSION = 64
 
 
 class State(str, Enum):
@@ -65,6 +67,11 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
         handed_over: it was asked to give the VIPs to its partner, because it is about to go.
         drains_until: it did, and until then connections it still has may go on (seconds since 1970); None while the
             VIPs may still be there.
+        dead: it is being replaced because it was neither heard nor answered: nothing is asked of it, and nobody counts
+            on it.
+        certificate_issued_at: when its certificate was issued (seconds since 1970; the end of it likewise).
+        certificate_authority: who issued it: the id of an authority, None for the one of the files.
+        trusts: whose client certificates it accepts (see `certificates.rotation`).
     """
 
     id: str
@@ -82,12 +89,18 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     holds_vip: bool | None = None
     handed_over: bool = False
     drains_until: float | None = None
+    dead: bool = False
+    certificate_issued_at: float | None = None
+    certificate_expires_at: float | None = None
+    certificate_authority: int | None = None
+    trusts: str | None = None
 
 
 class Serving(msgspec.Struct, kw_only=True):
-    """A load balancer's newest wanted generation, and its amphorae, the oldest first, with what they confirmed."""
+    """A load balancer's newest wanted generation and status; its amphorae, the oldest first, what they confirmed."""
 
     generation: int
+    operating: str | None = None
     amphorae: dict[str, State] = {}
     confirmed: dict[str, int] = {}
 
@@ -95,7 +108,7 @@ class Serving(msgspec.Struct, kw_only=True):
 class Heard(msgspec.Struct, frozen=True, kw_only=True):
     """The last heartbeat of an amphora: when (seconds since 1970), what it served, and its place among all of them.
 
-    `holds_vip` is None where it did not say.
+    `holds_vip` and `agent_version` are None where it did not say.
     """
 
     amphora_id: str
@@ -104,6 +117,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     sequence: int
     holds_vip: bool | None = None
+    agent_version: str | None = None
 
 
 # Statements of every second are built once.
@@ -112,26 +126,45 @@ _ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 # Of one moment, and at once; every column costs. Where both have one of the same name, the amphora's is not asked for.
 _UNASKED = {
     *("project_id", "reread", "tickets_due", "owner", "leased_until", "free_at", "error"),
-    *("heartbeat_key", "certificate_expires_at", "created_at", "ready_at", "reason"),
+    *("heartbeat_key", "created_at", "ready_at", "reason"),
+    *("image", "audited_at", "drift"),
 }
 _OF_WORK = [column for column in work.c if column.name not in _UNASKED]
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNASKED, *(one.name for one in work.c)}]
+# Causes of a fail-over that say that an amphora is dead: nobody hears it, and it does not answer either.
+_DEATHS = ("silent", "never_spoke", "machine")
+_OPEN = failover.c.ended_at.is_(None)
+_DEAD = sa.exists().where(
+    failover.c.load_balancer_id == amphora.c.load_balancer_id,
+    failover.c.amphora_id == amphora.c.id,
+    failover.c.cause.in_(_DEATHS),
+    _OPEN,
+)
+# Only of those that are being replaced: of all others nobody needs to look.
+_DEAD_NOW = sa.and_(amphora.c.state == State.RETIRING.value, _DEAD.correlate(amphora)).label("dead")
+_REPLACING = (
+    sa.exists().where(failover.c.load_balancer_id == work.c.load_balancer_id, _OPEN).correlate(work).label("replacing")
+)
 _OF_LOAD_BALANCER = (
-    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
+    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _DEAD_NOW)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
     .where(amphora.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip)
+    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _DEAD_NOW, _REPLACING)
     .outerjoin(amphora, amphora.c.load_balancer_id == work.c.load_balancer_id)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
     .where(work.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _OF_SAME = (
-    sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation)
+    sa.select(
+        *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation),
+        status.c.operating,
+    )
     .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    .outerjoin(status, status.c.object_id == amphora.c.load_balancer_id)
     .where(amphora.c.load_balancer_id.in_(sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(_IDS))))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
@@ -148,6 +181,7 @@ _VALUES = {
     "epoch": _NEW_EPOCH,
     "sequence": _NEW_SEQUENCE,
     "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
+    "agent_version": sa.bindparam("new_agent_version"),
 }
 _FIRST_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
 _SEEN = (
@@ -181,6 +215,8 @@ def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, ro
 def with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
     """The load balancer's row of `work` (None if there is none), but for who has the lease, and all its amphorae.
 
+    `replacing` in it says whether a fail-over of it goes on.
+
     The oldest comes first.
     """
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
@@ -210,6 +246,11 @@ def _amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
             holds_vip=row.holds_vip,
             handed_over=row.handed_over,
             drains_until=row.drains_until,
+            dead=bool(row.dead),
+            certificate_issued_at=row.certificate_issued_at,
+            certificate_expires_at=row.certificate_expires_at,
+            certificate_authority=row.certificate_authority,
+            trusts=row.trusts,
         )
         for row in rows
         if row.id is not None
@@ -255,7 +296,9 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves
     ).rowcount
     if changed:
         owner = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id).scalar_subquery()
-        connection.execute(work.update().where(work.c.load_balancer_id == owner).values(dirty=True, free_at=0.0))
+        # What is urgent already stays so.
+        at = sa.case((work.c.free_at < 0.0, URGENT), else_=0.0)
+        connection.execute(work.update().where(work.c.load_balancer_id == owner).values(dirty=True, free_at=at))
     return bool(changed)
 
 
@@ -288,7 +331,8 @@ def of_same_load_balancers(connection: sa.Connection, amphora_ids: Sequence[str]
     found: dict[str, Serving] = {}
     for start in range(0, len(amphora_ids), _CHUNK):
         for row in connection.execute(_OF_SAME, {"ids": amphora_ids[start : start + _CHUNK]}):
-            one = found.setdefault(row.load_balancer_id, Serving(generation=row.generation))
+            known = Serving(generation=row.generation, operating=row.operating)
+            one = found.setdefault(row.load_balancer_id, known)
             one.amphorae[row.id] = State(row.state)
             one.confirmed[row.id] = row.confirmed
     return found
@@ -340,4 +384,5 @@ def _bound(one: Heard) -> dict[str, Any]:
         "new_epoch": one.epoch,
         "new_sequence": one.sequence,
         "new_holds_vip": one.holds_vip,
+        "new_agent_version": None if one.agent_version is None else one.agent_version[:_LONGEST_VERSION],
     }

@@ -36,6 +36,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.store import clock, schema
+from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,6 +147,10 @@ class Database:
         Raises:
             StoreError: it did not happen; or the connection was lost during the commit and nobody knows.
         """
+        with metrics.transaction("write"):
+            return self._write(work)
+
+    def _write(self, work: Callable[[sa.Connection], T]) -> T:
         doubts: list[_Doubt[T]] = []
         away = 0
         begun = time.monotonic()
@@ -169,7 +174,15 @@ class Database:
         raise AssertionError("unreachable")
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one reading transaction: a consistent view that waits for no writer."""
+        """Run `work` in one reading transaction: a consistent view that waits for no writer.
+
+        Raises:
+            StoreError: the database is away.
+        """
+        with metrics.transaction("read"):
+            return self._read(work)
+
+    def _read(self, work: Callable[[sa.Connection], T]) -> T:
         begun = time.monotonic()
         for attempt in range(1, _AWAY_ATTEMPTS + 1):
             try:

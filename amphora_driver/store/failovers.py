@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver import points
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.fleet_tables import failover, failover_event
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.tables import URGENT, amphora, work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _LONGEST_TEXT = 1000
 
@@ -80,27 +81,32 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     silent_since: float | None = None
 
 
-def begin(connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str], why: Why, now: float) -> int:
+def begin(
+    connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str] | None, why: Why, now: float
+) -> int:
     """Retire amphorae of one load balancer, make it due, and write down why.
 
-    Who is being replaced already, or is not of that load balancer, is left alone.
+    Who is being replaced already, or is not of that load balancer, is left alone; so is a load balancer that is being
+    deleted, and a pool of spares, which looks after its own.
 
     Args:
         connection: of a writing transaction.
         load_balancer_id: whose.
-        amphora_ids: which of its amphorae.
+        amphora_ids: which of its amphorae; None for all.
         why: the cause.
         now: seconds since 1970, by the database's clock.
 
     Returns:
         How many are replaced because of this call.
     """
-    chosen = sa.select(amphora.c.id).where(
-        amphora.c.load_balancer_id == load_balancer_id,
-        amphora.c.id.in_(list(amphora_ids)),
-        amphora.c.state != State.RETIRING.value,
-    )
-    found = [row.id for row in connection.execute(chosen.with_for_update())]
+    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update())
+    if op.scalar() != "apply":
+        return 0
+    chosen = [amphora.c.load_balancer_id == load_balancer_id, amphora.c.state != State.RETIRING.value]
+    if amphora_ids is not None:
+        chosen.append(amphora.c.id.in_(list(amphora_ids)))
+    found = [row.id for row in connection.execute(sa.select(amphora.c.id).where(*chosen).with_for_update())]
     for amphora_id in found:
         connection.execute(
             amphora.update()
@@ -109,8 +115,10 @@ def begin(connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequenc
         )
         _open(connection, load_balancer_id, amphora_id, why, now)
     if found:
-        due = {"dirty": True, "free_at": 0.0}
+        # What failed before may well have failed because of these.
+        due = {"dirty": True, "free_at": URGENT, "attempts": 0}
         connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
+        points.reach(points.Point.FAILOVER_WRITTEN)
     return len(found)
 
 
@@ -142,13 +150,57 @@ def note(
         _event(connection, failover_id, now, event, amphora_id, detail)
 
 
-def served(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
-    """Users are served again by all that is wanted; the first time counts."""
-    waiting = failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)
-    found = connection.execute(sa.select(failover.c.id).where(*waiting, failover.c.served_at.is_(None))).all()
-    for row in found:
-        connection.execute(failover.update().where(failover.c.id == row.id).values(served_at=now))
-        _event(connection, row.id, now, Event.SERVED, None, None)
+def failed(connection: sa.Connection, load_balancer_id: str, now: float, reason: str) -> None:
+    """Something went wrong on the way and is tried again; said once where it goes wrong in the same way each time."""
+    newest = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id.desc()).limit(1)
+    for failover_id in _open_ids(connection, load_balancer_id):
+        last = connection.execute(newest.where(failover_event.c.failover_id == failover_id)).first()
+        if last is None or (last.word, last.detail) != (Event.FAILED.value, reason[:_LONGEST_TEXT]):
+            _event(connection, failover_id, now, Event.FAILED, None, reason)
+
+
+def served(connection: sa.Connection, load_balancer_id: str, now: float, but: Collection[str] = ()) -> None:
+    """Users are served again by all that is wanted; the first time counts. Who is gone by now is done with.
+
+    Args:
+        connection: of a writing transaction.
+        load_balancer_id: whose.
+        now: seconds since 1970, by the database's clock.
+        but: amphorae that were well when it was looked what is wanted: their fail-overs begun since then are not meant.
+    """
+    for row in connection.execute(_left_of(load_balancer_id).where(failover.c.served_at.is_(None))).all():
+        if row.amphora_id not in but:
+            _serve(connection, row.id, now)
+            if row.there is None:
+                _end(connection, row.id, Outcome.DONE, now, row.amphora_id)
+
+
+def settle(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
+    """Nothing is left to do for a load balancer: the fail-overs of amphorae that are gone have ended."""
+    for row in connection.execute(_left_of(load_balancer_id).where(amphora.c.id.is_(None))).all():
+        if row.served_at is None:
+            _serve(connection, row.id, now)
+        _end(connection, row.id, Outcome.DONE, now, row.amphora_id)
+
+
+def _left_of(load_balancer_id: str) -> sa.Select[Any]:
+    """Its fail-overs that go on; `there` is empty where the amphora is gone."""
+    columns = (failover.c.id, failover.c.amphora_id, failover.c.served_at, amphora.c.id.label("there"))
+    left = sa.select(*columns).outerjoin(amphora, amphora.c.id == failover.c.amphora_id)
+    return left.where(failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
+
+
+def _serve(connection: sa.Connection, failover_id: int, now: float) -> None:
+    connection.execute(failover.update().where(failover.c.id == failover_id).values(served_at=now))
+    _event(connection, failover_id, now, Event.SERVED, None, None)
+
+
+def released(connection: sa.Connection, load_balancer_id: str, amphora_id: str, now: float) -> None:
+    """An amphora is gone with all that was made for it. Its fail-over ends with that, once users are served by all."""
+    note(connection, load_balancer_id, Event.RELEASED, now, amphora_id)
+    over = (failover.c.amphora_id == amphora_id, failover.c.ended_at.is_(None), failover.c.served_at.is_not(None))
+    for row in connection.execute(sa.select(failover.c.id).where(*over)).all():
+        _end(connection, row.id, Outcome.DONE, now, amphora_id)
 
 
 def end(
@@ -159,9 +211,19 @@ def end(
     if amphora_id is not None:
         mine.append(failover.c.amphora_id == amphora_id)
     for row in connection.execute(sa.select(failover.c.id).where(*mine)).all():
-        ended = {"ended_at": now, "outcome": outcome.value}
-        connection.execute(failover.update().where(failover.c.id == row.id).values(**ended))
-        _event(connection, row.id, now, Event.ENDED, amphora_id, outcome.value)
+        _end(connection, row.id, outcome, now, amphora_id)
+
+
+def _end(connection: sa.Connection, failover_id: int, outcome: Outcome, now: float, amphora_id: str | None) -> None:
+    ended = {"ended_at": now, "outcome": outcome.value}
+    connection.execute(failover.update().where(failover.c.id == failover_id).values(**ended))
+    _event(connection, failover_id, now, Event.ENDED, amphora_id, outcome.value)
+
+
+def open_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:
+    """The fail-overs of one load balancer that go on, the oldest first."""
+    mine = (failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
+    return connection.execute(sa.select(failover).where(*mine).order_by(failover.c.id)).all()
 
 
 def open_ones(connection: sa.Connection) -> Sequence[sa.Row[Any]]:

@@ -14,10 +14,12 @@ from amphora_driver.store.tables import Body, Id, Sealed, Serial, metadata
 __all__ = [
     "authority",
     "breaker",
+    "drained_host",
     "failover",
     "failover_event",
     "metadata",
     "process",
+    "resync",
     "rotation",
     "rotation_item",
     "silence",
@@ -111,7 +113,8 @@ rotation = Table(
     Column("reason", Text, nullable=True),
 )
 
-# Its load balancers, in their order. `state`: waiting, running, done, failed, skipped.
+# Its load balancers, in their order. `state`: waiting, running, done, failed, skipped. `amphorae` (JSON) are those that
+# were not as wanted when it was asked for; `operating` is the load balancer's status when its turn came.
 rotation_item = Table(
     "rotation_item",
     metadata,
@@ -119,6 +122,8 @@ rotation_item = Table(
     Column("load_balancer_id", Id, primary_key=True),
     Column("place", Integer, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("amphorae", Body, nullable=False),
+    Column("operating", String(16), nullable=True),
     Column("begun_at", Double, nullable=True),
     Column("ended_at", Double, nullable=True),
     Column("reason", Text, nullable=True),
@@ -140,6 +145,15 @@ process = Table(
     Column("jobs", Integer, nullable=False, default=0),
 )
 
+# Hosts whose controllers take up nothing new, those that start there later too.
+drained_host = Table(
+    "drained_host",
+    metadata,
+    Column("host", String(255), primary_key=True),
+    Column("since", Double, nullable=False),
+    Column("asked_by", String(128), nullable=True),
+)
+
 # Authorities that vouch for amphorae (`kind` amphora) or for controllers (controller), once one was rotated; before
 # that the files of the configuration are the only ones. `state`: next (trusted, signs nothing yet), current (signs),
 # former (still trusted), gone.
@@ -154,4 +168,20 @@ authority = Table(
     Column("created_at", Double, nullable=False),
     Column("changed_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
+)
+
+# Load balancers that are to be read from Octavia as a whole and told to it as a whole, one row for each, of the last
+# time it was asked for. `outcome` (done, unread, unknown, adopted, removed, nowhere) is empty until it was done;
+# `detail` says what differed, or what it waits for. `remove_unknown`: if Octavia does not know it, it is removed here.
+resync = Table(
+    "resync",
+    metadata,
+    Column("load_balancer_id", Id, primary_key=True),
+    Column("asked_at", Double, nullable=False),
+    Column("asked_by", String(128), nullable=True),
+    Column("remove_unknown", Boolean, nullable=False, default=False),
+    Column("ended_at", Double, nullable=True),
+    Column("outcome", String(16), nullable=True),
+    Column("detail", Text, nullable=True),
+    Index("ix_resync_ended_at", "ended_at"),
 )

@@ -21,10 +21,10 @@ from amphora_driver.model import from_octavia, l7policies
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Node, Pool, Profile
 from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.store import reading_back, secrets, statuses, wanted
+from amphora_driver.store import failovers, reading_back, secrets, statuses, wanted
 from amphora_driver.store.engine import recognise_by
 from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import amphora, request, work
+from amphora_driver.store.tables import request, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -49,6 +49,8 @@ class Op:
 
     APPLY = "apply"
     DELETE = "delete"
+    # The row is a pool of warm spares (store/spares.py), not a load balancer.
+    SPARES = "spares"
 
 
 class Intents:
@@ -107,6 +109,7 @@ class Intents:
 
     def delete_load_balancer(self, load_balancer_id: str) -> None:
         """The load balancer and everything in it."""
+        now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
             generation = _advance(connection, load_balancer_id, op=Op.DELETE)
@@ -114,6 +117,7 @@ class Intents:
             wanted.remove(connection, generation, [object_id for _, object_id in everything])
             secrets.drop_load_balancer(connection, load_balancer_id)
             reading_back.forget(connection, load_balancer_id)
+            failovers.end(connection, load_balancer_id, failovers.Outcome.GONE, now)
             statuses.expect(connection, load_balancer_id, generation, everything)
             _remember(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
 
@@ -121,14 +125,12 @@ class Intents:
 
     def fail_over(self, load_balancer_id: str) -> None:
         """Every amphora of the load balancer is to be replaced by a new one."""
+        now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
             generation = _advance(connection, load_balancer_id)
-            connection.execute(
-                amphora.update()
-                .where(amphora.c.load_balancer_id == load_balancer_id)
-                .values(state="retiring", reason="fail-over was asked for")
-            )
+            why = failovers.Why(cause=failovers.Cause.ASKED, reason="fail-over was asked for")
+            failovers.begin(connection, load_balancer_id, None, why, now)
             statuses.expect(connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)])
             _remember(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
 

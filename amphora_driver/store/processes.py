@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from amphora_driver.store import clock
-from amphora_driver.store.fleet_tables import process
+from amphora_driver.store.fleet_tables import drained_host, process
+from amphora_driver.store.tables import duty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,11 +66,14 @@ class Registry:
         def write(connection: sa.Connection) -> bool:
             now = clock.now(connection)
             said = {"seen_at": now, "beat": self._beat, "jobs": jobs}
-            mine = process.c.name == self._name
+            mine, host = process.c.name == self._name, socket.gethostname()
             if not connection.execute(process.update().where(mine).values(**said)).rowcount:
-                whole = {**said, "kind": self._kind.value, "host": socket.gethostname(), "version": version()}
+                whole = {**said, "kind": self._kind.value, "host": host, "version": version()}
                 connection.execute(process.insert().values(name=self._name, started_at=now, draining=False, **whole))
-            return bool(connection.execute(sa.select(process.c.draining).where(mine)).scalar())
+            if connection.execute(sa.select(process.c.draining).where(mine)).scalar():
+                return True
+            asked = sa.select(drained_host.c.host).where(drained_host.c.host == host)
+            return connection.execute(asked).first() is not None
 
         return self._database.write(write)
 
@@ -91,8 +95,51 @@ def every(connection: sa.Connection, kind: Kind | None = None) -> Sequence[sa.Ro
 
 
 def drain(connection: sa.Connection, name: str, *, draining: bool) -> bool:
-    """Have a process take up nothing new, or go on; False if it is not known."""
-    return bool(connection.execute(process.update().where(process.c.name == name).values(draining=draining)).rowcount)
+    """Have a controller take up nothing new, or go on; False if it is not known. It ends with the process."""
+    mine = process.c.name == name, process.c.kind == Kind.CONTROLLER.value
+    return bool(connection.execute(process.update().where(*mine).values(draining=draining)).rowcount)
+
+
+def drain_host(connection: sa.Connection, host: str, asked_by: str | None, *, draining: bool) -> bool:
+    """Have a host's controllers take up nothing new, or go on: those that run now, and those that start there later.
+
+    Args:
+        connection: of a writing transaction.
+        host: as its processes call it.
+        asked_by: who.
+        draining: otherwise they go on, whatever was said of each of them.
+
+    Returns:
+        Whether that changed anything.
+    """
+    known = connection.execute(sa.select(drained_host.c.host).where(drained_host.c.host == host)).first()
+    if draining and known is None:
+        connection.execute(drained_host.insert().values(host=host, since=clock.now(connection), asked_by=asked_by))
+    elif known is not None and not draining:
+        connection.execute(drained_host.delete().where(drained_host.c.host == host))
+    theirs = process.c.host == host, process.c.kind == Kind.CONTROLLER.value, process.c.draining != draining
+    changed = connection.execute(process.update().where(*theirs).values(draining=draining)).rowcount
+    return bool(changed) or (known is None) == draining
+
+
+def drained_hosts(connection: sa.Connection) -> dict[str, float]:
+    """Hosts whose controllers take up nothing new, and since when (seconds since 1970)."""
+    return dict(connection.execute(sa.select(drained_host.c.host, drained_host.c.since)).tuples().all())
+
+
+def duties(connection: sa.Connection) -> dict[str, list[str]]:
+    """The duties that each process performs now, by its name."""
+    found: dict[str, list[str]] = {}
+    held = sa.select(duty.c.owner, duty.c.name).where(duty.c.leased_until > clock.now(connection))
+    for row in connection.execute(held.order_by(duty.c.name)):
+        found.setdefault(row.owner, []).append(row.name)
+    return found
+
+
+def forget(connection: sa.Connection, name: str) -> None:
+    """A process is known to be dead: others may have its duties."""
+    connection.execute(duty.update().where(duty.c.owner == name).values(leased_until=0.0))
+    connection.execute(process.delete().where(process.c.name == name))
 
 
 def tidy(connection: sa.Connection, now: float) -> None:

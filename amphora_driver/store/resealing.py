@@ -15,6 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import StoreError
+from amphora_driver.store.fleet_tables import authority
 from amphora_driver.store.tables import amphora, secret
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from amphora_driver.store.vault import Vault
 
 # Every column that holds something the vault sealed; tests look for more.
-SEALED: tuple[sa.Column[Any], ...] = (secret.c.sealed, amphora.c.heartbeat_key)
+SEALED: tuple[sa.Column[Any], ...] = (secret.c.sealed, amphora.c.heartbeat_key, authority.c.sealed_key)
 # Rows read and written at once: a certificate takes kilobytes, and a writing transaction holds others up.
 _BATCH = 100
 

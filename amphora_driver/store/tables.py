@@ -42,6 +42,10 @@ Sealed = LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite counts up by itself only for INTEGER primary keys.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
+# In `work.free_at`: at once and before all others, and whoever works on it just now is not to forget it. A job that
+# gives its lease back writes when it is due next: what it has not seen may not get lost by that.
+URGENT = -1.0
+
 # --- what users want ------------------------------------------------------------------------------------------------
 
 # One row per object of a load balancer, its own attributes only (JSON of the model class, children left out).
@@ -100,6 +104,8 @@ work = Table(
     Column("leased_until", Double, nullable=True),
     Column("free_at", Double, nullable=False, default=0.0),
     Column("attempts", Integer, nullable=False, default=0),
+    # How many processes have ended, or lost their lease, while they worked on it; since one of them has got somewhere.
+    Column("deaths", Integer, nullable=False, default=0, server_default="0"),
     Column("error", Text, nullable=True),
     Index("ix_work_dirty_free_at", "dirty", "free_at"),
 )

@@ -197,6 +197,7 @@ class Amphora:
         log_level: str = "INFO",
         place: str = "amp",
         address: str = AMPHORA,
+        audit: float | None = 3600.0,
     ) -> None:
         self.network = network
         self.place = place
@@ -215,6 +216,7 @@ class Amphora:
             f"[agent]\namphora_id = {self.id}\nbind_address = {address}\nbind_port = 9443\nservices = supervisor\n"
             f"log_level = {log_level}\n"
             f"[heartbeat]\ninterval = {interval}\ntargets = {CONTROLLER}:{HEARTBEATS}, {CONTROLLER}:{HEARTBEATS + 1}\n"
+            + ("" if audit is None else f"[audit]\ninterval = {audit}\n")
         )
         (etc / "server.pem").write_text(authority.issue(self.id, SERVER))
         (etc / "client_ca.pem").write_text(authority.pem)

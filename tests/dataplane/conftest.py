@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from every_haproxy import lab_with
 from haproxy_versions import VERSIONS
 from pair_lab import FAST, PLACES, Pair, PairNetwork, plain
 from served import Served
+from stalls import Stalls, story
 from throwaway_authority import Authority
 from wire import Wire
 
@@ -99,6 +101,13 @@ def mailbox(amphora):
     made.close()
 
 
+@pytest.fixture
+def mailbox_of():
+    """Makes the controller's end of an amphora's heartbeats."""
+    with contextlib.ExitStack() as closing:
+        yield lambda amphora: closing.enter_context(contextlib.closing(Mailbox(amphora)))
+
+
 @pytest.fixture(scope="session")
 def lab(request, authority, tmp_path_factory):
     """The amphora of all tests that are about what a load balancer can say (`served.py`); the system's HAProxy."""
@@ -138,6 +147,7 @@ def pair_network():
 @pytest.fixture(scope="module")
 def booted(pair_network, authority, tmp_path_factory):
     made = Pair(pair_network, tmp_path_factory.mktemp("pair"), authority)
+    made.stalls = Stalls()
     try:
         for place in PLACES[:2]:
             made.boot(place)
@@ -145,6 +155,17 @@ def booted(pair_network, authority, tmp_path_factory):
         yield made
     finally:
         made.close()
+        made.stalls.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A failed test of a pair says who had the VIPs when."""
+    report = yield
+    pair = getattr(item, "funcargs", {}).get("booted")
+    if report.failed and pair is not None:
+        report.sections.append(("VRRP", story(pair.nodes, pair.stalls.found)))
+    return report
 
 
 @pytest.fixture

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import ssl
+from types import SimpleNamespace
 
 import pytest
-from amphora_lab import HEARTBEATS, eventually
+from amphora_lab import AMPHORA, HEARTBEATS, eventually
 from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.stats.codec import decode
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.agent_identity import Instead
+from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
+from amphora_driver.secret import Secret
 
 pytestmark = pytest.mark.root
 
@@ -83,3 +89,99 @@ def test_heartbeats_tell_of_a_member_that_stopped(amphora, mailbox, network):
     # Nobody listens at the second target: the error is seen, and the first one has its reports all the same.
     errors = amphora.call("GET", "/v2/diagnostics")[1]["heartbeat errors"]
     assert all(str(HEARTBEATS + 1) in target for target in errors)
+
+
+class Told:
+    """What a controller is told to show and to believe instead of its files."""
+
+    def __init__(self) -> None:
+        self.now = Instead()
+
+    def instead(self) -> Instead:
+        return self.now
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+@pytest.fixture
+def client(amphora, told):
+    """A controller's client, whose certificates may be in memory only."""
+    trust = amphora.write("trust.pem", amphora.authority.pem)
+    made = AgentClient(
+        SimpleNamespace(
+            agent=SimpleNamespace(port=9443, connect_timeout=10, request_timeout=60),
+            certificates=SimpleNamespace(client_certificate=str(amphora.client_certificate), ca_certificate=str(trust)),
+        ),
+        told,
+    )
+    yield made
+    made.close()
+
+
+def fingerprint(pem):
+    first = pem[: pem.index("-----END CERTIFICATE-----")] + "-----END CERTIFICATE-----\n"
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()
+
+
+def test_both_authorities_are_rotated_and_nobody_is_shut_out(amphora, network, client, told):
+    """What a controller does at each step of both rotations, with the agent killed after each of them."""
+    ctl = network.thread("ctl").run
+    old, signs, calls = amphora.authority, Authority("newer amphorae"), Authority("newer controllers")
+
+    def give(issuer, client_ca, server_ca):
+        new = issuer.issue(amphora.id, SERVER)
+        authorities = {"client_ca": client_ca.encode(), "server_ca": server_ca.encode()}
+        said = ctl(lambda: client.renew(amphora.id, AMPHORA, Secret(new.encode()), **authorities))
+        assert said.fingerprint == fingerprint(new)
+        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(new)))
+        amphora.disconnect()
+        starts = amphora.status("amphora-agent")["starts"]
+        amphora.supervisor(op="signal", name="amphora-agent", signal=9)
+        eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent starts again")
+        eventually(answers, "what was confirmed is there after a start")
+        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(new)))
+        return new
+
+    def answers():
+        try:
+            return ctl(lambda: client.info(amphora.id, AMPHORA)).amphora_id == amphora.id
+        except AgentUnreachable:
+            return False
+
+    def mark(number, **more):
+        told.now = Instead(mark=number, **more)
+
+    mine = Secret(calls.issue("controller", CLIENT).encode())
+    # Everybody trusts both.
+    mark(1, authorities=(old.pem + signs.pem).encode())
+    before = give(old, old.pem + calls.pem, old.pem + signs.pem)
+    # The new ones sign: what is shown by us is in memory only.
+    mark(2, authorities=(old.pem + signs.pem).encode(), certificate=mine)
+    assert answers(), "the former certificate is shown to us still, and ours is a new one"
+    with pytest.raises(AgentUntrusted, match="shows another one"):
+        ctl(lambda: client.prove(amphora.id, AMPHORA, fingerprint(old.issue(amphora.id, SERVER))))
+    now = give(signs, old.pem + calls.pem, signs.pem)
+    assert fingerprint(now) != fingerprint(before)
+    # The old ones are trusted no more.
+    mark(3, authorities=signs.pem.encode(), certificate=mine)
+    give(signs, calls.pem, signs.pem)
+    mark(4, authorities=signs.pem.encode())
+    with pytest.raises(AgentUnreachable):
+        ctl(lambda: client.info(amphora.id, AMPHORA))
+    mark(5, authorities=old.pem.encode(), certificate=mine)
+    with pytest.raises(AgentUntrusted):
+        ctl(lambda: client.info(amphora.id, AMPHORA))
+    mark(6, authorities=signs.pem.encode(), certificate=mine)
+    assert answers()
+
+
+def test_a_controller_cannot_take_its_own_way_in_away(amphora, network, client, told):
+    ctl = network.thread("ctl").run
+    old, calls = amphora.authority, Authority("newer controllers")
+    new = Secret(old.issue(amphora.id, SERVER).encode())
+    with pytest.raises(AgentRefused, match="none of the authorities"):
+        ctl(lambda: client.renew(amphora.id, AMPHORA, new, client_ca=calls.pem.encode()))
+    assert ctl(lambda: client.info(amphora.id, AMPHORA)).amphora_id == amphora.id

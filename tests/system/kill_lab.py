@@ -5,7 +5,9 @@ Invariant: whatever is killed is killed by the number of its own process, and wh
 died: a point that nobody reached is a failure of the test, not a pass.
 """
 
+import json
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -26,7 +28,7 @@ from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.points import VARIABLE
 from amphora_driver.sandbox import demo
-from amphora_driver.store import statuses, tables
+from amphora_driver.store import failovers, fleet_tables, spares, statuses, tables
 from amphora_driver.store.engine import Database
 
 # What a client sees of an API that dies, or cannot do what it was asked.
@@ -38,6 +40,8 @@ FAILED = (
 )
 # What a user may have to wait for, whatever died.
 PATIENCE = 60.0
+# What a test may have to wait for, for each process that dies.
+LIFE = 15.0
 # Everything that waits for its time comes soon: a matrix of deaths is not to take an hour.
 HASTE = {
     "controller": {
@@ -49,22 +53,22 @@ HASTE = {
         "orphan_grace": "3",
     },
     "octavia": {"commit_patience": "2", "audit_after": "1", "audit_interval": "0.5"},
+    "certificates": {"settle": "2"},
 }
-MOMENTS = ("before", "done", "marked")
 
 
-def in_step(*kinds):
-    """The points of these kinds of steps."""
-    return tuple(f"{kind}-{moment}" for kind in kinds for moment in MOMENTS)
+def in_step(first, *others):
+    """The points of these kinds of steps, one after the other: before the next is as after the mark of the last."""
+    return (f"{first}-before", *(f"{kind}-{moment}" for kind in (first, *others) for moment in ("done", "marked")))
 
 
 @contextmanager
-def lab(**choices):
-    """A sandbox whose processes can be told where to die."""
+def lab(*, haste=None, **choices):
+    """A sandbox whose processes can be told where to die; `haste` are more options of ours."""
     with tempfile.TemporaryDirectory(prefix="adk-") as folder:
         os.environ[VARIABLE] = folder
         try:
-            with running(options=HASTE, **choices) as (stack, settings):
+            with running(options={**HASTE, **(haste or {})}, **choices) as (stack, settings):
                 connection = demo.connect(settings)
                 database = Database(settings.database_url)
                 made = Lab(stack, settings, connection, database, Path(folder))
@@ -103,6 +107,8 @@ class Lab:
 
     def hold(self, point):
         """Whoever comes to this point waits there."""
+        # Left by one that died while it waited.
+        (self._points / f"{point}.here").unlink(missing_ok=True)
         (self._points / point).write_text("wait", encoding="ascii")
 
     def held(self, point, seconds=PATIENCE):
@@ -138,8 +144,9 @@ class Lab:
         for path in self._points.iterdir():
             path.unlink(missing_ok=True)
 
-    def reached(self, seconds=PATIENCE):
+    def reached(self):
         """Wait until somebody has died at every armed point."""
+        seconds = PATIENCE + LIFE * len(self.armed())
         deadline = time.monotonic() + seconds
         while self.armed():
             assert time.monotonic() < deadline, f"nobody came to {sorted(self.armed())} in {seconds:.0f} s"
@@ -210,10 +217,13 @@ class Lab:
                     work.c.applied < work.c.generation,
                     work.c.committed < work.c.generation,
                     work.c.read_back,
-                )
+                ),
+                # A pool is looked after for ever; what is to be in it the test itself asks.
+                work.c.op != spares.OP,
             )
             said = [(one.object_id, one.provisioning) for one in statuses.due(connection, 100)]
-            return [tuple(row) for row in connection.execute(busy)] + said
+            replacing = [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
+            return [tuple(row) for row in connection.execute(busy)] + said + replacing
 
         return self.database.read(read)
 
@@ -234,10 +244,11 @@ class Lab:
                 },
                 values(tables.amphora_seen.c.amphora_id),
                 values(tables.orphan.c.id),
+                {row.load_balancer_id for row in spares.pools(connection)},
             )
 
-        amphorae, ports, owned, seen, noted = self.database.read(read)
-        found = [f"work without a load balancer: {one}" for one in owned["work"] - known]
+        amphorae, ports, owned, seen, noted, pools = self.database.read(read)
+        found = [f"work without a load balancer: {one}" for one in owned["work"] - known - pools]
         found += [f"unknown to the provider: {one}" for one in known - owned["work"]]
         for name in ("wanted_object", "status", "secret"):
             found += [f"{name} of {one}" for one in owned[name] - owned["work"]]
@@ -266,6 +277,19 @@ class Lab:
             if len(running := find(str(self.settings.amphorae / one / "spec.json"))) > 2
         ]
         return found
+
+    # --- machines, and what replaces them ---------------------------------------------------------------------------
+
+    def power_off(self, amphora_id):
+        """A machine ends as in a power cut, and nobody says so."""
+        record = self.settings.amphorae / amphora_id / "process.json"
+        os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+    def replacements(self, load_balancer_id):
+        """Every fail-over of a load balancer there ever was, the oldest first."""
+        table = fleet_tables.failover
+        mine = sa.select(table).where(table.c.load_balancer_id == load_balancer_id).order_by(table.c.id)
+        return self.database.read(lambda connection: connection.execute(mine).all())
 
     def _load_balancers(self):
         return self.connection.load_balancer.get(self.cloud.url("loadbalancers")).json()["loadbalancers"]

@@ -16,8 +16,6 @@ from openstack.exceptions import ConflictException
 from amphora_driver.sandbox import topology
 from amphora_driver.store.tables import amphora, request, status, work
 
-pytestmark = pytest.mark.root
-
 NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
 CHANGED = (NUMBER + 1) // 2
 CHANGES = 20 if NUMBER >= 100 else 5
@@ -25,6 +23,7 @@ CHANGES = 20 if NUMBER >= 100 else 5
 USERS = 8
 # Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
 PATIENCE = 60.0 + 10.0 * NUMBER
+pytestmark = [pytest.mark.root, pytest.mark.lasts(3 * PATIENCE)]
 
 
 def create(cloud, number):

@@ -8,8 +8,11 @@ certificate manager, in the sandbox a folder with users' keys (`tls/`), of which
 
 import base64
 import json
+import os
 import secrets as random
 import shutil
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from sandbox_of_a_test import running
 
 from amphora_driver import config
 from amphora_driver.agent_client import AgentClient
+from amphora_driver.certificates.trust import Trust
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import AgentRefused
@@ -32,7 +36,7 @@ from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, secrets
+from amphora_driver.store import amphorae, authorities, secrets
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora, metadata, secret
 from amphora_driver.store.vault import Vault
@@ -105,6 +109,11 @@ def loud(store, monkeypatch):
         "DEFAULT": LOUD,
         # Nobody is there: whoever tries to reach it says so.
         "queue": {"engine": "celery", "broker_url": f"amqp://canary:{BROKER}@127.0.0.1:1//"},
+        # Authorities are rotated while somebody waits.
+        "certificates": {"settle": "2"},
+        "controller": {"lease": "3", "housekeeping_interval": "1"},
+        # An amphora that is switched off comes back.
+        "failover": {"automatic": "False"},
     }
     with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(url)
@@ -112,7 +121,7 @@ def loud(store, monkeypatch):
         database.dispose()
 
 
-def canaries(cloud):
+def canaries(cloud, authority_keys):
     """Every secret there is, and the files it belongs in."""
     etc = cloud.settings.etc
     users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
@@ -133,6 +142,14 @@ def canaries(cloud):
         ),
         Canary("seed of TLS tickets", seeds[0].reveal()),
         Canary("key of TLS tickets", derived),
+        *(
+            Canary(
+                f"key of {one}", key_in((cloud.settings.amphorae / one / "etc" / "server.pem").read_bytes()), (place,)
+            )
+            for one in heartbeat
+            for place in [f"amphorae/{one}/etc/server.pem"]
+        ),
+        *(Canary(f"key of authority {number}", key_in(key.reveal())) for number, key in authority_keys.items()),
         Canary("controller's key", key_in((etc / "controller.pem").read_bytes()), ("etc/controller.pem",)),
         Canary("authority's key", key_in((etc / "amphora_ca.key").read_bytes()), ("etc/amphora_ca.key",)),
         *(
@@ -234,11 +251,14 @@ def with_agents(settings, ask):
     """Ask an agent as a controller does."""
 
     def go():
-        client = AgentClient(config.load([str(settings.our_configuration)]))
+        conf = config.load([str(settings.our_configuration)])
+        database = Database(conf.store.connection)
+        client = AgentClient(conf, Trust(conf, database, Vault.load(conf.store.encryption_key_file)))
         try:
             return ask(client)
         finally:
             client.close()
+            database.dispose()
 
     return namespaces.inside(namespaces.path(settings.control), go)
 
@@ -285,9 +305,11 @@ def test_no_secret_is_anywhere_but_where_it_belongs(loud):
     make_the_agent_talk(cloud, amphora_id)
     failed_in_the_controller(cloud, balancer, listener)
     rotated(cloud, balancer)
+    keys, said_by_commands = authorities_rotated(cloud, balancer)
 
+    told += said_by_commands
     told.append(diagnosed(cloud, amphora_id))
-    everything = canaries(cloud)
+    everything = canaries(cloud, keys)
     search = Search(everything)
     found, files = search.files(cloud.settings.state)
     at, processes = search.processes()
@@ -329,17 +351,46 @@ def rotated(cloud, balancer):
     assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
 
 
+def authorities_rotated(cloud, balancer):
+    """Both authorities are replaced by new ones; returns their keys, and all that the command has said."""
+    settings, said_by_it = cloud.settings, []
+    for kind in authorities.Kind:
+        done = subprocess.run(
+            [Path(sys.executable).with_name("amphoractl"), "-vvv", "authority", "rotate", "--kind", kind.value],
+            env={**os.environ, config.FILE_VARIABLE: str(settings.our_configuration)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said_by_it.append(done.stdout + done.stderr)
+    vault = Vault.load(str(settings.etc / "encryption.keys"))
+    recorded = cloud.database.read(lambda c: authorities.every(c, gone=True))
+    keys = {one.id: vault.open(one.sealed_key) for one in recorded if one.sealed_key is not None}
+    assert len(keys) == 2
+    cloud.until(
+        lambda: {one.state for one in cloud.database.read(authorities.every)} == {authorities.State.CURRENT},
+        "both rotations have ended",
+    )
+    cloud.balancers.update_listener(cloud.listener_of(balancer), name="after a rotation")
+    cloud.active(balancer.id)
+    return keys, said_by_it
+
+
 def plant(cloud, search, everything):
     """Each of them is found, in every shape, wherever it is put."""
-    log = cloud.settings.log / "planted.log"
+    folder = cloud.settings.state / "planted"
+    folder.mkdir()
+    log = folder / "planted.log"
     for canary in everything:
         content = canary.secret
         inside = base64.b64encode(b"x" + content + b"yz")
         shapes = [content, content.hex().encode(), repr(content)[2:-1].encode(), inside]
         for shape in shapes[:2] if canary.whole else shapes:
             log.write_bytes(b"DEBUG something\n" + shape + b"\nDEBUG something else\n")
-            found, _ = search.files(cloud.settings.state)
-            assert ("log/planted.log", canary.name) in found, (canary.name, shape)
+            found, _ = search.files(folder)
+            assert ("planted.log", canary.name) in found, (canary.name, shape)
     log.write_text(f"2026 DEBUG {{'private_key': {SNI.key_pem!r}}}\n")
-    assert ("log/planted.log", "user's key, sni") in search.files(cloud.settings.state)[0]
+    assert ("planted.log", "user's key, sni") in search.files(folder)[0]
     log.unlink()
+    folder.rmdir()

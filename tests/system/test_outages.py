@@ -15,8 +15,8 @@ from kill_lab import Witness
 
 from amphora_driver.sandbox import topology
 
-pytestmark = pytest.mark.root
 SECONDS = float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8"))
+pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + 3 * SECONDS)]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 What Octavia does with such a load balancer is here too: it is the reason for what is said there about its interface.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -150,6 +151,33 @@ def test_an_address_that_comes_later(cloud, answers):
     cloud.gone(one["id"])
     owner = tables.local_port.c.owner
     assert cloud.database.read(lambda c: c.execute(sa.select(owner).where(owner == f"lb-{one['id']}")).first()) is None
+
+
+def test_a_pair_whose_address_comes_later(cloud, answers):
+    """Both machines boot meanwhile, and the allocator hears of both; then one of them has the VIP."""
+    data = json.dumps({"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.2})
+    profile = cloud.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=data)
+    flavor = cloud.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
+    made = cloud.post("loadbalancers", {"loadbalancer": wish("pair", flavor_id=flavor.id)})["loadbalancer"]
+    try:
+        both = cloud.until(
+            lambda: len(found := [m for m in machines(cloud, made["id"]) if m.compute_id]) == 2 and found,
+            "both amphorae boot",
+        )
+        line = re.compile(f"{made['id']} \\S+ " + ".*".join(f"(?=.*{one.compute_id})" for one in both))
+        cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator is told of both machines")
+        assert [one.plugged for one in machines(cloud, made["id"])] == [(), ()]
+        (answers / "go").touch()
+        cloud.active(made["id"])
+        (answers / "go").unlink()
+        (address,) = (vip.address for vip in ours(cloud, made["id"]).vips)
+        cloud.until(lambda: cloud.answers(address, 2) == {"member1": 2}, "it serves")
+        assert len(cloud.amphorae(cloud.balancers.get_load_balancer(made["id"]))) == 2, "nothing was made twice"
+    finally:
+        cloud.balancers.delete_load_balancer(made["id"], cascade=True)
+        cloud.gone(made["id"])
+        cloud.balancers.delete_flavor(flavor)
+        cloud.balancers.delete_flavor_profile(profile)
 
 
 def test_an_address_that_was_asked_for_and_is_refused_in_the_end(cloud, answers):

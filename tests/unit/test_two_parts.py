@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in two parts judges every test once, and says which of them were only good alone."""
+"""A run in two parts judges every test once, and says which of them were only good alone, or only in the end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 from feature_matrix import file_name
-from two_parts import MOST_REPEATED, RINGS, Alone, Together
+from two_parts import CALM_LOAD, MOST_ASKED_AGAIN, MOST_REPEATED, RINGS, Again, Alone, Together, is_calm
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
 import feature_matrix, two_parts
+two_parts.CALM_SECONDS = 0  # whoever runs this is busy
 def pytest_addoption(parser):
     feature_matrix.add_options(parser)
     two_parts.add_options(parser)
@@ -40,6 +41,16 @@ import os, pytest
 def test_nervous(number):
     assert "PYTEST_XDIST_WORKER" not in os.environ, "somebody else is here"
 """
+STALLED = """
+import pathlib, pytest
+@pytest.mark.quiet
+@pytest.mark.feature("member.weight")
+def test_stalled():
+    here = pathlib.Path("stalled")
+    if not here.exists():
+        here.touch()
+        assert not "a machine that stood still"
+"""
 BAD = "def test_bad():\n    assert not 'good'\n"
 
 
@@ -62,6 +73,9 @@ class Project:
 
     def alone(self) -> tuple[int, str]:
         return self._run("--alone", "out", "--feature-matrix", "out/matrix")
+
+    def again(self) -> tuple[int, str]:
+        return self._run("--again", "out", "--feature-matrix", "out/matrix")
 
     def out(self, name: str) -> str:
         return (self._folder / "out" / name).read_text()
@@ -107,6 +121,23 @@ def test_what_fails_twice_has_failed(project):
     assert (status, "1 failed, 1 passed" in said) == (1, True), said
 
 
+def test_what_fails_alone_may_pass_on_a_calmer_machine_and_is_named(project):
+    project.write("system", "test_stalled.py", STALLED)
+    project.write("unit", "test_nervous.py", NOT_CALM.format(count=1))
+    assert project.together()[0] == 1
+    status, said = project.alone()
+    assert (status, "1 failed, 1 passed" in said) == (1, True), said
+    status, said = project.again()
+    assert (status, f"1 passed, {len(RINGS) + 1} deselected" in said) == (0, True), said
+    assert "not calm: tests/system/test_stalled.py::test_stalled (failed alone, passed on a calmer machine" in said
+    kept = project.out("not-calm.txt")
+    assert ("somebody else is here" in kept, "a machine that stood still" in kept) == (True, True), kept
+    # Both parts' outcomes count, and the last one's.
+    matrix = project.out(f"matrix/{file_name('member')}")
+    for line in ("weight", "backup"):
+        assert f"[operation.{line}]\ndriver.haproxy=complete\n" in matrix
+
+
 # -- the judgment, without a run ------------------------------------------------------------------------------------
 
 
@@ -126,7 +157,10 @@ def item(nodeid: str, *, quiet: bool = False):
 class Run:
     """Both parts, with nothing really run."""
 
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    config = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+        get_terminal_writer=lambda: SimpleNamespace(line=lambda text, **_: None),
+    )
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -140,6 +174,19 @@ class Run:
     def alone(self, *items) -> tuple[Alone, list[str]]:
         """The second part, and what it is about to run."""
         part = Alone(self._directory, SimpleNamespace(earlier=lambda *_: None))
+        chosen = list(items)
+        part.pytest_collection_modifyitems(self.config, chosen)
+        return part, [each.nodeid for each in chosen]
+
+    def alone_fails(self, items, *reports, status: int = 1) -> None:
+        """The second part from its beginning to its end."""
+        part, _ = self.alone(*items)
+        for each in reports:
+            part.pytest_runtest_logreport(each)
+        part.pytest_sessionfinish(SimpleNamespace(config=self.config), status)
+
+    def again(self, *items) -> tuple[Again, list[str]]:
+        part = Again(self._directory, SimpleNamespace(earlier=lambda *_: None))
         chosen = list(items)
         part.pytest_collection_modifyitems(self.config, chosen)
         return part, [each.nodeid for each in chosen]
@@ -189,7 +236,7 @@ def test_what_was_only_skipped_when_it_was_repeated_has_failed(run):
     run.together(*map(report, everything[1:]), report(nervous, "failed"))
     part, _ = run.alone(*map(item, everything))
     part.pytest_runtest_logreport(report(nervous, "skipped", "setup"))
-    assert f"failed, and was only skipped alone: {nervous}" in part.complaints()
+    assert f"failed, and was only skipped when it was repeated: {nervous}" in part.complaints()
 
 
 def test_too_many_are_not_repeated(run):
@@ -209,5 +256,89 @@ def test_what_cannot_be_repeated_has_failed(run):
 def test_the_second_part_needs_the_first(run):
     run.together(report("fine"))
     Together(run._directory)  # a new run, that does not come to its end
-    with pytest.raises(pytest.UsageError, match="the first part did not come to its end"):
+    with pytest.raises(pytest.UsageError, match="the first part did not come to an end"):
         run.alone()
+
+
+# -- what failed alone ----------------------------------------------------------------------------------------------
+
+
+def quiet_ones(count: int) -> list[str]:
+    return [f"tests/unit/test_it.py::test_quiet_{number}" for number in range(count)]
+
+
+def test_what_failed_alone_is_asked_again_and_everything_else_stands(run):
+    everything, quiet = one_of_each(), quiet_ones(2)
+    items = [*map(item, everything), *(item(each, quiet=True) for each in quiet)]
+    run.together(*map(report, everything))
+    run.alone_fails(items, report(quiet[0]), report(quiet[1], "failed"))
+    part, chosen = run.again(*items)
+    assert chosen == [quiet[1]]
+    assert part.complaints() == [f"was run in neither part: {quiet[1]}"]
+    part.pytest_runtest_logreport(report(quiet[1]))
+    assert (part.not_calm(), part.complaints()) == ([quiet[1]], [])
+    part.pytest_runtest_logreport(report(quiet[1], "failed", "teardown"))
+    assert part.not_calm() == []
+
+
+def test_too_many_are_not_asked_again(run):
+    names = quiet_ones(MOST_ASKED_AGAIN + 1)
+    items = [item(name, quiet=True) for name in names]
+    run.together(*map(report, one_of_each()))
+    run.alone_fails(items, *(report(name, "failed") for name in names))
+    with pytest.raises(pytest.exit.Exception, match="too many to be repeated") as ended:
+        run.again(*items)
+    assert ended.value.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        pytest.param(lambda nervous, quiet: [report(nervous, "failed")], id="twice"),
+        pytest.param(lambda nervous, quiet: [report(nervous, "failed"), report(quiet, "failed")], id="another too"),
+        pytest.param(lambda nervous, quiet: [report(nervous, "skipped"), report(quiet, "failed")], id="skipped"),
+        pytest.param(lambda nervous, quiet: [report(nervous), report(quiet)], id="none"),
+    ],
+)
+def test_nothing_is_asked_a_third_time(run, reports):
+    """Nor anything else, where the run has failed in any case."""
+    nervous, *fine = one_of_each()
+    (quiet,) = quiet_ones(1)
+    items = [*map(item, [nervous, *fine]), item(quiet, quiet=True)]
+    run.together(*map(report, fine), report(nervous, "failed"))
+    run.alone_fails(items, *reports(nervous, quiet))
+    with pytest.raises(pytest.UsageError, match="nothing is asked again"):
+        run.again(*items)
+
+
+def test_a_part_that_was_interrupted_is_not_asked_again(run):
+    (quiet,) = quiet_ones(1)
+    run.together(*map(report, one_of_each()))
+    run.alone_fails([item(quiet, quiet=True)], report(quiet, "failed"), status=int(pytest.ExitCode.INTERRUPTED))
+    with pytest.raises(pytest.UsageError, match="nothing is asked again"):
+        run.again(item(quiet, quiet=True))
+
+
+def test_a_new_run_knows_nothing_of_the_one_before(run):
+    (quiet,) = quiet_ones(1)
+    run.together(*map(report, one_of_each()))
+    run.alone_fails([item(quiet, quiet=True)], report(quiet, "failed"))
+    run.together(*map(report, one_of_each()))
+    with pytest.raises(pytest.UsageError, match="nothing is asked again"):
+        run.again(item(quiet, quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("pressure", "load", "calm"),
+    [
+        ("some avg10=3.10 avg60=40.00 avg300=8.47 total=1\n", "9.0 9.0 9.0 1/125 1\n", True),
+        ("some avg10=30.10 avg60=0.00 avg300=0.00 total=1\n", "0.0 0.0 0.0 1/125 1\n", False),
+        (None, f"{CALM_LOAD} 9.0 9.0 1/125 1\n", True),
+        (None, "1000.0 0.0 0.0 1/125 1\n", False),
+    ],
+)
+def test_when_a_machine_is_calm(tmp_path, pressure, load, calm):
+    if pressure:
+        (tmp_path / "cpu").write_text(pressure)
+    (tmp_path / "loadavg").write_text(load)
+    assert is_calm(tmp_path / "cpu", tmp_path / "loadavg") is calm

@@ -196,7 +196,7 @@ def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     draft.reserve(serving)
     draft.confirm()
     assert "s3cret" not in file.read_text()
-    found = confirmed.read(file)
+    found = confirmed.read(file, tmp_path / "haproxy.cfg")
     assert found.bundle == bundle
     assert found.digest == digest(b"body")
     assert all(one.content is None for one in found.bundle.files)
@@ -205,8 +205,8 @@ def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     for broken in ("{", "{}", file.read_text().replace('"sha256": "', '"sha256": "x')):
         file.write_text(broken)
         with pytest.raises(MachineError):
-            confirmed.read(file)
-    assert confirmed.read(tmp_path / "nothing") is None
+            confirmed.read(file, tmp_path / "haproxy.cfg")
+    assert confirmed.read(tmp_path / "nothing", tmp_path / "haproxy.cfg") is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000])

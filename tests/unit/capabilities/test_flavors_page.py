@@ -17,6 +17,7 @@ FALLS_BACK = {
     "loadbalancer_topology": "[controller] loadbalancer_topology",
     "compute_driver": "[compute] driver",
     "network_driver": "[network] driver",
+    "warm_spares": f"[spares] number ({config.SPARES[0].default})",
     "vrrp_advert_interval": f"[vrrp] advert_interval ({config.VRRP[0].default})",
 }
 

@@ -11,6 +11,9 @@ import pytest
 from cliff.commandmanager import CommandManager
 
 from amphora_driver.cli.main import COMMANDS, Amphoractl
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora, work
 
 SETUP = Path(__file__).parents[3] / "setup.cfg"
 
@@ -58,6 +61,27 @@ def entry_points_of():
 def resolve_target():
     """What a target of an entry point names."""
     return resolve
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A configuration whose database has one load balancer with its amphora."""
+    url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrate.upgrade(url)
+    database = Database(url)
+    balancer = "52cf0000-0000-4000-8000-000000000001"
+    work_row = {"load_balancer_id": balancer, "project_id": "p", "op": "apply", "generation": 8, "applied": 7}
+    machine = {"id": "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11", "load_balancer_id": balancer, "role": "STANDALONE"}
+
+    def fill(connection):
+        connection.execute(work.insert().values(**work_row))
+        connection.execute(amphora.insert().values(**machine, state="ready", heartbeat_key=b"", created_at=0.0))
+
+    database.write(fill)
+    database.dispose()
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[store]\nconnection = {url}\nencryption_key_file = {tmp_path}/keys\n")
+    return path
 
 
 @pytest.fixture

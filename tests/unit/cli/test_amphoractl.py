@@ -13,12 +13,15 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, V
 from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.store import migrate, wanted
 from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora, amphora_seen, request, work
+from amphora_driver.store.fleet_tables import failover, silence
+from amphora_driver.store.tables import amphora, amphora_seen, request, status, work
 
 LB = "52cf0000-0000-4000-8000-000000000001"
 OTHER = "52cf0000-0000-4000-8000-000000000002"
 LISTENER = "11500000-0000-4000-8000-000000000001"
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
+POOL = "77770000-0000-4000-8000-000000000003"
+SPARE = "0b9f0000-0000-4000-8000-000000000001"
 
 
 @pytest.fixture
@@ -104,7 +107,32 @@ def fill(connection):
             created_at=998.0,
         )
     )
-    connection.execute(amphora_seen.insert().values(amphora_id=AMPHORA, seen_at=time.time() - 5, generation=7))
+    seen = {"seen_at": time.time() - 5, "generation": 7, "agent_version": "0.1.0"}
+    connection.execute(amphora_seen.insert().values(amphora_id=AMPHORA, **seen))
+    happened(connection)
+
+
+def happened(connection):
+    """A pool of spares with one in it, a fail-over that goes on, an amphora that is mute, and what Octavia hears."""
+    connection.execute(work.insert().values(load_balancer_id=POOL, op="spares", generation=1, dirty=True))
+    spare = {"id": SPARE, "load_balancer_id": POOL, "role": "SPARE", "state": "ready", "heartbeat_key": b"sealed-key"}
+    connection.execute(amphora.insert().values(created_at=1.0, **spare))
+    connection.execute(
+        failover.insert().values(load_balancer_id=LB, amphora_id=AMPHORA, cause="silent", begun_at=1001.0)
+    )
+    silent = {"amphora_id": AMPHORA, "load_balancer_id": LB, "kind": "mute", "since": 1000.0}
+    connection.execute(silence.insert().values(**silent, verdict="its agent answers"))
+    said = {"object_id": LB, "kind": "loadbalancers", "load_balancer_id": LB, "provisioning": "ACTIVE"}
+    more = {"operating": "ONLINE", "reason": "two members are down", "pending": 8, "version": 2, "reported": 2}
+    connection.execute(status.insert().values(**said, **more))
+    connection.execute(amphora.update().where(amphora.c.id == AMPHORA).values(image="debian-12", drift="routes"))
+
+
+@pytest.fixture
+def database(config_file):
+    made = Database(f"sqlite:///{config_file.parent}/db.sqlite")
+    yield made
+    made.dispose()
 
 
 @pytest.fixture
@@ -114,21 +142,10 @@ def run(config_file, amphoractl):
 
 
 def test_every_entry_point_of_the_group_is_there(entry_points, resolve):
-    names = {name for name, _target in entry_points(COMMANDS)}
-    assert names == {
-        "loadbalancer_list",
-        "loadbalancer_show",
-        "loadbalancer_render",
-        "loadbalancer_history",
-        "amphora_list",
-        "amphora_show",
-        "work_list",
-        "database_status",
-        "database_upgrade",
-        "secrets_status",
-        "secrets_reseal",
-    }
-    assert all(resolve(target) for _name, target in entry_points(COMMANDS))
+    """Every command of setup.cfg resolves, and says in its first line what it is for."""
+    commands = entry_points(COMMANDS)
+    assert {name for name, _target in commands} >= {"loadbalancer_list", "status_check", "database_upgrade"}
+    assert all((resolve(target).__doc__ or "").strip() for _name, target in commands)
     assert ("amphoractl", "amphora_driver.cli.main:main") in entry_points("console_scripts")
 
 
@@ -136,42 +153,101 @@ def test_loadbalancer_list(run):
     status, out, _err = run("loadbalancer", "list", "-f", "json")
     assert status == 0
     first, second = json.loads(out)
+    assert 5 <= first.pop("Last heartbeat") < 60
     assert first == {
         "ID": LB,
+        "Name": "web",
         "Project": "project",
-        "Op": "apply",
+        "Topology": "SINGLE",
+        "Provisioning": "PENDING_UPDATE",
+        "Operating": "ONLINE",
         "Wanted": 8,
         "Applied": 7,
-        "Dirty": True,
-        "Owner": "controller-1",
+        "Amphorae": {"ready": 1, "silent": 1},
+        "Has VIPs": AMPHORA,
+        "Waits for": "Octavia's commit",
         "Attempts": 2,
         "Error": "no such interface",
+        "Fail-over": ["silent"],
     }
     assert second["ID"] == OTHER
-    for words in (("--dirty",), ("--project", "project")):
-        assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "-f", "json", *words)[1])] == [LB]
+    assert (second["Provisioning"], second["Name"], second["Amphorae"]) == ("unknown", None, {"booting": 1})
+    assert POOL not in out, "a pool of spares is no load balancer"
     assert "Applied" in run("loadbalancer", "list")[1]
+
+
+def test_loadbalancer_list_with_everything(run):
+    first, second = json.loads(run("loadbalancer", "list", "--long", "-f", "json")[1])
+    assert first["VIPs"] == ["198.51.100.5"]
+    assert first["Reason"] == "two members are down"
+    assert first["Pending since"] > 1e6
+    assert (first["Owner"], first["Op"], first["Dirty"], first["Drift"]) == ("controller-1", "apply", True, ["routes"])
+    assert (second["VIPs"], second["Pending since"], second["Dirty"]) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--dirty",), [LB]),
+        (("--project", "project"), [LB]),
+        (("--status", "PENDING"), [LB]),
+        (("--status", "pending_update", "--status", "unknown"), [LB, OTHER]),
+        (("--status", "ONLINE"), [LB]),
+        (("--status", "ERROR"), []),
+        (("--stale",), []),
+    ],
+)
+def test_loadbalancer_list_is_filtered(run, words, found):
+    assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "-f", "json", *words)[1])] == found
+
+
+def test_what_is_not_heard_is_stale(run, database):
+    database.write(lambda c: c.execute(amphora_seen.update().values(seen_at=time.time() - 60)))
+    assert [one["ID"] for one in json.loads(run("loadbalancer", "list", "--stale", "-f", "json")[1])] == [LB]
+    assert [one["ID"] for one in json.loads(run("amphora", "list", "--stale", "-f", "json")[1])] == [AMPHORA]
+    database.write(lambda c: c.execute(amphora_seen.delete()))
+    assert [one["ID"] for one in json.loads(run("amphora", "list", "--stale", "-f", "json")[1])] == [AMPHORA]
 
 
 def test_loadbalancer_show(run):
     shown = json.loads(run("loadbalancer", "show", LB, "-f", "json")[1])
+    assert set(shown) == {
+        *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae"),
+        *("Has VIPs", "Last heartbeat", "Waits for", "Attempts", "Error", "Reason", "VIPs", "Pending since"),
+        *("Next attempt", "Owner", "Op", "Dirty", "Status since", "Committed", "Epoch", "Leased until"),
+        *("Objects pending", "To report", "Compute", "Network", "Profile", "Spare pool", "Objects", "Fail-overs"),
+        "Requests",
+    }
     assert (shown["Topology"], shown["Compute"], shown["Network"]) == ("SINGLE", "netns", "local")
     assert shown["Profile"] == {"timeout_tunnel": 60000}
     assert shown["Objects"] == {"listeners": 1, "loadbalancers": 1}
-    assert shown["Amphorae"] == {"ready": 1}
+    (machine,) = shown["Amphorae"]
+    assert (machine["id"], machine["confirmed"], machine["heard"], machine["has_vips"]) == (AMPHORA, 7, 7, True)
+    assert (machine["silent"], machine["verdict"]) == ("mute", "its agent answers")
+    assert machine["certificate_expires_at"] == "2027-01-15T08:00:00+00:00"
+    (failover,) = shown["Fail-overs"]
+    assert (failover["cause"], failover["begun_at"]) == ("silent", "1970-01-01T00:16:41+00:00")
     assert shown["Leased until"] == "2001-09-09T01:46:40+00:00"
-    assert shown["Next attempt"] is None
     assert [(one["generation"], one["applied_at"]) for one in shown["Requests"]] == [
         (8, None),
         (7, "1970-01-01T00:16:40.250000+00:00"),
     ]
-    table = run("loadbalancer", "show", LB, "--max-width", "0")[1]
-    assert "not applied yet" in table
-    assert "timeout_tunnel: 60000" in table
-    assert "as configured" in run("loadbalancer", "show", OTHER)[1], "one that is removed has no profile left"
-    assert "applied after 0.25 s (runtime)" in table
-    assert "1 listeners, 1 loadbalancers" in table
     assert len(json.loads(run("loadbalancer", "show", LB, "--requests", "1", "-f", "json")[1])["Requests"]) == 1
+
+
+def test_loadbalancer_show_for_a_person(run):
+    table = run("loadbalancer", "show", LB, "--max-width", "0")[1]
+    for words in (
+        "not applied yet",
+        "timeout_tunnel: 60000",
+        "applied after 0.25 s (runtime)",
+        "1 listeners, 1 loadbalancers",
+        f"{AMPHORA} single ready, had the VIPs, confirmed 7, heard ",
+        "silent: mute, verdict: its agent answers, drift: routes",
+        "1: silent, begun",
+    ):
+        assert words in table
+    assert "as configured" in run("loadbalancer", "show", OTHER)[1], "one that is removed has no profile left"
 
 
 def test_loadbalancer_render(run):
@@ -187,7 +263,7 @@ def test_loadbalancer_render_asks_the_configuration(run, config_file):
 
 def test_amphora_list(run):
     rows = json.loads(run("amphora", "list", "-f", "json")[1])
-    assert len(rows) == 2
+    assert len(rows) == 2, "a spare belongs to nobody yet"
     mine = rows[0]
     assert 5 <= mine.pop("Last heartbeat") < 60
     assert mine == {
@@ -196,15 +272,28 @@ def test_amphora_list(run):
         "Role": "single",
         "State": "ready",
         "Address": "203.0.113.11",
+        "Wanted": 8,
         "Confirmed": 7,
+        "Reported generation": 7,
+        "Silent": "mute",
         "Certificate expires": "2027-01-15T08:00:00+00:00",
         "Has VIPs": None,
+        "Image": "debian-12",
+        "Agent version": "0.1.0",
+        "Drift": "routes",
     }
     assert rows[1]["Last heartbeat"] is None
     table = run("amphora", "list", "--loadbalancer", OTHER)[1]
     assert "never" in table
     assert AMPHORA not in table
     assert "s ago" in run("amphora", "list")[1]
+    assert [one["ID"] for one in json.loads(run("amphora", "list", "--status", "READY", "-f", "json")[1])] == [AMPHORA]
+    assert len(json.loads(run("amphora", "list", "--project", "another", "-f", "json")[1])) == 1
+
+
+def test_a_spare_is_shown_to_whoever_asks_for_it(run):
+    shown = json.loads(run("amphora", "show", SPARE[:8], "-f", "json")[1])
+    assert (shown["ID"], shown["Role"], shown["Load balancer"]) == (SPARE, "SPARE", POOL)
 
 
 def test_the_amphorae_of_a_pair_say_who_has_the_vips(run, config_file):

@@ -51,6 +51,7 @@ def controller():
     one._hands = Hands(2)
     one._hung = set()
     one._stopping = threading.Event()
+    one._draining = threading.Event()
     one._reconciler = SimpleNamespace(begin=lambda found: Turn(found, None, 60.0))
     return one
 
@@ -60,6 +61,18 @@ def test_a_hint_that_comes_at_the_end_is_left_to_others(controller):
         controller._stopping.set()
         controller._look(pool, "lb")
     assert controller._jobs.claimed == []
+
+
+def test_one_that_drains_takes_up_nothing(controller):
+    controller._draining.set()
+    controller._conf.queue = SimpleNamespace(poll_interval=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        controller._look(pool, "lb")
+        assert controller._dispatch(pool) == 1.0
+        assert controller._jobs.claimed == []
+        controller._draining.clear()
+        controller._look(pool, "lb")
+    assert controller._jobs.claimed == ["lb"]
 
 
 def test_what_was_claimed_when_the_hands_were_laid_down_is_given_back(controller):

@@ -79,17 +79,25 @@ def database(conf):
 
 def take(conf, database, step, agents):
     """Take the step; the old one as it is recorded then."""
-    backends = SimpleNamespace(network=lambda _: None, compute=lambda *_: None)
+    backends = SimpleNamespace(network=lambda _: Machines(), compute=lambda *_: Machines())
     everything = Backends(conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None)
     lease = Jobs(database, "me", 60.0).claim()
     observed = database.read(lambda c: amphorae.of_load_balancer(c, LB))
     wanted = planning.Wanted(
-        load_balancer_id=LB, generation=1, applied=0, gone=False, readable=True, tree=TREE, networks={}
+        load_balancer_id=LB,
+        generation=1,
+        applied=0,
+        gone=False,
+        readable=True,
+        tree=TREE,
+        networks={},
+        roles=("MASTER", "BACKUP"),
+        now=database.now(),
     )
     agents.turn = Turn(lease, database, 60.0)
     Steps(everything, agents.turn).take(step, wanted, observed)
     after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
-    return next(one for one in after if one.id == OLD)
+    return next((one for one in after if one.id == OLD), None)
 
 
 HOLDS, GONE, EMPTY = Vrrp(holds_vip=True), Vrrp(holds_vip=False, draining=12.0), Vrrp(holds_vip=False)
@@ -173,6 +181,41 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
     old = take(conf, database, planning.LookAfter(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
     assert old.drains_until == (0.0 if over else ends)
+
+
+@pytest.mark.parametrize(
+    ("changes", "trouble", "says", "stays"),
+    [
+        ({}, {}, GONE, True),
+        ({}, {}, EMPTY, False),
+        ({}, {}, HOLDS, False),
+        ({}, {"vrrp": AWAY}, GONE, False),
+        ({"handed_over": True, "drains_until": 0.0}, {}, GONE, False),
+    ],
+    ids=["connections go on", "none does", "it has the VIPs", "it is dead", "their time is over"],
+)
+def test_who_was_handed_over_by_one_that_died_keeps_its_connections(conf, database, changes, trouble, says, stays):
+    """The controller had it give its VIPs away, and has died before it wrote that down."""
+    heard = amphorae.Heard(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
+    database.write(lambda c: amphorae.seen(c, [heard]))
+    if changes:
+        database.write(lambda c: amphorae.change(c, OLD, **changes))
+    agents = Agents(trouble, says)
+    left = take(conf, database, planning.Release(amphora_id=OLD, reason="a test"), agents)
+    assert (left is not None) == stays
+    if stays:
+        assert left.handed_over
+        assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
+
+
+class Machines:
+    """A compute and a network backend with nothing left."""
+
+    def destroy(self, amphora_id):
+        pass
+
+    def ports(self, owner):
+        return ()
 
 
 class Cut(Agents):

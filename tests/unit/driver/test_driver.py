@@ -11,7 +11,9 @@ from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET, SUBNET
 
 from amphora_driver import driver
 from amphora_driver.driver import AmphoraProviderDriver
-from amphora_driver.store import tables, wanted
+from amphora_driver.network.interface import NotYet
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.store import claims, tables, wanted
 
 
 def tree(database):
@@ -31,6 +33,31 @@ def pending(database):
 
 def work(database):
     return database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
+
+
+class Slow(LocalNetwork):
+    """A backend that has to ask somebody else."""
+
+    def allocate_vip(self, load_balancer_id, project_id, wanted, machines=()):
+        return NotYet(reason="the allocator has not answered", again_in=5.0)
+
+
+def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provider, database, monkeypatch):
+    """Octavia gets back what its user asked for; who asked for what is written down, with when to ask again."""
+    made = Slow(driver._shared().conf, database)
+    monkeypatch.setattr(driver._shared().catalogue, "network", lambda name: made)
+    asked = {"vip_subnet_id": SUBNET, "vip_network_id": NETWORK, "vip_address": "198.51.100.88", "vip_qos": "kept"}
+    began = time.time()
+    for _ in range(2):  # Octavia asks again when it has not heard the answer
+        first, more = provider.create_vip_port(LB, "demo", asked, [{"subnet_id": SUBNET6}])
+        assert first == {**asked, "vip_port_id": None}
+        assert more == [{"subnet_id": SUBNET6, "network_id": None, "ip_address": None, "port_id": None}]
+    name, wish = database.read(lambda c: (claims.of(c, LB), claims.wish_of(c, LB)))
+    assert name == driver._shared().conf.network.driver
+    assert (wish.project_id, wish.reason) == ("demo", "the allocator has not answered")
+    assert [(one.subnet_id, one.address) for one in wish.vips] == [(SUBNET, "198.51.100.88"), (SUBNET6, None)]
+    assert began + 5.0 <= wish.again_at <= time.time() + 5.0
+    assert driver._shared().vip_network(LB)[1] is False, "it has not answered"
 
 
 def test_every_method_of_the_interface_is_ours_with_the_same_arguments():

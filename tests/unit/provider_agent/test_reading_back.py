@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets and single objects that Octavia is asked for after its commit."""
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
@@ -8,7 +9,7 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool, Vip
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import reading
@@ -255,6 +256,9 @@ class Partly:
     def get_listener(self, one):
         return self._library.get_listener(one) if one in self._readable else self.get_loadbalancer(one)
 
+    def get_pool(self, one):
+        return self._library.get_pool(one) if one in self._readable else self.get_loadbalancer(one)
+
 
 PLAIN = Listener(id="plain", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
 
@@ -291,6 +295,46 @@ def test_one_that_is_left_out_for_no_secret_might_let_in_anybody(house, at_once)
     house.reporter.turn()
     assert house.row.read_back, "its policies are not known"
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
+
+
+def behind_a_pool_without_its_secret(house, **more):
+    """Octavia hands a listener over with its pools, and so with their secrets, or not at all."""
+    house.intents.create(Kind.POOL, Pool(id="open", loadbalancer_id="lb", protocol="HTTP", lb_algorithm="ROUND_ROBIN"))
+    closed = Pool(
+        id="closed",
+        loadbalancer_id="lb",
+        protocol="HTTP",
+        lb_algorithm="ROUND_ROBIN",
+        tls_enabled=True,
+        ca_tls_container_ref="ca",
+    )
+    house.intents.create(Kind.POOL, closed)
+    house.intents.create(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
+    house.octavia.trees["open"] = {
+        "pool_id": "open",
+        "loadbalancer_id": "lb",
+        "protocol": "HTTP",
+        "lb_algorithm": "ROUND_ROBIN",
+        "name": "as read",
+    }
+    house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
+    house.reporter._library = Partly(house.reporter.library, "open")
+    house.reporter.turn()
+
+
+def test_a_listener_that_only_leads_to_what_cannot_be_served_costs_nothing_else(house, at_once):
+    behind_a_pool_without_its_secret(house)
+    assert not house.row.read_back
+    assert {one.id: one.name for one in house.tree.pools} == {"open": "as read", "closed": None}
+    assert [one.id for one in house.tree.listeners] == ["plain"]
+    assert all("could not hand it over" in reason for reason in house.contents().values())
+    assert set(house.contents()) == {("ca", "ca")}, "the pool is left out for that"
+
+
+def test_a_listener_that_leads_elsewhere_too_might_let_in_anybody(house, at_once):
+    policy = L7Policy(id="po", listener_id="plain", action="REDIRECT_TO_POOL", redirect_pool_id="open", position=1)
+    behind_a_pool_without_its_secret(house, l7policies=(policy,))
+    assert house.row.read_back, "there may be a policy before it"
 
 
 def test_one_of_which_nothing_is_missing_does_not_wait_for_an_answer_for_ever(house, at_once):

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.queue.jobs import Jobs
+from amphora_driver.queue.jobs import Jobs, guard
 from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -113,10 +113,42 @@ def test_what_kills_whoever_takes_it_up_comes_after_all_that_waits(database, job
     assert [jobs.claim(fresh=True).load_balancer_id for _ in range(2)] == ["another", LB]
 
 
+def deaths(database):
+    return row(database).deaths
+
+
+def test_deaths_are_counted_however_they_are_noticed(database, jobs):
+    Jobs(database, "dead", 60.0).claim()
+    jobs.release_all("dead")
+    assert deaths(database) == 1
+    late = Jobs(database, "late", 0.0).claim()
+    assert late.deaths == 1
+    lease = jobs.claim()
+    assert (lease.deaths, deaths(database)) == (2, 2), "it has lost its lease, whatever it does now"
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        lambda j, one, _: j.finish(one, 1),
+        lambda j, one, _: j.wait(one, 1, 0.0),
+        lambda j, one, _: j.give_way(one),
+        lambda j, one, _: j.postpone(one, 0.0, "no"),
+        lambda j, one, database: database.write(lambda c: guard(c, one)),
+        lambda j, one, database: database.write(lambda c: guard(c, one, applied=1)),
+    ],
+    ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
+)
+def test_who_lives_to_say_anything_has_not_died_of_it(database, jobs, lives):
+    database.write(lambda c: c.execute(work.update().values(deaths=3)))
+    lives(jobs, jobs.claim(), database)
+    assert deaths(database) == 0
+
+
 def test_who_ends_well_has_tried_nothing_in_vain(database, jobs):
     jobs.claim()
     assert jobs.release_all() == 1
-    assert row(database).attempts == 0
+    assert (row(database).attempts, deaths(database)) == (0, 0)
 
 
 @pytest.mark.parametrize("give_back", [lambda j, one: j.wait(one, 1, 1.0), lambda j, one: j.give_way(one)])

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
 from amphora_driver.queue import jobs
-from amphora_driver.store import amphorae
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store import amphorae, failovers
+from amphora_driver.store.tables import URGENT, amphora, work
 
 
 @pytest.fixture
@@ -67,6 +67,31 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
     database.write(lambda c: c.execute(work.update().values(applied=2)))
     one.finish(lease, 2)
     assert one.claim() is None
+
+
+@pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
+def test_what_becomes_urgent_while_somebody_works_is_not_forgotten_by_the_end_of_that(database, end):
+    """On every database: some assign from left to right, and go on with what was assigned."""
+    add(database, applied=1, attempts=3, free_at=URGENT)
+    one = jobs.Jobs(database, "one", 30)
+    lease = one.claim()
+    assert row(database).free_at == 0.0, "what is urgent from now on is news"
+    assert not database.read(lambda c: jobs.check(c, lease))[2]
+    now = database.now()
+    why = failovers.Why(cause=failovers.Cause.SILENT, reason="silent")
+    values = {"id": "a1", "load_balancer_id": "lb", "role": "STANDALONE", "state": "ready", "heartbeat_key": b""}
+    database.write(lambda c: c.execute(amphora.insert().values(**values, confirmed=1, created_at=0.0)))
+    assert database.write(lambda c: failovers.begin(c, "lb", None, why, now)) == 1
+    assert database.read(lambda c: jobs.check(c, lease))[2]
+    {
+        "finish": lambda: one.finish(lease, 1),
+        "finish for now": lambda: one.finish(lease, 1, now + 100),
+        "wait": lambda: one.wait(lease, 1, 100),
+        "postpone": lambda: one.postpone(lease, 100, "it failed", 1),
+    }[end]()
+    found = row(database)
+    assert (found.dirty, found.owner, found.free_at, found.attempts) == (True, None, 0.0, 0)
+    assert one.claim() is not None
 
 
 def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database):

@@ -7,7 +7,7 @@ from cryptography.fernet import Fernet
 
 from amphora_driver.secret import Secret
 from amphora_driver.store import resealing
-from amphora_driver.store.fleet_tables import metadata
+from amphora_driver.store.fleet_tables import authority, metadata
 from amphora_driver.store.tables import amphora, secret
 from amphora_driver.store.vault import Vault
 
@@ -48,6 +48,12 @@ def fill(database, secrets=250, amphorae=3, vault=BEFORE):
                 )
             )
 
+        row = {"kind": "amphora", "state": "former", "certificate": "", "expires_at": 0.0}
+        times = {"created_at": 0.0, "changed_at": 0.0}
+        connection.execute(authority.insert().values(**row, **times, sealed_key=vault.seal(Secret(b"authority"))))
+        # One that was imported: its key is in a file.
+        connection.execute(authority.insert().values(**row, **times, sealed_key=None))
+
     database.write(work)
 
 
@@ -62,10 +68,12 @@ def test_every_row_once(any_database):
         ("secret.sealed", 1): 250,
         ("amphora.heartbeat_key", 0): 0,
         ("amphora.heartbeat_key", 1): 3,
+        ("authority.sealed_key", 0): 0,
+        ("authority.sealed_key", 1): 1,
     }
     told = []
-    assert resealing.reseal(any_database, BOTH, told.append) == 253
-    assert told == [100, 200, 250, 253]
+    assert resealing.reseal(any_database, BOTH, told.append) == 254
+    assert told == [100, 200, 250, 253, 254]
     assert by_key(any_database)["secret.sealed", 1] == by_key(any_database)["amphora.heartbeat_key", 1] == 0
     only = Vault([NEW])
     rows = any_database.read(
@@ -91,7 +99,7 @@ def test_it_goes_on_where_it_was_ended(database):
     with pytest.raises(Killed):
         resealing.reseal(database, BOTH, die)
     assert by_key(database)["secret.sealed", 0] == 100
-    assert resealing.reseal(database, BOTH) == 153
+    assert resealing.reseal(database, BOTH) == 154
 
 
 def test_whoever_writes_meanwhile_wins(database, monkeypatch):
@@ -107,7 +115,7 @@ def test_whoever_writes_meanwhile_wins(database, monkeypatch):
         return write(*words)
 
     monkeypatch.setattr(resealing, "_write", late)
-    assert resealing.reseal(database, BOTH) == 1
+    assert resealing.reseal(database, BOTH) == 2, "a secret, and the key of an authority"
     assert by_key(database)["secret.sealed", 1] == 1, "left for the next pass"
     assert resealing.reseal(database, BOTH) == 1
     sealed = database.read(

@@ -22,6 +22,7 @@ def upgrade() -> None:
     _failovers()
     _silence()
     _rotations()
+    _resync()
     create_table(
         "process",
         sa.Column("name", sa.String(length=128), nullable=False),
@@ -34,6 +35,13 @@ def upgrade() -> None:
         sa.Column("draining", sa.Boolean(), nullable=False),
         sa.Column("jobs", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_process")),
+    )
+    create_table(
+        "drained_host",
+        sa.Column("host", sa.String(length=255), nullable=False),
+        sa.Column("since", sa.Double(), nullable=False),
+        sa.Column("asked_by", sa.String(length=128), nullable=True),
+        sa.PrimaryKeyConstraint("host", name=op.f("pk_drained_host")),
     )
     create_table(
         "authority",
@@ -49,6 +57,21 @@ def upgrade() -> None:
     )
 
 
+def _resync() -> None:
+    create_table(
+        "resync",
+        sa.Column("load_balancer_id", sa.String(length=36), nullable=False),
+        sa.Column("asked_at", sa.Double(), nullable=False),
+        sa.Column("asked_by", sa.String(length=128), nullable=True),
+        sa.Column("remove_unknown", sa.Boolean(), nullable=False),
+        sa.Column("ended_at", sa.Double(), nullable=True),
+        sa.Column("outcome", sa.String(length=16), nullable=True),
+        sa.Column("detail", sa.Text(), nullable=True),
+        sa.PrimaryKeyConstraint("load_balancer_id", name=op.f("pk_resync")),
+    )
+    create_index("ix_resync_ended_at", "resync", ["ended_at"])
+
+
 def _columns() -> None:
     add_column("amphora", sa.Column("image", sa.String(length=255), nullable=True))
     add_column("amphora", sa.Column("certificate_issued_at", sa.Double(), nullable=True))
@@ -59,6 +82,7 @@ def _columns() -> None:
     add_column("amphora_seen", sa.Column("agent_version", sa.String(length=64), nullable=True))
     add_column("work", sa.Column("spare_pool", sa.String(length=36), nullable=True))
     add_column("work", sa.Column("spares", BODY, nullable=True))
+    add_column("work", sa.Column("deaths", sa.Integer(), nullable=False, server_default="0"))
 
 
 def _failovers() -> None:
@@ -145,6 +169,8 @@ def _rotations() -> None:
         sa.Column("load_balancer_id", sa.String(length=36), nullable=False),
         sa.Column("place", sa.Integer(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("amphorae", BODY, nullable=False),
+        sa.Column("operating", sa.String(length=16), nullable=True),
         sa.Column("begun_at", sa.Double(), nullable=True),
         sa.Column("ended_at", sa.Double(), nullable=True),
         sa.Column("reason", sa.Text(), nullable=True),

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See to it that this machine stays what it has confirmed.
+
+Invariant: never while a change is under way, and nothing is mended that was not seen twice. What differs is mended by
+applying the confirmed bundle once more, as a repeated push does: there is no other way. What that does not mend is said
+in the heartbeat, and tried again ever more seldom.
+
+A look costs a few milliseconds. With thousands of members, or of certificates, it costs more, and is taken more seldom:
+looking takes no more than one part in `SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from amphora_agent.applying.drift import Difference, Drift, both
+from amphora_agent.errors import AgentError
+
+_log = logging.getLogger(__name__)
+SHARE = 200
+# Between the look that finds something and the one that believes it, in seconds.
+_AGAIN_SECONDS = 1.0
+# How many times longer it is until what could not be mended is tried again.
+_MOST_PATIENCE = 16
+
+
+class Audited(Protocol):
+    """What can be looked at and mended (`Applier`)."""
+
+    def differences(self) -> tuple[Difference, ...] | None:
+        """What is not as confirmed; None while a change is under way, or if there is nothing to be."""
+
+    def mend(self, found: Sequence[Difference]) -> None:
+        """Apply what is confirmed once more. Raises `AgentError` if that fails."""
+
+
+class Auditor:
+    """Looks now and then, in a thread of its own.
+
+    Args:
+        audited: what is looked at.
+        drift: where what is found is noted.
+        interval: seconds between two looks.
+        tell: called when something was found, or is well again.
+    """
+
+    def __init__(self, audited: Audited, drift: Drift, interval: float, tell: Callable[[], None]) -> None:
+        self._audited = audited
+        self._drift = drift
+        self._interval = interval
+        self._tell = tell
+        self._pause = 0.0
+        self._patience, self._skip = 1, 0
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name="audit", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(max(self._interval, self._pause))
+            try:
+                self.audit()
+            except AgentError as error:
+                _log.warning("Looking for what was changed by hand: %s", error)
+            except Exception:  # noqa: BLE001 (without this thread nothing would be mended, and nobody would notice)
+                _log.exception("Looking for what was changed by hand")
+
+    def audit(self) -> None:
+        """Look once, and mend what is found.
+
+        Raises:
+            AgentError: it could not be found out.
+        """
+        first = self._look()
+        if not first:
+            if first is not None:
+                self._well()
+            return
+        time.sleep(min(_AGAIN_SECONDS, self._interval))
+        found = both(first, self._look() or ())
+        if not found:
+            return
+        stays = {one.word for one in found} <= {one.word for one in self._drift.left}
+        if stays and self._skip > 0:
+            self._skip -= 1
+            return
+        self._mend(found)
+
+    def _look(self) -> tuple[Difference, ...] | None:
+        begun = time.monotonic()
+        found = self._audited.differences()
+        self._pause = (time.monotonic() - begun) * SHARE
+        if found is not None:
+            self._drift.looked()
+        return found
+
+    def _well(self) -> None:
+        self._patience, self._skip = 1, 0
+        if self._drift.left:
+            _log.info("What could not be mended is as confirmed again")
+            self._drift.nothing()
+            self._tell()
+
+    def _mend(self, found: Sequence[Difference]) -> None:
+        for one in found:
+            _log.warning("Not as confirmed: %s", one.sentence)
+        try:
+            self._audited.mend(found)
+        except AgentError as error:
+            _log.warning("What was changed by hand could not be mended: %s", error)
+            left: tuple[Difference, ...] = tuple(found)
+        else:
+            # None: a push came, and is asked again next time.
+            left = self._look() or ()
+        self._drift.found(found, left)
+        if left:
+            self._skip, self._patience = self._patience - 1, min(2 * self._patience, _MOST_PATIENCE)
+        else:
+            _log.info("What was changed by hand is mended")
+            self._patience, self._skip = 1, 0
+        self._tell()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code agents are started with on this machine: what an image is elsewhere.
+
+Invariant: the digest names contents, not times: the same files are the same image wherever they lie. It is made again
+only when a file has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+# Seconds a Python may take to say where the agent's package is.
+_PATIENCE = 20.0
+_WHERE = (
+    "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
+)
+# So many digits tell versions apart that one machine ever sees.
+_DIGITS = 16
+
+
+class AgentCode:
+    """The agent's package, as one Python finds it.
+
+    Args:
+        python: the interpreter agents are started with.
+    """
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._lock = threading.Lock()
+        self._folders: tuple[Path, ...] | None = None
+        self._known: tuple[tuple[tuple[str, int, int], ...], str] | None = None
+
+    def digest(self) -> str | None:
+        """The digest of its files, as `agent-…`; None where that Python cannot say where they are.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        with self._lock:
+            if self._folders is None:
+                self._folders = self._find()
+            files = [(folder, path) for folder in self._folders for path in sorted(folder.rglob("*.py"))]
+            if not files:
+                return None
+            seen = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for _, path in files)
+            if self._known is None or self._known[0] != seen:
+                made = hashlib.sha256()
+                for folder, path in files:
+                    content = path.read_bytes()
+                    made.update(f"{path.relative_to(folder)}:{len(content)}:".encode() + content)
+                self._known = (seen, f"agent-{made.hexdigest()[:_DIGITS]}")
+            return self._known[1]
+
+    def _find(self) -> tuple[Path, ...]:
+        names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        try:
+            told = subprocess.run(
+                [self._python, "-c", _WHERE],
+                env=environment,
+                cwd="/",
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE,
+                check=True,
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            LOG.warning("%s does not say where the agent's package is: %s", self._python, error)
+            return ()
+        return tuple(Path(line) for line in told.stdout.splitlines() if line)

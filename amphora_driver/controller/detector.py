@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detector: finds silent amphorae and has them replaced. A duty of one controller at a time.
+
+Invariant: this thread looks, decides (`detection`, `breaker`: pure) and writes; it waits for no agent. Whatever keeps
+it from looking (a database that is away, a process that was stopped, a duty that others had) is time in which nobody
+was silent. A fail-over begins in one transaction in which the amphora is found as silent as it was thought to be.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from amphora_driver import points
+from amphora_driver.controller import breaker as breaking
+from amphora_driver.controller.breaker import Allowance, Breaker, Count, Fallen, Pauses, too_many
+from amphora_driver.controller.detection import Judgement, Kind, Limits, Quiet, Watch, is_good, judge
+from amphora_driver.controller.findings import Findings
+from amphora_driver.controller.witnesses import Witnesses
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.queue import doorbell
+from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.store import breakers, failovers, silences
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.failovers import Cause, Event, Why
+from amphora_driver.store.silences import Silence
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    import sqlalchemy as sa
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.controller.witnesses import Agents
+    from amphora_driver.store.breakers import Row
+    from amphora_driver.store.engine import Database
+    from amphora_driver.store.silences import Look, Sight
+
+LOG = logging.getLogger(__name__)
+# Seconds between two looks, or an eighth of the silence that is looked for.
+_LOOK_EVERY = 0.5
+# Seconds for which the duty is held, and between two times it is renewed.
+_DUTY = 6.0
+_RENEWED_EVERY = 1.5
+# Seconds after something went wrong that nobody thought of.
+_TROUBLE = 1.0
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One silent amphora, and what is thought of it."""
+
+    sight: silences.Sight
+    quiet: Quiet
+    judgement: Judgement
+
+
+class Detector:
+    """One thread of a controller.
+
+    Args:
+        conf: our options.
+        database: where the rows are.
+        agents: who talks to agents.
+        owner: name of this process.
+        tell: called with a doorbell's role when there is something to do for it.
+    """
+
+    def __init__(
+        self, conf: ConfigOpts, database: Database, agents: Agents, owner: str, tell: Callable[[str], None]
+    ) -> None:
+        options = conf.failover
+        self._automatic: bool = options.automatic
+        self._most_at_once: int = options.most_at_once
+        self._patience: float = conf.controller.boot_timeout
+        self._limits = Limits(
+            silent_after=options.silent_after,
+            mute_after=max(options.mute_after, options.silent_after),
+            probe_timeout=options.probe_timeout,
+        )
+        self._breaking = breaking.Limits(
+            percent=options.breaker_percent,
+            floor=options.breaker_floor,
+            most=options.breaker_most,
+            window=options.breaker_window,
+            calm=options.breaker_calm,
+            trial=options.breaker_trial,
+        )
+        self._database = database
+        self._owner = owner
+        self._tell = tell
+        self._every = min(_LOOK_EVERY, options.silent_after / 8)
+        self._history: float = max(4 * options.pause_most, 60.0)
+        self._watch = Watch(self._limits)
+        self._witnesses = Witnesses(agents, options.probe_timeout, options.witnesses)
+        self._pauses = Pauses(options.pause_first, options.pause_most)
+        self._fallen = Fallen(options.breaker_window)
+        self._breaker = Breaker()
+        self._findings = Findings(database, conf.controller.orphan_grace)
+        self._renew_at = 0.0
+        self._mine = False
+        # When this process saw a fail-over first, and for which load balancer the one on trial is.
+        self._going: dict[int, float] = {}
+        self._trial: tuple[str, float] | None = None
+
+    def run(self, stopping: threading.Event, draining: threading.Event) -> None:
+        """Look until told to stop, but for the time in which nothing new is to be taken up."""
+        pause = self._every
+        while not stopping.wait(pause):
+            pause = self._every
+            try:
+                if draining.is_set():
+                    self.leave("this controller takes up nothing new")
+                else:
+                    self.turn()
+            except (AmphoraDriverError, OSError) as error:
+                if self._mine:
+                    LOG.warning("who is silent cannot be seen, everybody is counted anew: %s", error)
+                self._lose("the database is away")
+            except Exception:
+                # Without this thread nobody would be replaced any more, and nobody would notice.
+                LOG.exception("looking for silent amphorae failed, and goes on")
+                self._lose("something went wrong")
+                pause = _TROUBLE
+        self._witnesses.close()
+        try:
+            self.leave("this controller ends")
+        except (AmphoraDriverError, OSError) as error:
+            LOG.info("the duty of detection is left to run out: %s", error)
+
+    def leave(self, why: str) -> None:
+        """Give the duty to whoever wants it, if it is ours.
+
+        Raises:
+            StoreError: the database is away.
+        """
+        if self._mine:
+            self._lose(why)
+            self._renew_at = 0.0
+            drop_duty(self._database, silences.DUTY, self._owner)
+
+    def turn(self) -> None:
+        """One look, and what follows from it.
+
+        Raises:
+            StoreError: the database is away.
+        """
+        if time.monotonic() >= self._renew_at:
+            held = hold_duty(self._database, silences.DUTY, self._owner, _DUTY)
+            self._renew_at = time.monotonic() + _RENEWED_EVERY
+            if not held:
+                self._lose("another controller has the duty")
+                return
+        elif not self._mine:
+            return
+        begun = time.monotonic()
+        look, rows = self._database.read(lambda c: (silences.look(c), breakers.every(c)))
+        if look.owner != self._owner:
+            self._lose("another controller has the duty")
+            return
+        if not self._mine:
+            self._take_up(rows)
+        self._watch.look({one.amphora_id: one.order for one in look.amphorae}, look.beats, time.monotonic())
+        self._decide(look, rows, begun)
+
+    def _lose(self, why: str) -> None:
+        self._mine = False
+        self._renew_at = max(self._renew_at, time.monotonic() + self._every)
+        self._watch.forget(why)
+
+    def _take_up(self, rows: dict[str, Row]) -> None:
+        """Begin with the duty: what another one has found is known, how long anybody is silent is not."""
+        LOG.info("this controller looks for silent amphorae now")
+        ages = self._database.read(lambda connection: silences.begun(connection, self._history))
+        now = time.monotonic()
+        self._pauses.resume(ages, now)
+        self._watch.forget("it has just begun to look")
+        self._fallen = Fallen(self._breaking.window)
+        self._going.clear()
+        self._trial = None
+        known = rows.get(breakers.AUTOMATIC)
+        state = breaking.State.CLOSED if known is None else breaking.State(known.state)
+        self._breaker = Breaker(state=state, since=now, reason=(known.reason if known else None) or "")
+        self._findings.take_up(rows)
+        self._mine = True
+
+    def _decide(self, look: Look, rows: dict[str, Row], now: float) -> None:
+        there = {one.amphora_id: one for one in look.amphorae}
+        watched = {one for one, sight in there.items() if sight.state is State.READY}
+        late = self._watch.quiet(now, self._limits.late_after)
+        self._witnesses.keep(late)
+        self._ask(late, there, now)
+        cases = [
+            Case(sight=there[one], quiet=quiet, judgement=self._judge(there[one], quiet, now))
+            for one, quiet in late.items()
+            if now - quiet.since >= self._limits.silent_after
+        ]
+        silent = {case.sight.amphora_id for case in cases} & watched
+        if not self._watch.blind:
+            self._count(rows, watched, silent, cases, now)
+        only_late = len((late.keys() & watched) - silent)
+        verdicts = self._act(look, cases, self._allowance(look, rows, self._fallen.of(watched), only_late, now), now)
+        self._pauses.keep({one.load_balancer_id for one in look.amphorae})
+        self._findings.say(verdicts, self._words(look, now, len(silent), len(watched)))
+
+    def _ask(self, late: dict[str, Quiet], there: dict[str, Sight], now: float) -> None:
+        """The longest silent first; those nobody asked in this silence before those that are asked again."""
+        waiting = []
+        for one, quiet in late.items():
+            answer = self._witnesses.answer(one)
+            if not is_good(answer, quiet, now + self._limits.fresh / 2, self._limits):
+                again = answer is not None and answer.at >= quiet.since
+                waiting.append((again, answer.at if again and answer else quiet.since, one))
+        for _, _, one in sorted(waiting):
+            address = there[one].address
+            if address is not None:
+                self._witnesses.ask(one, address)
+
+    def _judge(self, sight: Sight, quiet: Quiet, now: float) -> Judgement:
+        if sight.address is None:
+            kind = Kind.SILENT if quiet.spoke else Kind.NEVER_SPOKE
+            return Judgement(kind=kind, words="nothing follows: it has no address to be asked at")
+        return judge(quiet, self._witnesses.answer(sight.amphora_id), now, self._limits)
+
+    def _count(self, rows: dict[str, Row], watched: set[str], silent: set[str], cases: list[Case], now: float) -> None:
+        """Have the breaker open and close."""
+        if self._findings.closed_by_operator(rows):
+            LOG.warning("an operator has closed the breaker: those that are silent now are replaced")
+            self._fallen.accept(silent)
+            self._breaker = Breaker(since=now, reason="an operator has closed it")
+            self._trial = None
+        recent = self._fallen.note(silent, watched, now)
+        count = Count(watched=self._fallen.of(watched), silent=self._fallen.open_count(silent), recent=recent)
+        if self._breaker.state is not breaking.State.CLOSED and self._watch.sees_for(now) < self._limits.silent_after:
+            # Nobody can be silent yet; that is no calm.
+            return
+        before = self._breaker
+        self._breaker = breaking.after(before, count, self._breaking, now, trial=self._tried(cases, now))
+        if self._breaker.state is before.state:
+            return
+        if self._breaker.state is breaking.State.OPEN:
+            self._trial = None
+            LOG.error("the breaker is open, no amphora is replaced unasked: %s", self._breaker.reason)
+        elif self._breaker.state is breaking.State.TRIAL:
+            LOG.warning("the breaker lets one fail-over through at a time, for a trial: %s", before.reason)
+        else:
+            self._fallen.forgive()
+            self._trial = None
+            LOG.warning("the breaker is closed again: %s", self._breaker.reason)
+
+    def _tried(self, cases: list[Case], now: float) -> bool | None:
+        """How the fail-over on trial ended; None while it goes on, or where there is none."""
+        if self._trial is None:
+            return None
+        load_balancer_id, since = self._trial
+        again = any(
+            case.judgement.dead
+            and case.sight.state is State.READY
+            and case.sight.load_balancer_id == load_balancer_id
+            and self._pauses.is_replacement(load_balancer_id, case.sight.amphora_id)
+            for case in cases
+        )
+        if again or now - since > self._patience:
+            self._trial = None
+            return False
+        return None
+
+    def _allowance(self, look: Look, rows: dict[str, Row], watched: int, late: int, now: float) -> Allowance:
+        self._going = {one.id: self._going.get(one.id, now) for one in look.going}
+        # One that does not come to its end holds up the others for so long only.
+        going = {one.load_balancer_id for one in look.going if now - self._going[one.id] < self._patience}
+        if self._trial is not None and self._trial[0] not in going:
+            LOG.warning("the fail-over on trial has ended well: load balancer %s", self._trial[0])
+            self._trial = None
+        held = rows.get(breakers.OPERATOR)
+        return Allowance(
+            automatic=self._automatic,
+            held=None if held is None else held.reason or "",
+            state=self._breaker.state,
+            late=too_many(late + self._fallen.counted(now), watched, self._breaking) if late else "",
+            going_on=len(going),
+            most_at_once=self._most_at_once,
+            on_trial=self._trial is not None,
+        )
+
+    def _act(self, look: Look, cases: list[Case], allowance: Allowance, now: float) -> list[Silence]:
+        """Begin what may begin; returns what is to be shown of everybody who is silent."""
+        said = []
+        by_load_balancer: dict[str, list[Case]] = {}
+        for case in cases:
+            by_load_balancer.setdefault(case.sight.load_balancer_id, []).append(case)
+        # Who waits longest is first.
+        for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda one: one[1][0].quiet.since):
+            ready = [case for case in mine if case.sight.state is State.READY]
+            refusals = {case.sight.amphora_id: self._refusal(case, allowance, now) for case in ready}
+            due = [case for case in ready if case.judgement.cause and not refusals[case.sight.amphora_id]]
+            dead = _all_dead(look, load_balancer_id, mine)
+            if due and self._begin(look, load_balancer_id, due, dead, now):
+                allowance = allowance.taken(1)
+            elif ready and dead and not due and self._breaker.state is breaking.State.CLOSED and not allowance.late:
+                self._findings.not_served(
+                    load_balancer_id, self._owner, {c.sight.amphora_id: c.quiet.order for c in ready}, dead
+                )
+            said += [_shown(case, refusals[case.sight.amphora_id], look, now) for case in ready]
+        return said
+
+    def _refusal(self, case: Case, allowance: Allowance, now: float) -> str:
+        """Why an amphora that is to be replaced is not, yet; empty if it is."""
+        sight = case.sight
+        if refusal := allowance.refusal():
+            return refusal
+        if self._pauses.left(sight.load_balancer_id, sight.amphora_id, now) > 0:
+            return f"the pause of {self._pauses.length(sight.load_balancer_id):g} s after the last one is not over"
+        return "it is asked once more" if case.judgement.stale else ""
+
+    def _begin(self, look: Look, load_balancer_id: str, due: list[Case], dead: str, now: float) -> bool:
+        """Have amphorae of one load balancer replaced; False if none is, because it was heard meanwhile."""
+        orders = {case.sight.amphora_id: case.quiet.order for case in due}
+        there = {one.amphora_id for one in look.amphorae if one.load_balancer_id == load_balancer_id}
+        at = self._database.now()
+
+        def write(connection: sa.Connection) -> list[str]:
+            still = silences.unchanged(connection, load_balancer_id, orders, self._owner)
+            begun = [
+                case.sight.amphora_id
+                for case in due
+                if case.sight.amphora_id in still and self._retire(connection, case, at, now)
+            ]
+            if dead and len(begun) == len(due):
+                silences.not_served(connection, load_balancer_id, dead)
+            return begun
+
+        begun = self._database.write(write)
+        if begun:
+            points.reach(points.Point.FAILOVER_BEGUN)
+        for amphora_id in begun:
+            LOG.warning("load balancer %s: amphora %s is silent and is replaced", load_balancer_id, amphora_id)
+        if not begun:
+            return False
+        self._pauses.begun(load_balancer_id, there, now)
+        if self._breaker.state is breaking.State.TRIAL:
+            self._trial = load_balancer_id, now
+        self._tell(doorbell.CONTROLLER)
+        if dead:
+            self._tell(doorbell.REPORTER)
+        return True
+
+    def _retire(self, connection: sa.Connection, case: Case, at: float, now: float) -> bool:
+        load_balancer_id, amphora_id = case.sight.load_balancer_id, case.sight.amphora_id
+        found = _found(case, now)
+        if self._pauses.is_replacement(load_balancer_id, amphora_id):
+            # What goes on for this load balancer already did not lead to one that is heard.
+            failovers.note(connection, load_balancer_id, Event.FAILED, at, amphora_id, found)
+        if not failovers.begin(connection, load_balancer_id, [amphora_id], _why(case), at):
+            return False
+        failovers.note(connection, load_balancer_id, Event.FOUND, at, amphora_id, found)
+        return True
+
+    def _words(self, look: Look, now: float, silent: int, watched: int) -> list[breakers.Row]:
+        """The rows of the breaker, as they are to be."""
+        since = look.at - (now - self._breaker.since)
+        trial = since + self._breaking.trial if self._breaker.state is breaking.State.OPEN else None
+        blind = self._watch.blind
+        counts = {"silent": silent, "watched": watched}
+        return [
+            breakers.Row(
+                name=breakers.AUTOMATIC,
+                state=self._breaker.state.value,
+                since=since,
+                trial_at=trial,
+                reason=self._breaker.reason or None,
+                **counts,
+            ),
+            breakers.Row(
+                name=breakers.SIGHT,
+                state=breakers.BLIND if blind else breakers.SEEING,
+                since=look.at - self._watch.sees_for(now),
+                reason=blind or None,
+                **counts,
+            ),
+        ]
+
+
+def _all_dead(look: Look, load_balancer_id: str, cases: list[Case]) -> str:
+    """Why nobody serves a load balancer; empty where somebody may."""
+    dead = {case.sight.amphora_id for case in cases if case.judgement.dead}
+    there = {one.amphora_id for one in look.amphorae if one.load_balancer_id == load_balancer_id}
+    if not dead or not there <= dead:
+        return ""
+    if len(dead) == 1:
+        return f"amphora {next(iter(dead))} is not heard and does not answer"
+    return f"none of its amphorae is heard, and none answers: {', '.join(sorted(dead))}"
+
+
+def _shown(case: Case, refusal: str, look: Look, now: float) -> Silence:
+    words = case.judgement.words
+    if case.judgement.cause is not None:
+        words += f"; it waits: {refusal}" if refusal else "; it is replaced"
+    return Silence(
+        amphora_id=case.sight.amphora_id,
+        load_balancer_id=case.sight.load_balancer_id,
+        kind=case.judgement.kind.value,
+        since=look.at - (now - case.quiet.since),
+        verdict=words,
+    )
+
+
+def _why(case: Case) -> Why:
+    cause = case.judgement.cause or Cause.SILENT
+    reason = {
+        Cause.SILENT: "it is not heard and does not answer",
+        Cause.MUTE: "it answers and is not heard",
+        Cause.NEVER_SPOKE: "it was never heard",
+    }[cause]
+    return Why(cause=cause, reason=reason, silent_since=case.sight.heard_at)
+
+
+def _found(case: Case, now: float) -> str:
+    at = case.sight.heard_at
+    heard = "" if at is None else dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    last = f"heard last at {heard}" if case.quiet.spoke else f"never heard, ready since {heard or 'long ago'}"
+    return f"{last}, silent for {now - case.quiet.since:.1f} s; {case.judgement.words}"

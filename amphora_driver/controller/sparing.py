@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking warm spares, and looking after their pool: the steps that have to do with both.
+
+Invariant: a spare is asked whether it is there before it is taken, and taken in one transaction under the load
+balancer's lease. One that does not answer costs a moment, and the next one is asked; where none is left, an amphora is
+booted as if there were no spares.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from amphora_driver.controller import todo
+from amphora_driver.errors import AgentError, AmphoraDriverError
+from amphora_driver.store import failovers, spares
+from amphora_driver.store.failovers import Event
+from amphora_driver.store.spares import Spare, Spec, Stock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import sqlalchemy as sa
+
+    from amphora_driver.controller.turn import Turn
+    from amphora_driver.store.amphorae import Amphora
+
+    Write = Callable[[Callable[[sa.Connection], object]], None]
+
+LOG = logging.getLogger(__name__)
+# Seconds a spare may take to say that it is there.
+_PATIENCE = 2.0
+_DAY = 86_400.0
+
+
+class Sparing:
+    """Spares of one load balancer, or of one pool, in one turn.
+
+    Args:
+        backends: agents, database and so on.
+        turn: whose.
+        write: runs a change of the store under the lease.
+
+    Attributes:
+        given_up: no spare is taken in this turn any more.
+        asked: spares that were asked in this turn, and
+        absent: those of them that did not answer.
+    """
+
+    def __init__(self, backends: Any, turn: Turn, write: Write) -> None:
+        self.given_up = False
+        self.asked: frozenset[str] = frozenset()
+        self.absent: frozenset[str] = frozenset()
+        self._backends = backends
+        self._turn = turn
+        self._write = write
+
+    # --- what is seen -----------------------------------------------------------------------------------------------
+
+    def spec(self, row: Any, tree: Any) -> Spec | None:
+        """What the load balancer's pool is to keep; as it is while nobody can say."""
+        if tree is None:
+            return None
+        number = self._backends.conf.spares.number
+        return spares.spec_of(tree.profile, row.compute, row.network, number)
+
+    def to_take(self, connection: sa.Connection, spec: Spec | None, pool_id: str | None, now: float) -> tuple[str, ...]:
+        """Ids of spares that the load balancer may take, the best first."""
+        if pool_id is None or spec is None or self.given_up:
+            return ()
+        found = spares.ready(connection, pool_id)
+        image = self._image(spec) if found else None
+        return tuple(one.id for one in found if not self._unfit(one, image, now))
+
+    def stock(self, connection: sa.Connection, row: Any, now: float) -> Stock:
+        """The pool, as its own job sees it."""
+        spec = msgspec.json.decode(row.spares, type=Spec)
+        users = spares.users(connection, row.load_balancer_id)
+        number = self._backends.conf.spares.number if spec.number is None else spec.number
+        found = spares.ready(connection, row.load_balancer_id)
+        image = self._image(spec) if found else None
+        unfit = {one.id: why for one in found if (why := self._unfit(one, image, now))}
+        return Stock(spec=spec, number=number if users else 0, users=users, unfit=unfit)
+
+    def _unfit(self, one: Spare, image: str | None, now: float) -> str | None:
+        # Its certificate is renewed at half life: one that has so little left was not.
+        return spares.unfit(one, image, now, self._backends.conf.certificates.validity_days * _DAY / 3)
+
+    def _image(self, spec: Spec) -> str | None:
+        """What a machine that is booted now would have; None where nobody can say."""
+        try:
+            found: str | None = self._backends.catalogue.compute(spec.compute, spec.network).image(spec.image_tag)
+        except AmphoraDriverError as error:
+            LOG.warning("which image spares are to have is not known: %s", error)
+            return None
+        return found
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def adopt(self, step: todo.Adopt, wanted: todo.Wanted, now: float) -> None:
+        """Take the first spare that answers; if there is none, none is sought in this turn any more."""
+        of, pool_id = wanted.load_balancer_id, str(wanted.pool)
+        known = {one.id: one for one in self._backends.database.read(lambda c: spares.ready(c, pool_id))}
+        for amphora_id in step.amphora_ids:
+            if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
+                continue
+            self._turn.check()
+            taken: list[bool] = []
+
+            def take(connection: sa.Connection, spare: str = amphora_id, taken: list[bool] = taken) -> None:
+                taken[:] = [spares.take(connection, spare, pool_id, of, step.role)]
+                if taken[0] and wanted.replacing:
+                    failovers.note(connection, of, Event.ADOPTED, now, spare)
+
+            self._write(take)
+            if taken[0]:
+                return
+        LOG.warning("load balancer %s: no spare of pool %s can be taken, a machine is booted", of, pool_id)
+        self.given_up = True
+
+    def join(self, step: todo.Join, wanted: todo.Wanted) -> None:
+        """Note which pool it takes spares from."""
+        self._write(lambda connection: spares.join(connection, wanted.load_balancer_id, step.spec, step.former))
+
+    def retire(self, step: todo.Retire, pool_id: str) -> None:
+        """Mark a spare that is about to go."""
+        self._write(lambda connection: spares.retire(connection, step.amphora_id, pool_id, step.reason))
+
+    def ask(self, step: todo.AskSpares, by_id: dict[str, Amphora]) -> None:
+        """Find out which of them are there."""
+        for amphora_id in step.amphora_ids:
+            self._turn.check()
+            if not self._answers(amphora_id, by_id[amphora_id].management_address):
+                self.absent |= {amphora_id}
+            self.asked |= {amphora_id}
+
+    def disband(self, pool_id: str) -> None:
+        """Forget the pool, unless somebody has come."""
+
+        def write(connection: sa.Connection) -> None:
+            self._turn.over = spares.disband(connection, pool_id)
+
+        self._write(write)
+
+    def _answers(self, amphora_id: str, address: str | None) -> bool:
+        if address is None:
+            return False
+        try:
+            self._backends.agents.info(amphora_id, address, deadline=self._turn.deadline.within(_PATIENCE))
+        except AgentError as error:
+            self._turn.check()
+            LOG.warning("spare %s does not answer: %s", amphora_id, error)
+            return False
+        return True

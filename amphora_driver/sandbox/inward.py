@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A way into the sandbox's control namespace, for a browser on this machine: the status page.
+
+Invariant: it listens on the machine's loopback only, on the socket it is handed as descriptor 3, and forwards to one
+port on the namespace's loopback. It keeps nothing.
+
+``python -m amphora_driver.sandbox.inward NAMESPACE PORT``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import sys
+from pathlib import Path
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox.outward import copy
+
+_HERE = "127.0.0.1"
+_LISTENER = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Forward until killed."""
+    namespace, port = arguments
+    asyncio.run(_serve(namespaces.path(namespace), int(port)))
+    return 0
+
+
+async def _serve(place: Path, port: int) -> None:
+    listener = socket.socket(fileno=_LISTENER)
+    listener.setblocking(False)
+    server = await asyncio.start_server(functools.partial(_forward, place, port), sock=listener)
+    await server.serve_forever()
+
+
+async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    # A socket stays in the namespace it was made in, whoever uses it.
+    inside = await asyncio.to_thread(namespaces.inside, place, socket.socket)
+    inside.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(inside, (_HERE, port))
+        there, back = await asyncio.open_connection(sock=inside)
+    except OSError:
+        inside.close()
+        writer.close()
+        return
+    await asyncio.gather(copy(reader, back), copy(there, writer))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

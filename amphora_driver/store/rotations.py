@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roll-outs over many load balancers: what was asked for, and how far it is.
+
+Invariant: the rows are all there is. Which amphorae are to be replaced is written down when a rotation is asked for, by
+their ids, so that no clock decides later who is new. At most one rotation has not ended. Whoever moves one on holds its
+row, and so does whoever pauses, resumes or aborts it: a decision is never made about rows that somebody else changes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.errors import Conflict, UnknownObject
+from amphora_driver.store import clock, spares
+from amphora_driver.store.amphorae import State as AmphoraState
+from amphora_driver.store.fleet_tables import rotation, rotation_item
+from amphora_driver.store.tables import URGENT, amphora, duty, wanted_object, work
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+_LONGEST_TEXT = 1000
+# A row of `duty` that nobody ever holds: who asks for a rotation locks it.
+_TURNSTILE = "rotation request"
+# Databases limit the number of values in one IN (...).
+_CHUNK = 500
+
+
+class State(str, Enum):
+    """Where a rotation is. An aborted one has ended when what it had begun has."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    ABORTED = "aborted"
+    DONE = "done"
+
+
+class ItemState(str, Enum):
+    """Where a load balancer is in its rotation."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which amphorae are to be replaced: those for which everything holds that is said here.
+
+    Attributes:
+        image: those that were not booted from it; and those that take their place have to be.
+        older_than: those booted more than so many seconds ago.
+        everything: all, whatever they were booted from.
+        left_of: those of this rotation that it did not replace.
+        load_balancers: only of these; empty for all.
+        compute_flavor: only of load balancers whose machines are of this compute flavor.
+        project: only of this project's load balancers.
+        topology: only of load balancers of this topology.
+    """
+
+    image: str | None = None
+    older_than: float | None = None
+    everything: bool = False
+    left_of: int | None = None
+    load_balancers: tuple[str, ...] = ()
+    compute_flavor: str | None = None
+    project: str | None = None
+    topology: str | None = None
+
+
+class Rotation(msgspec.Struct, frozen=True, kw_only=True):
+    """One rotation as recorded; times are seconds since 1970."""
+
+    id: int
+    state: State
+    wanted: Selection
+    max_unavailable: int
+    asked_by: str | None
+    created_at: float
+    changed_at: float
+    ended_at: float | None
+    reason: str | None
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """One load balancer of a rotation.
+
+    Attributes:
+        amphorae: those that were not as wanted when the rotation was asked for.
+        operating: the load balancer's operating status when its turn came.
+    """
+
+    load_balancer_id: str
+    place: int
+    state: ItemState
+    amphorae: tuple[str, ...]
+    operating: str | None = None
+    begun_at: float | None = None
+    ended_at: float | None = None
+    reason: str | None = None
+
+
+def ask(connection: sa.Connection, wanted: Selection, max_unavailable: int, asked_by: str | None) -> Rotation:
+    """Write a rotation down; a controller begins with it within a second or two.
+
+    Args:
+        connection: of a writing transaction.
+        wanted: which amphorae.
+        max_unavailable: of how many load balancers at once amphorae may be replaced.
+        asked_by: who.
+
+    Raises:
+        Conflict: another one has not ended, or there is nothing to do.
+        UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
+    """
+    _one_at_a_time(connection)
+    current = active(connection)
+    if current is not None:
+        what = "has been aborted, and finishes what it has begun" if current.state is State.ABORTED else "goes on"
+        raise Conflict(
+            "begin a rotation",
+            f"rotation {current.id} {what}, and there is one at a time",
+            f"See: amphoractl rotation show {current.id}.",
+        )
+    now = connection.execute(sa.select(clock.now(connection))).scalar_one()
+    chosen = choose(connection, wanted, now)
+    if not chosen:
+        raise Conflict("begin a rotation", "every amphora is as wanted already")
+    row = {
+        "state": State.RUNNING.value,
+        "wanted": msgspec.json.encode(wanted).decode(),
+        "max_unavailable": max_unavailable,
+        "asked_by": asked_by,
+        "created_at": now,
+        "changed_at": now,
+    }
+    key = connection.execute(rotation.insert().values(**row)).inserted_primary_key
+    rotation_id = int(key[0]) if key else 0
+    items = [
+        {
+            "rotation_id": rotation_id,
+            "load_balancer_id": load_balancer_id,
+            "place": place,
+            "state": ItemState.WAITING.value,
+            "amphorae": msgspec.json.encode(found).decode(),
+        }
+        for place, (load_balancer_id, found) in enumerate(chosen.items(), 1)
+    ]
+    connection.execute(rotation_item.insert(), items)
+    _retire_spares(connection, rotation_id, wanted, now)
+    return get(connection, rotation_id)
+
+
+def choose(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
+    """The amphorae a selection means, by load balancer, in the order in which they are to be replaced.
+
+    Raises:
+        UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
+    """
+    found: dict[str, list[str]] = {}
+    for row in connection.execute(_chosen(wanted, now)):
+        found.setdefault(row.load_balancer_id, []).append(row.id)
+    if wanted.left_of is not None:
+        left = _left_of(connection, wanted.left_of)
+        found = {one: [each for each in ids if each in left.get(one, ())] for one, ids in found.items()}
+    if wanted.compute_flavor is not None:
+        fitting = _of_compute_flavor(connection, list(found), wanted.compute_flavor)
+        found = {one: ids for one, ids in found.items() if one in fitting}
+    if wanted.load_balancers:
+        _check_known(connection, wanted.load_balancers)
+        # In the order in which they were named.
+        found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
+    return {one: tuple(ids) for one, ids in found.items() if ids}
+
+
+def get(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
+    """One rotation; nobody else changes it before this transaction ends if it is locked.
+
+    Raises:
+        UnknownObject: there is none of this number.
+    """
+    query = sa.select(rotation).where(rotation.c.id == rotation_id)
+    row = connection.execute(query.with_for_update() if lock else query).first()
+    if row is None:
+        raise UnknownObject(f"find rotation {rotation_id}", "there is none of this number", "See: rotation list.")
+    return _rotation(row)
+
+
+def active(connection: sa.Connection) -> Rotation | None:
+    """The one that has not ended, if there is one."""
+    row = connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None)).order_by(rotation.c.id)).first()
+    return None if row is None else _rotation(row)
+
+
+def newest(connection: sa.Connection, limit: int) -> list[Rotation]:
+    """The last ones that were asked for, the newest first."""
+    query = sa.select(rotation).order_by(rotation.c.id.desc()).limit(limit)
+    return [_rotation(row) for row in connection.execute(query)]
+
+
+def items(
+    connection: sa.Connection, rotation_id: int, states: Collection[ItemState] | None = None, limit: int | None = None
+) -> list[Item]:
+    """Load balancers of a rotation in their order; those in these states, or all."""
+    query = sa.select(rotation_item).where(rotation_item.c.rotation_id == rotation_id).order_by(rotation_item.c.place)
+    if states is not None:
+        query = query.where(rotation_item.c.state.in_([one.value for one in states]))
+    return [_item(row) for row in connection.execute(query if limit is None else query.limit(limit))]
+
+
+def counts(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
+    """How many load balancers are in which state."""
+    query = sa.select(rotation_item.c.state, sa.func.count()).where(rotation_item.c.rotation_id == rotation_id)
+    return dict(connection.execute(query.group_by(rotation_item.c.state)).tuples().all())
+
+
+def pause(connection: sa.Connection, rotation_id: int, reason: str) -> None:
+    """Begin nothing new until it is resumed; what was begun is finished.
+
+    Raises:
+        UnknownObject: there is none of this number.
+        Conflict: it does not run.
+    """
+    found = get(connection, rotation_id, lock=True)
+    if found.state is not State.RUNNING:
+        raise Conflict(f"pause rotation {rotation_id}", f"it is {found.state.value}")
+    turn(connection, rotation_id, State.PAUSED, reason)
+
+
+def resume(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
+    """Go on with a paused one.
+
+    Args:
+        connection: of a writing transaction.
+        rotation_id: which.
+        leave_failed: leave load balancers that failed as they are; otherwise they are watched again, until their
+            amphorae are replaced after all.
+
+    Raises:
+        UnknownObject: there is none of this number.
+        Conflict: it is not paused.
+    """
+    found = get(connection, rotation_id, lock=True)
+    if found.state is not State.PAUSED:
+        raise Conflict(f"resume rotation {rotation_id}", f"it is {found.state.value}")
+    for item in items(connection, rotation_id, [ItemState.FAILED]):
+        if leave_failed:
+            finish(connection, rotation_id, item, ItemState.SKIPPED, f"left as it was: {item.reason}")
+        else:
+            _again(connection, found, item)
+    turn(connection, rotation_id, State.RUNNING, None)
+
+
+def abort(connection: sa.Connection, rotation_id: int) -> None:
+    """Begin nothing any more; what was begun is finished.
+
+    Raises:
+        UnknownObject: there is none of this number.
+        Conflict: it has ended, or was aborted already.
+    """
+    found = get(connection, rotation_id, lock=True)
+    if found.state not in (State.RUNNING, State.PAUSED):
+        raise Conflict(f"abort rotation {rotation_id}", f"it is {found.state.value}")
+    mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.state == ItemState.WAITING.value
+    skipped = {"state": ItemState.SKIPPED.value, "ended_at": clock.now(connection), "reason": "it was aborted"}
+    connection.execute(rotation_item.update().where(*mine).values(**skipped))
+    turn(connection, rotation_id, State.ABORTED, found.reason)
+    if not items(connection, rotation_id, [ItemState.RUNNING], 1):
+        end(connection, rotation_id, State.ABORTED)
+
+
+def turn(connection: sa.Connection, rotation_id: int, state: State, reason: str | None) -> None:
+    """It goes over into a state."""
+    told = {"state": state.value, "reason": _short(reason), "changed_at": clock.now(connection)}
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**told))
+
+
+def say(connection: sa.Connection, rotation_id: int, reason: str | None) -> None:
+    """What it waits for."""
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(reason=_short(reason)))
+
+
+def end(connection: sa.Connection, rotation_id: int, state: State) -> None:
+    """Nothing of it is left to do."""
+    now = clock.now(connection)
+    ended: dict[str, Any] = {"state": state.value, "ended_at": now, "changed_at": now}
+    if state is State.DONE:
+        # It waits for nothing any more.
+        ended["reason"] = None
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**ended))
+
+
+def begin(connection: sa.Connection, rotation_id: int, item: Item, operating: str | None) -> None:
+    """Its turn has come."""
+    now = clock.now(connection)
+    _set(connection, rotation_id, item, state=ItemState.RUNNING.value, operating=operating, begun_at=now, reason=None)
+
+
+def finish(connection: sa.Connection, rotation_id: int, item: Item, state: ItemState, reason: str | None) -> None:
+    """Its turn is over, however."""
+    now = clock.now(connection)
+    _set(connection, rotation_id, item, state=state.value, ended_at=now, reason=_short(reason))
+
+
+def hold_work(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
+    """Nobody changes what is wanted of these load balancers before this transaction ends."""
+    query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id.in_(list(load_balancer_ids)))
+    connection.execute(query.order_by(work.c.load_balancer_id).with_for_update()).all()
+
+
+def tidy(connection: sa.Connection, before: float) -> None:
+    """Forget rotations that ended long ago."""
+    old = connection.execute(sa.select(rotation.c.id).where(rotation.c.ended_at < before)).scalars().all()
+    if old:
+        connection.execute(rotation_item.delete().where(rotation_item.c.rotation_id.in_(old)))
+        connection.execute(rotation.delete().where(rotation.c.id.in_(old)))
+
+
+def _again(connection: sa.Connection, found: Rotation, item: Item) -> None:
+    """Have one that failed go on; new amphorae that are not as wanted either have to be replaced in their turn."""
+    wrong: list[str] = []
+    if found.wanted.image is not None:
+        meant = Selection(image=found.wanted.image, load_balancers=(item.load_balancer_id,))
+        chosen = connection.execute(_chosen(meant, found.created_at)).all()
+        wrong = [row.id for row in chosen if row.id not in item.amphorae]
+    values: dict[str, Any] = {"state": ItemState.RUNNING.value}
+    if wrong:
+        amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
+        values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
+    _set(connection, found.id, item, ended_at=None, reason=None, **values)
+    # What has failed often is tried seldom.
+    due = {"dirty": True, "free_at": URGENT, "attempts": 0}
+    theirs = work.c.load_balancer_id == item.load_balancer_id, work.c.op == "apply"
+    connection.execute(work.update().where(*theirs).values(**due))
+
+
+def _one_at_a_time(connection: sa.Connection) -> None:
+    """Of two who ask in the same moment the second one waits here, and then finds the first one's."""
+    mine = duty.c.name == _TURNSTILE
+    if not connection.execute(duty.update().where(mine).values(epoch=duty.c.epoch + 1)).rowcount:
+        connection.execute(duty.insert().values(name=_TURNSTILE, owner="", epoch=1, leased_until=0.0))
+
+
+def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
+    """Have no amphora replaced by one that is as old. Pools look after the image of their spares themselves."""
+    if not wanted.everything and wanted.older_than is None:
+        return
+    for pool in spares.pools(connection):
+        spares.wake(connection, pool.load_balancer_id)
+        old = amphora.update().where(
+            amphora.c.load_balancer_id == pool.load_balancer_id,
+            amphora.c.state == AmphoraState.READY.value,
+            amphora.c.created_at < now - (wanted.older_than or 0.0),
+        )
+        reason = f"rotation {rotation_id} replaces those that are as old"
+        connection.execute(old.values(state=AmphoraState.RETIRING.value, reason=reason))
+
+
+def _chosen(wanted: Selection, now: float) -> sa.Select[Any]:
+    columns = (amphora.c.id, amphora.c.load_balancer_id)
+    # Of those that are being replaced already nobody is to be made new twice.
+    conditions = [amphora.c.state != AmphoraState.RETIRING.value, work.c.op == "apply"]
+    if wanted.image is not None:
+        conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))
+    if wanted.older_than is not None:
+        conditions.append(amphora.c.created_at < now - wanted.older_than)
+    if wanted.load_balancers and len(wanted.load_balancers) <= _CHUNK:
+        conditions.append(amphora.c.load_balancer_id.in_(wanted.load_balancers))
+    if wanted.project is not None:
+        conditions.append(work.c.project_id == wanted.project)
+    if wanted.topology is not None:
+        conditions.append(work.c.topology == wanted.topology)
+    joined = amphora.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    ordered = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
+    return sa.select(*columns).select_from(joined).where(*conditions).order_by(*ordered)
+
+
+def _left_of(connection: sa.Connection, rotation_id: int) -> dict[str, tuple[str, ...]]:
+    get(connection, rotation_id)
+    return {one.load_balancer_id: one.amphorae for one in items(connection, rotation_id)}
+
+
+def _of_compute_flavor(connection: sa.Connection, load_balancer_ids: Sequence[str], compute_flavor: str) -> set[str]:
+    """Those whose profile names it: that is in the body of the load balancer's own row."""
+    found = set()
+    for start in range(0, len(load_balancer_ids), _CHUNK):
+        query = sa.select(wanted_object.c.id, wanted_object.c.body).where(
+            wanted_object.c.id.in_(load_balancer_ids[start : start + _CHUNK])
+        )
+        for row in connection.execute(query):
+            profile = msgspec.json.decode(row.body).get("profile", {})
+            if profile.get("compute_flavor") == compute_flavor:
+                found.add(row.id)
+    return found
+
+
+def _check_known(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+    for one in load_balancer_ids:
+        query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id == one)
+        if connection.execute(query).first() is None:
+            raise UnknownObject(f"rotate the amphorae of load balancer {one}", "nothing is recorded under this id")
+
+
+def _set(connection: sa.Connection, rotation_id: int, item: Item, **values: Any) -> None:
+    mine = (
+        rotation_item.c.rotation_id == rotation_id,
+        rotation_item.c.load_balancer_id == item.load_balancer_id,
+    )
+    connection.execute(rotation_item.update().where(*mine).values(**values))
+
+
+def _rotation(row: Any) -> Rotation:
+    wanted = msgspec.json.decode(row.wanted, type=Selection)
+    return Rotation(
+        id=row.id,
+        state=State(row.state),
+        wanted=wanted,
+        max_unavailable=row.max_unavailable,
+        asked_by=row.asked_by,
+        created_at=row.created_at,
+        changed_at=row.changed_at,
+        ended_at=row.ended_at,
+        reason=row.reason,
+    )
+
+
+def _item(row: Any) -> Item:
+    return Item(
+        load_balancer_id=row.load_balancer_id,
+        place=row.place,
+        state=ItemState(row.state),
+        amphorae=msgspec.json.decode(row.amphorae, type=tuple[str, ...]),
+        operating=row.operating,
+        begun_at=row.begun_at,
+        ended_at=row.ended_at,
+        reason=row.reason,
+    )
+
+
+def _short(reason: str | None) -> str | None:
+    return None if reason is None else reason[:_LONGEST_TEXT]
+
+
+def estimate(everything: Iterable[Item], max_unavailable: int) -> float | None:
+    """Seconds that those still to come will take, going by those that are done; None before the first one is."""
+    known = list(everything)
+    took = [
+        one.ended_at - one.begun_at for one in known if one.state is ItemState.DONE and one.ended_at and one.begun_at
+    ]
+    left = sum(one.state in (ItemState.WAITING, ItemState.RUNNING) for one in known)
+    return sum(took) / len(took) * left / max_unavailable if took else None

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the detector of silent amphorae reads and writes: heartbeats' places, who proves to hear, who is silent.
+
+Invariant: one look is one transaction, so that all of it is of one moment. `silence` rows are findings: written by the
+detector alone and only where something changed, lost without harm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver.model.vocabulary import Kind, Operating
+from amphora_driver.store import clock, statuses
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.failovers import Cause
+from amphora_driver.store.fleet_tables import failover, process, silence
+from amphora_driver.store.intents import Op
+from amphora_driver.store.processes import Kind as ProcessKind
+from amphora_driver.store.tables import amphora, amphora_seen, duty, status, work
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+DUTY = "detection"
+# What the detector itself begins fail-overs for.
+AUTOMATIC = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
+_AUTOMATIC = [cause.value for cause in AUTOMATIC]
+_LONGEST = 1000
+# Statuses that say that somebody is served.
+_SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
+
+
+class Sight(msgspec.Struct, frozen=True, kw_only=True):
+    """One amphora as its rows say: `heard_at` is when it was heard last, or became ready (seconds since 1970)."""
+
+    amphora_id: str
+    load_balancer_id: str
+    state: State
+    address: str | None
+    order: tuple[int, int] | None
+    heard_at: float | None
+
+
+class Going(msgspec.Struct, frozen=True, kw_only=True):
+    """A fail-over nobody asked for that is not served again."""
+
+    id: int
+    load_balancer_id: str
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """One look.
+
+    Attributes:
+        owner: who has the duty at this moment; None if nobody has.
+        amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares look after
+            their own.
+        beats: of every health manager, how often it has proven that it hears.
+        going: fail-overs nobody asked for that go on.
+        at: when it was (seconds since 1970, by the database's clock); for people only.
+    """
+
+    owner: str | None
+    amphorae: tuple[Sight, ...]
+    beats: dict[str, int]
+    going: tuple[Going, ...]
+    at: float
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `silence`; `since` is in seconds since 1970."""
+
+    amphora_id: str
+    load_balancer_id: str
+    kind: str
+    since: float
+    verdict: str
+
+
+_HEARD = (
+    sa.select(
+        amphora.c.id,
+        amphora.c.load_balancer_id,
+        amphora.c.state,
+        amphora.c.management_address,
+        amphora.c.ready_at,
+        amphora_seen.c.epoch,
+        amphora_seen.c.sequence,
+        amphora_seen.c.seen_at,
+    )
+    .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
+    .where(amphora.c.state != State.BOOTING.value, work.c.op == Op.APPLY)
+    .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
+)
+_BEATS = sa.select(process.c.name, process.c.beat).where(process.c.kind == ProcessKind.HEALTH_MANAGER.value)
+_GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
+    failover.c.ended_at.is_(None), failover.c.served_at.is_(None), failover.c.cause.in_(_AUTOMATIC)
+)
+
+
+def look(connection: sa.Connection) -> Look:
+    """Everything the detector decides by."""
+    now = clock.now(connection)
+    held = sa.select(duty.c.owner, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
+    mine = connection.execute(held).first()
+    return Look(
+        owner=None if mine is None else mine.owner,
+        amphorae=tuple(_sight(row) for row in connection.execute(_HEARD)),
+        beats={row.name: row.beat for row in connection.execute(_BEATS)},
+        going=tuple(Going(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)),
+        at=0.0 if mine is None else float(mine.at),
+    )
+
+
+def _sight(row: Any) -> Sight:
+    return Sight(
+        amphora_id=row.id,
+        load_balancer_id=row.load_balancer_id,
+        state=State(row.state),
+        address=row.management_address,
+        order=None if row.epoch is None else (row.epoch, row.sequence),
+        heard_at=row.ready_at if row.seen_at is None else row.seen_at,
+    )
+
+
+def begun(connection: sa.Connection, seconds: float) -> dict[str, list[float]]:
+    """How many seconds ago fail-overs nobody asked for began, by load balancer; those of the last `seconds`."""
+    now = connection.execute(sa.select(clock.now(connection))).scalar_one()
+    query = sa.select(failover.c.load_balancer_id, failover.c.begun_at).where(
+        failover.c.cause.in_(_AUTOMATIC), failover.c.begun_at > now - seconds
+    )
+    ages: dict[str, list[float]] = {}
+    for row in connection.execute(query.order_by(failover.c.id)):
+        ages.setdefault(row.load_balancer_id, []).append(now - row.begun_at)
+    return ages
+
+
+def unchanged(
+    connection: sa.Connection, load_balancer_id: str, orders: Mapping[str, tuple[int, int] | None], owner: str
+) -> set[str]:
+    """Those of these amphorae that were not heard meanwhile and are still to be heard, locked until the end.
+
+    Args:
+        connection: of a writing transaction.
+        load_balancer_id: whose they are.
+        orders: by amphora id, the place of the last heartbeat that is known.
+        owner: who asks; empty if that one has lost the duty.
+    """
+    now = clock.now(connection)
+    held = sa.select(duty.c.name).where(duty.c.name == DUTY, duty.c.owner == owner, duty.c.leased_until > now)
+    if connection.execute(held.with_for_update()).first() is None:
+        return set()
+    ids = sorted(orders)
+    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    connection.execute(
+        sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
+    ).first()
+    ready = sa.select(amphora.c.id).where(amphora.c.id.in_(ids), amphora.c.state == State.READY.value)
+    there = set(connection.execute(ready.with_for_update()).scalars())
+    seen = sa.select(amphora_seen).where(amphora_seen.c.amphora_id.in_(ids)).with_for_update()
+    places = {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(seen)}
+    return {one for one in ids if one in there and places.get(one) == orders[one]}
+
+
+def not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
+    """Nobody serves a load balancer: its operating status is ERROR, unless it is not meant to be served.
+
+    The next heartbeat of an amphora of it says how it is then.
+    """
+    known = sa.select(status.c.operating).where(status.c.object_id == load_balancer_id)
+    if connection.execute(known.with_for_update()).scalar() not in _SERVED:
+        return False
+    said = statuses.Observation(
+        object_id=load_balancer_id, kind=Kind.LOAD_BALANCER, operating=Operating.ERROR, reason=reason[:_LONGEST]
+    )
+    return bool(statuses.observe(connection, load_balancer_id, [said]))
+
+
+def every(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+    """Who is silent, the longest first."""
+    return connection.execute(sa.select(silence).order_by(silence.c.since, silence.c.amphora_id)).all()
+
+
+def write(connection: sa.Connection, changed: Collection[Silence], gone: Collection[str]) -> None:
+    """Write down what changed."""
+    for one in gone:
+        connection.execute(silence.delete().where(silence.c.amphora_id == one))
+    for each in changed:
+        values = {**msgspec.structs.asdict(each), "verdict": each.verdict[:_LONGEST]}
+        connection.execute(silence.delete().where(silence.c.amphora_id == each.amphora_id))
+        connection.execute(silence.insert().values(**values))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends heartbeats under an id that nobody has.
+
+Invariant: hints, never proof: such a datagram is signed by no key we know. There are at most so many rows, however many
+ids somebody makes up, and nothing is ever removed because of one: only what a compute backend itself lists as a machine
+of ours is, by the rule for everything that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from amphora_driver.store.fleet_tables import zombie
+from amphora_driver.store.orphans import Thing
+from amphora_driver.store.tables import amphora, orphan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST = 100
+# Seconds after which one that is not heard any more is forgotten.
+_FORGOTTEN_AFTER = 86_400.0
+_LONGEST_ADDRESS = 64
+_ONLY_REPORTED = (
+    "only reported: no compute backend of ours lists its machine. It may be another deployment's, or one that a "
+    "backend has lost; look at its address"
+)
+
+
+class Stray(msgspec.Struct, frozen=True, kw_only=True):
+    """One that was heard: from where, and when (seconds since 1970)."""
+
+    amphora_id: str
+    address: str
+    first_at: float
+    last_at: float
+
+
+def note(connection: sa.Connection, strays: Sequence[Stray], now: float) -> int:
+    """Write down who was heard; returns how many there was no room for."""
+    connection.execute(zombie.delete().where(zombie.c.last_at < now - _FORGOTTEN_AFTER))
+    ids = sorted(one.amphora_id for one in strays)
+    known = set(connection.execute(sa.select(zombie.c.amphora_id).where(zombie.c.amphora_id.in_(ids))).scalars())
+    # Whose row came meanwhile is nobody's zombie.
+    owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
+    room = MOST - int(connection.execute(sa.select(sa.func.count()).select_from(zombie)).scalar_one())
+    left_out = 0
+    for one in sorted(strays, key=lambda each: each.amphora_id):
+        if one.amphora_id in known:
+            heard = {"address": one.address[:_LONGEST_ADDRESS], "last_at": one.last_at}
+            connection.execute(zombie.update().where(zombie.c.amphora_id == one.amphora_id).values(**heard))
+        elif one.amphora_id not in owned:
+            left_out += room <= 0
+            room -= _insert(connection, one) if room > 0 else 0
+    return left_out
+
+
+def _insert(connection: sa.Connection, one: Stray) -> bool:
+    values = {**msgspec.structs.asdict(one), "address": one.address[:_LONGEST_ADDRESS]}
+    try:
+        with connection.begin_nested():
+            connection.execute(zombie.insert().values(**values))
+    except IntegrityError:
+        # Another health manager heard it for the first time in this very moment.
+        return False
+    return True
+
+
+def every(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+    """All that are known, who was heard last first."""
+    return connection.execute(sa.select(zombie).order_by(zombie.c.last_at.desc(), zombie.c.amphora_id)).all()
+
+
+def judge(connection: sa.Connection, grace: float) -> dict[str, str]:
+    """What is to be said of those of which something else is written so far, by amphora id.
+
+    Args:
+        connection: a reading transaction's will do.
+        grace: [controller] orphan_grace.
+    """
+    machine = sa.and_(orphan.c.id == zombie.c.amphora_id, orphan.c.kind == Thing.MACHINE.value)
+    query = sa.select(zombie.c.amphora_id, zombie.c.verdict, orphan.c.backend).outerjoin(orphan, machine)
+    said = {}
+    for row in connection.execute(query):
+        verdict = _ONLY_REPORTED if row.backend is None else _goes(row.backend, grace)
+        if verdict != row.verdict:
+            said[row.amphora_id] = verdict
+    return said
+
+
+def write_verdicts(connection: sa.Connection, verdicts: dict[str, str]) -> None:
+    """Write down what `judge` said."""
+    for amphora_id, verdict in verdicts.items():
+        connection.execute(zombie.update().where(zombie.c.amphora_id == amphora_id).values(verdict=verdict))
+
+
+def _goes(backend: str, grace: float) -> str:
+    return (
+        f"its machine is with {backend} and belongs to nobody: housekeeping removes it [controller] orphan_grace "
+        f"({grace:g} s) after it was found, unless too much belongs to nobody at once"
+    )

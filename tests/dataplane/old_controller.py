@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a controller and a health manager do with an amphora, as a program of its own: of whatever version is found.
+
+Invariant: nothing is imported but the standard library, `amphora_driver` and this directory's builders. What it is told
+comes as JSON on standard input, what it found goes as JSON to standard output.
+"""
+
+import json
+import socket
+import sys
+from types import SimpleNamespace
+
+from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
+
+import amphora_driver
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.controller.bundle import Served, bundle
+from amphora_driver.health.heartbeat import open_datagram
+from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.haproxy import render
+from amphora_driver.secret import Secret
+from amphora_driver.store.amphorae import Plugged
+
+
+def body(told, generation, weight):
+    """The document for a load balancer with one member."""
+    peer = SimpleNamespace(name="m1", address=told["member"], port=80)
+    tree = load_balancer(listener(80), pool("pool", member(peer, weight=weight)), additional_vips=())
+    rendered = render(tree, shared_tickets=True)
+    port = Port(
+        id="port",
+        network_id=NETWORK,
+        mac=told["mac"],
+        mtu=1500,
+        addresses=(FixedAddress(subnet_id=SUBNET, address=told["fixed"]),),
+    )
+    subnet = Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1")
+    served = Served(text=rendered.text, pings=dict(rendered.pings))
+    return bundle(tree, generation, told["amphora"], (Plugged(port=port, subnets=(subnet,)),), served)
+
+
+def heard(told, opened):
+    """The next report that tells of a generation."""
+    while True:
+        report = open_datagram(opened.recv(65536), Secret(bytes.fromhex(told["key"]))).report
+        if report.generation:
+            return {"generation": report.generation, "listeners": sorted(report.listeners), "holds": report.holds_vip}
+
+
+def main():
+    told = json.load(sys.stdin)
+    conf = SimpleNamespace(
+        agent=SimpleNamespace(port=9443, connect_timeout=10.0, request_timeout=60.0),
+        certificates=SimpleNamespace(client_certificate=told["client"], ca_certificate=told["authority"]),
+    )
+    client, whom = AgentClient(conf), (told["amphora"], told["address"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        opened.bind((told["controller"], told["port"]))
+        opened.settimeout(30)
+        first = client.put_bundle(*whom, body(told, 1, 1))
+        second = client.put_bundle(*whom, body(told, 2, 5))
+        again = client.put_bundle(*whom, body(told, 2, 5))
+        report = heard(told, opened)
+        while report["generation"] != 2:
+            report = heard(told, opened)
+    state, info = client.bundle_state(*whom), client.info(*whom)
+    diagnosis = client.diagnostics(*whom)
+    client.close()
+    with_news = open_datagram(bytes.fromhex(told["datagram"]), Secret(bytes.fromhex(told["key"]))).report
+    answers = {
+        "code": amphora_driver.__file__,
+        "load_balancer": LB,
+        "how": [first.how, second.how, again.how],
+        "loaded": first.loaded.members,
+        "report": report,
+        "state": [state.generation, state.digest],
+        "info": [info.amphora_id, info.generation, sorted(info.capabilities)],
+        "diagnosed": "haproxy.cfg" in diagnosis,
+        "with_news": [with_news.generation, with_news.holds_vip],
+    }
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

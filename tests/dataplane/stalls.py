@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pair did when a test of it failed, and whether the machine stood still: was it the product, or nobody's fault?
+
+With the fast setting a node takes over after 0.6 s in which it heard nothing. A machine that stalls for that long moves
+the VIPs although nothing is wrong, and whatever connections they have are reset: the same picture as a fault.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+_LOOK, _LATE = 0.05, 0.2
+_MOST_LINES = 20
+_WORDS = (" STATE", "advert", "Reload complete", "Starting Keepalived", "Stopp")
+
+
+class Stalls:
+    """A thread that wants to run twenty times a second, and remembers when it could not."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        """When it should have run (seconds since the epoch), and by how much it was late."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="stalls")
+        self._thread.start()
+
+    def _run(self) -> None:
+        due = time.monotonic() + _LOOK
+        while not self._over.wait(max(0.0, due - time.monotonic())):
+            if (late := time.monotonic() - due) > _LATE:
+                self.found.append((time.time() - late, late))
+            due = time.monotonic() + _LOOK
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def transitions(lines: Iterable[str]) -> list[str]:
+    """Of what keepalived printed, the last lines that say who had the VIPs, and why."""
+    return [line for line in lines if any(word in line for word in _WORDS)][-_MOST_LINES:]
+
+
+def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
+    """For whoever reads the report of a failure; never fails itself."""
+    told = []
+    for node in nodes:
+        said: Sequence[str] = ("(it is gone)",)
+        with suppress(Exception):
+            said = transitions(node.said("keepalived"))
+        told += [f"{node}:", *(f"  {line}" for line in said)]
+    told.append(f"when this process had to wait for more than {_LATE} s to run:")
+    told += [f"  {_clock(at)}: {late:.2f} s" for at, late in stalls[-_MOST_LINES:]]
+    return "\n".join([*told, *([] if stalls else ["  never"])])
+
+
+def _clock(moment: float) -> str:
+    """As keepalived writes it, and hundredths."""
+    return time.strftime("%H:%M:%S", time.localtime(moment)) + f"{moment % 1:.2f}"[1:]

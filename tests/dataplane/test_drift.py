@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever changes an amphora by hand finds it mended, and said; clients are served meanwhile where that is possible."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from amphora_lab import FIXED, MAC, VIP, VIP6, Amphora, Client, alive, children, eventually, get
+from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
+
+pytestmark = pytest.mark.root
+INTERVAL = 0.2
+BACKEND = f"{POOL}:{LISTENER}"
+ONE, TWO = (f"{BACKEND}/{MEMBER_IDS[name]}" for name in ("m1", "m2"))
+ALLOWED = [{"port": 80, "networks": ["198.51.100.0/24", "2001:db8:1::/64"]}]
+TEXT = text(listener(["m1", "m2"]))
+
+
+class Audited(Amphora):
+    """An amphora whose agent looks at its machine all the time."""
+
+    def inside(self, command: str) -> None:
+        place = f"--net=/proc/{self.init()}/root/run/netns/amphora-haproxy"
+        subprocess.run(["nsenter", place, "--", *command.split()], check=True, capture_output=True)
+
+    def drift(self):
+        return self.call("GET", "/v2/info")[1]["drift"]
+
+    def mends(self, word: str, since: int) -> dict:
+        """Wait until something was found that has this word, and mended; nothing may be left then."""
+
+        def mended():
+            found = self.drift()
+            last = found["last"]
+            return last if found["found"].get(word, 0) > since and last["mended"] and not found["left"] else None
+
+        return eventually(mended, f"{word} is mended")
+
+    def counted(self, word: str) -> int:
+        return self.drift()["found"].get(word, 0)
+
+    def looks(self, more: int = 3) -> None:
+        """Wait for so many looks."""
+        before = self.drift()["looks"]
+        eventually(lambda: self.drift()["looks"] >= before + more, "it looks")
+
+    def kill_agent(self) -> None:
+        (worker,) = children(self.outside_pid(self.status("amphora-agent")["pid"]))
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: not alive(worker), "the agent's worker is dead")
+        eventually(self.answers, "the agent answers")
+
+    def edit(self, name: str, before: str, after: str, *, rename: bool = False) -> None:
+        file = self.var / name
+        content = file.read_text()
+        assert before in content
+        if rename:
+            other = self.var / "by-hand"
+            other.write_text(content.replace(before, after))
+            other.replace(file)
+        else:
+            file.write_text(content.replace(before, after))
+
+
+@pytest.fixture(scope="module")
+def machine(network, authority, tmp_path_factory):
+    network.plug()
+    made = Audited(network, tmp_path_factory.mktemp("audited"), authority, audit=INTERVAL)
+    try:
+        made.start()
+        eventually(made.answers, "the agent answers")
+        yield made
+    finally:
+        made.power_off()
+        network.unplug()
+
+
+@pytest.fixture
+def audited(machine):
+    """It serves, and nothing is amiss."""
+    state = machine.call("GET", "/v2/bundle")[1]
+    status, answer = machine.push((state["generation"] or 0) + 1, TEXT, allowed=ALLOWED)
+    assert status == 200, answer
+    eventually(lambda: machine.network.thread("cl").run(get)[0] == 200, "it serves")
+    eventually(lambda: not machine.drift()["left"], "nothing is left of an earlier test")
+    return machine
+
+
+# What is done by hand, the word that is said of it, and whether clients notice nothing.
+BY_HAND = {
+    "file-in-place": (lambda one: one.edit("haproxy.cfg", "timeout client 10s", "timeout client 1s"), "haproxy.cfg"),
+    "file-replaced": (
+        lambda one: one.edit("haproxy.cfg", "retries 3", "retries 1", rename=True),
+        "haproxy.cfg",
+    ),
+    "file-head": (lambda one: one.edit("haproxy.cfg", "    localpeer", "    # mine\n    localpeer"), "haproxy.cfg"),
+    "file-removed": (lambda one: (one.var / "haproxy.cfg").unlink(), "haproxy.cfg"),
+    "machine-file": (lambda one: (one.var / "machine.cfg").write_text("# mine\n"), "machine.cfg"),
+    "weight": (lambda one: one.ask_haproxy(f"set server {ONE} weight 7"), "haproxy"),
+    "maintenance": (lambda one: one.ask_haproxy(f"set server {ONE} state maint"), "haproxy"),
+    "drain": (lambda one: one.ask_haproxy(f"set server {ONE} state drain"), "haproxy"),
+    "address-of-member": (lambda one: one.ask_haproxy(f"set server {ONE} addr 198.51.100.103 port 80"), "haproxy"),
+    "listener-limit": (lambda one: one.ask_haproxy(f"set maxconn frontend {LISTENER} 77"), None),
+    "default-route": (lambda one: one.inside("ip route del default"), "route"),
+    "table-route": (lambda one: one.inside("ip route flush table 1"), "route"),
+    "strange-route": (lambda one: one.inside("ip route add 192.0.2.0/24 via 198.51.100.1"), "route"),
+    "rule": (lambda one: one.inside(f"ip rule del from {VIP} lookup 1"), "rule"),
+    "rule6": (lambda one: one.inside(f"ip -6 rule del from {VIP6} lookup 1"), "rule"),
+    "strange-rule": (lambda one: one.inside("ip rule add from 192.0.2.7 lookup 9"), "rule"),
+    "strange-address": (lambda one: one.inside("ip addr add 192.0.2.8/24 dev eth1"), "address"),
+    "mtu": (lambda one: one.inside("ip link set eth1 mtu 1400"), "interface"),
+    "firewall-flushed": (lambda one: one.inside("nft flush ruleset"), "firewall"),
+    "firewall-opened": (lambda one: one.inside("nft flush chain inet amphora beginning"), "firewall"),
+}
+BY_HAND = {name: case for name, case in BY_HAND.items() if case[1] is not None}
+NOTICED = {
+    "vip": (lambda one: one.inside(f"ip addr del {VIP}/32 dev eth1"), "address"),
+    "vip6": (lambda one: one.inside(f"ip addr del {VIP6}/128 dev eth1"), "address"),
+    "fixed": (lambda one: one.inside(f"ip addr del {FIXED}/24 dev eth1"), "address"),
+    "down": (lambda one: one.inside("ip link set eth1 down"), "interface"),
+    "renamed": (lambda one: one.inside("ip link set eth1 down name mine"), "interface"),
+    "moved-out": (lambda one: one.inside(f"ip link set eth1 netns {one.init()}"), "interface"),
+    "listener": (lambda one: one.ask_haproxy(f"disable frontend {LISTENER}"), "haproxy"),
+    "member-removed": (lambda one: one.ask_haproxy(f"set server {ONE} state maint; del server {ONE}"), "haproxy"),
+}
+
+
+@pytest.mark.parametrize("case", list(BY_HAND))
+def test_what_is_done_by_hand_is_mended_while_clients_are_served(audited, case):
+    do, word = BY_HAND[case]
+    before = audited.counted(word)
+    with Client(audited.network) as client:
+        do(audited)
+        found = audited.mends(word, before)
+        client.hears("m1")
+        client.hears("m2")
+    assert client.failures == []
+    assert word in found["words"]
+    assert found["what"]
+    again = audited.push(audited.call("GET", "/v2/bundle")[1]["generation"], TEXT, allowed=ALLOWED)
+    assert again[1]["how"] == "unchanged", again
+
+
+@pytest.mark.parametrize("case", list(NOTICED))
+def test_what_takes_service_away_is_mended(audited, case):
+    do, word = NOTICED[case]
+    before = audited.counted(word)
+    do(audited)
+    audited.mends(word, before)
+    with Client(audited.network) as client:
+        client.hears("m1")
+        client.hears("m2")
+    again = audited.push(audited.call("GET", "/v2/bundle")[1]["generation"], TEXT, allowed=ALLOWED)
+    assert again[1]["how"] == "unchanged", again
+
+
+def test_a_reload_by_hand_with_another_file_is_noticed_after_the_file_is_put_back(audited):
+    before = audited.counted("haproxy.cfg")
+    audited.looks()
+    file = audited.var / "haproxy.cfg"
+    right = file.read_text()
+    stopped = audited.outside_pid(audited.status("amphora-agent")["pid"])
+    (worker,) = children(stopped)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        file.write_text(right.replace("timeout client 10s", "timeout client 3s"))
+        served_by = info_pid(audited)
+        audited.supervisor(op="signal", name="haproxy", signal=int(signal.SIGUSR2))
+        eventually(lambda: info_pid(audited) not in (None, served_by), "HAProxy has read the other file")
+        file.write_text(right)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    audited.mends("haproxy.cfg", before)
+
+
+def info_pid(amphora) -> str | None:
+    try:
+        said = amphora.ask_haproxy("show info")
+    except OSError:
+        return None
+    return next((line for line in said.splitlines() if line.startswith("Pid: ")), None)
+
+
+def test_an_agent_that_starts_after_its_file_was_mended_serves_what_was_confirmed(audited):
+    """HAProxy's file and the confirmed text are one file with two names."""
+    before = audited.counted("haproxy.cfg")
+    audited.edit("haproxy.cfg", "timeout client 10s", "timeout client 2s")
+    audited.mends("haproxy.cfg", before)
+    generation = audited.call("GET", "/v2/bundle")[1]["generation"]
+    audited.kill_agent()
+    assert audited.call("GET", "/v2/bundle")[1]["generation"] == generation
+    assert audited.push(generation, TEXT, allowed=ALLOWED)[1]["how"] == "unchanged"
+
+
+def test_what_was_changed_while_there_was_no_agent_is_not_taken_for_confirmed(audited):
+    """The text is in no other file then: the amphora says that it has confirmed nothing, and is pushed."""
+    generation = audited.call("GET", "/v2/bundle")[1]["generation"]
+    master = audited.outside_pid(audited.status("amphora-agent")["pid"])
+    (worker,) = children(master)
+    os.kill(master, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
+    audited.edit("haproxy.cfg", "timeout client 10s", "timeout client 4s")
+    os.kill(master, signal.SIGCONT)
+    eventually(lambda: not alive(worker), "the agent's worker is dead")
+    eventually(audited.answers, "the agent answers")
+    assert audited.call("GET", "/v2/bundle")[1]["generation"] is None
+    assert audited.push(generation, TEXT, allowed=ALLOWED)[0] == 200
+    assert "timeout client 4s" not in (audited.var / "haproxy.cfg").read_text()
+
+
+def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of):
+    mailbox = mailbox_of(audited)
+    audited.network.unplug()
+    heard = eventually(lambda: "interface" in mailbox.next().document.get("drift", []) or None, "it is said")
+    assert heard
+    said = mailbox.next().document
+    assert said["drift"] == ["interface"]
+    assert said["drifted"]["mended"] is False
+    assert any(MAC in sentence for sentence in said["drifted"]["what"])
+    assert audited.drift()["left"] == ["interface"]
+    audited.network.plug()
+    eventually(lambda: "drift" not in mailbox.next().document, "it is well again")
+    eventually(lambda: audited.network.thread("cl").run(get)[0] == 200, "it serves")
+
+
+@pytest.mark.parametrize("how", ["written", "removed"])
+def test_a_file_whose_content_is_gone_is_said_and_mended_by_the_same_push(audited, how):
+    name = f"tls/{LISTENER}/policy.pem"
+    wanted = text(listener(["m1", "m2"], extra=f"    http-request set-header X-F %[path,map({name})] if FALSE\n"))
+    generation = audited.call("GET", "/v2/bundle")[1]["generation"] + 1
+    body = audited.bundle(generation, wanted, {name: "/a b\n"}, allowed=ALLOWED)
+    status, answer = audited.call("PUT", "/v2/bundle", body)
+    assert status == 200, answer
+    root = Path(f"/proc/{audited.init()}/root/run/amphora-agent/files")
+    (file,) = (one for one in root.rglob("*") if one.is_file())
+    if how == "written":
+        file.write_text("/a b\n/c d\n", encoding="ascii")
+    else:
+        file.unlink()
+    with Client(audited.network) as client:
+        eventually(lambda: audited.drift()["left"] == ["files"], "it is said")
+        status, answer = audited.call("PUT", "/v2/bundle", body)
+        assert (status, answer["how"]) == (200, "unchanged"), answer
+        eventually(lambda: audited.drift()["left"] == [], "it is well again")
+        client.hears("m1")
+    assert client.failures == []
+
+
+def test_changes_and_deaths_are_no_drift(audited):
+    """What is in transit is none: pushes, reloads, a HAProxy or an agent that dies."""
+    before = audited.drift()["found"]
+    generation = audited.call("GET", "/v2/bundle")[1]["generation"]
+    for number in range(1, 13):
+        members = ["m1", "m2"] if number % 2 else ["m1"]
+        extra = f"    fullconn {number}\n" if number % 3 == 0 else ""
+        allowed = ALLOWED if number % 4 else []
+        status, answer = audited.push(generation + number, text(listener(members, extra=extra)), allowed=allowed)
+        assert status == 200, answer
+    audited.looks()
+    killed = audited.status("haproxy")["pid"]
+    os.kill(audited.outside_pid(killed), signal.SIGKILL)
+    eventually(lambda: audited.status("haproxy")["pid"] not in (None, killed), "HAProxy is started again")
+    audited.looks()
+    assert audited.drift()["found"] == before
+    audited.kill_agent()
+    audited.looks()
+    assert audited.drift() | {"looks": 0} == {"last": None, "left": [], "found": {}, "looks": 0}
+
+
+def test_a_reboot_is_no_drift(audited):
+    generation = audited.call("GET", "/v2/bundle")[1]["generation"]
+    audited.power_off()
+    audited.network.unplug()
+    audited.start()
+    eventually(audited.answers, "the agent answers")
+    audited.network.plug()
+    eventually(lambda: serves(audited), "what was confirmed is served")
+    audited.looks()
+    assert audited.call("GET", "/v2/bundle")[1]["generation"] == generation
+    assert audited.drift()["left"] == []
+
+
+def serves(amphora) -> bool:
+    try:
+        return amphora.network.thread("cl").run(get, VIP, 80, "/", 1.0)[0] == 200
+    except OSError:
+        return False
+
+
+def test_what_is_told_of_the_configuration(audited):
+    status, said = audited.call("GET", "/v2/configuration")
+    assert status == 200
+    assert said["haproxy"] == TEXT
+    assert said["generation"] == said["bundle"]["generation"]
+    assert [one["name"] for one in said["interfaces"]] == ["eth1"]
+    assert "haproxy" not in said["bundle"]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed by hand on one of two nodes is mended, and the VIPs stay where they are."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from amphora_lab import eventually
+from pair_lab import PATIENT, PLACES, Node, Pair, plain
+from stalls import Stalls
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def booted(pair_network, authority, tmp_path_factory):
+    """In the place of the pair of the other tests: its agents look at their machines all the time."""
+    before, Node.audit = Node.audit, 0.2
+    made = Pair(pair_network, tmp_path_factory.mktemp("audited"), authority)
+    made.stalls = Stalls()
+    try:
+        for place in PLACES[:2]:
+            made.boot(place)
+        made.web()
+        made.mend()
+        made.advert = PATIENT
+        made.push(plain(made))
+        made.calm()
+        yield made
+    finally:
+        Node.audit = before
+        made.stalls.close()
+        made.close()
+
+
+def drift(node):
+    return node.call("GET", "/v2/info")[1]["drift"]
+
+
+def mended(node, word, do):
+    before = drift(node)["found"].get(word, 0)
+    do()
+
+    def ask():
+        found = drift(node)
+        return found["found"].get(word, 0) > before and not found["left"] and found["last"]["mended"]
+
+    eventually(ask, f"{word} is mended")
+
+
+@pytest.mark.parametrize("which", ["holder", "standby"])
+def test_a_file_of_keepalived_that_was_edited_is_written_anew(booted, which):
+    holder = booted.holder
+    node = holder if which == "holder" else booted.standby
+    file = Path(f"/proc/{node.init()}/root/run/amphora-agent/keepalived.conf")
+    right = file.read_text(encoding="ascii")
+
+    def edit():
+        file.write_text(f"{right}# by hand\n", encoding="ascii")
+
+    with booted.asking() as asker:
+        mended(node, "keepalived", edit)
+    assert file.read_text(encoding="ascii") == right
+    assert booted.holder is holder
+    assert asker.outage < 1.0
+
+
+def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
+    holder = booted.holder
+    with booted.asking():
+        mended(holder, "route", lambda: holder.inside("ip", "route", "flush", "table", "1"))
+        mended(holder, "rule", lambda: holder.inside("ip", "rule", "del", "pref", "100"))
+        mended(holder, "firewall", lambda: holder.inside("nft", "flush", "ruleset"))
+    assert booted.holder is holder
+
+
+def test_vips_that_move_are_no_drift(booted):
+    """keepalived's addresses come and go: they are nobody's business here."""
+    first, second = booted.holder, booted.standby
+    before = {node: drift(node)["found"] for node in (first, second)}
+    keepalived = first.processes("keepalived")
+    os.kill(keepalived[0], signal.SIGTERM)
+    eventually(second.holds, "the other one has the VIPs")
+    eventually(first.is_well, "keepalived is started again")
+    for node in (first, second):
+        looks = drift(node)["looks"]
+        eventually(lambda node=node, looks=looks: drift(node)["looks"] >= looks + 3, "it looks")
+        assert drift(node)["found"] == before[node]

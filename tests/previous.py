@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version before this one, as code that can be run.
+
+It is taken out of the history. Where there is none (a shallow clone, an archive), what this version has added to the
+wire is taken out of a copy of the present agent instead: no test is ever skipped. A change that moves these places has
+to be followed here, and says so.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# The last commit before an agent looked at itself, and said what it had found.
+COMMIT = "fd80907c61ffe95747753c2c469eb54e95982fa5"
+_NEWS = {
+    "app.py": [
+        "    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()\n",
+        "    app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))\n",
+    ],
+    "stats/sender.py": [", **self._drift()"],
+    "api/info.py": ['            "drift": drift.document(),\n', 'CAPABILITIES += ["audit", "configuration"]\n'],
+    "config.py": [
+        '            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),\n'
+    ],
+    "applying/confirmed.py": [
+        '            "text_sha256": None if self._haproxy is None else _sha256(self._haproxy),\n',
+    ],
+}
+
+
+def unpacked(folder: Path, *packages: str) -> bool:
+    """Have packages of the version before in a folder; whether they are out of the history."""
+    command = ["git", "-C", str(ROOT), "archive", COMMIT, *packages]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode == 0:
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        return True
+    rebuilt(folder)
+    return False
+
+
+def rebuilt(folder: Path) -> None:
+    """Have an agent in a folder that says and knows on the wire what the one before did."""
+    shutil.copytree(ROOT / "amphora_agent", folder / "amphora_agent", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, pieces in _NEWS.items():
+        file = folder / "amphora_agent" / name
+        text = file.read_text(encoding="utf-8")
+        for piece in pieces:
+            assert text.count(piece) == 1, f"{name} has changed: follow it in tests/previous.py: {piece!r}"
+            text = text.replace(piece, "")
+        file.write_text(text, encoding="utf-8")
+
+
+def interpreter(file: Path, python: str, folder: Path | None) -> Path:
+    """A Python that finds the packages of a folder before its own; None: what it finds anyway.
+
+    Args:
+        file: where it is to be.
+        python: the interpreter behind it.
+        folder: where the packages are. It may be changed later: `interpreter` may be called again.
+    """
+    first = "" if folder is None else f"PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} "
+    fresh = file.with_name(f".{file.name}")
+    fresh.write_text(f'#!/bin/sh\n{first}exec {python} "$@"\n', encoding="ascii")
+    fresh.chmod(0o755)
+    fresh.replace(file)
+    return file

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""amphoractl as an operator runs it, on the sandbox's configuration.
+
+In this process: a program of its own takes a second or two to start, and ten on a machine that is busy.
+"""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from amphora_driver.cli.main import Amphoractl as Application
+
+
+class Amphoractl:
+    """Runs command lines; what they print for a person is printed here too, for whoever looks at the test's output.
+
+    Args:
+        settings: the sandbox's.
+    """
+
+    def __init__(self, settings):
+        self._settings = settings
+
+    def run(self, *words):
+        """Exit status, standard output and standard error."""
+        out, err = io.StringIO(), io.StringIO()
+        root = logging.getLogger()
+        handlers, level = root.handlers[:], root.level
+        try:
+            status = Application(stdout=out, stderr=err).run(
+                ["--config-file", str(self._settings.our_configuration), *words]
+            )
+        finally:
+            # Cliff gives the root logger a handler of its own.
+            root.handlers[:] = handlers
+            root.setLevel(level)
+        sys.stdout.write(f"$ amphoractl {' '.join(words)}\n{out.getvalue()}{err.getvalue()}[{status}]\n\n")
+        return status, out.getvalue(), err.getvalue()
+
+    def program(self, *words):
+        """The same as a program, in the environment the sandbox gives to a shell."""
+        program = str(Path(sys.executable).with_name("amphoractl"))
+        done = subprocess.run(
+            [program, *words],
+            env=self._settings.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def json(self, *words):
+        """What a program gets."""
+        status, out, err = self.run(*words, "-f", "json")
+        assert out, err
+        assert status in {0, 1, 2}, err
+        return json.loads(out)
+
+    def check(self):
+        """Results of `status check` by name, and its exit status."""
+        status, out, err = self.run("status", "check", "-f", "json")
+        assert out, err
+        return {one["Check"]: one["Result"] for one in json.loads(out)}, status

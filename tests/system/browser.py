@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A browser without a screen, driven by Chromium's own protocol over two pipes, and all it asked and complained of."""
+
+import base64
+import fcntl
+import itertools
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+
+PATIENCE = 60.0
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *("--disable-features=Translate,OptimizationHints,MediaRouter", "--hide-scrollbars", "--remote-debugging-pipe"),
+)
+_COMPLAINTS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+
+
+@contextmanager
+def browsing(namespace=None, *, password=None):
+    """One page of a browser of its own.
+
+    Args:
+        namespace: path of the network namespace it runs in; the machine's own without.
+        password: what is typed when a page asks who is there.
+    """
+    folder = tempfile.mkdtemp(prefix="browser-")
+    page = Page(folder, namespace, password)
+    try:
+        page.open()
+        yield page
+    finally:
+        page.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Page:
+    """What a person would see and do.
+
+    Attributes:
+        complaints: what the browser would show in its console: errors, warnings, what a policy refused.
+        requests: the addresses it asked for anything.
+    """
+
+    def __init__(self, folder, namespace, password):
+        self.complaints = []
+        self.requests = []
+        self._password = password
+        self._numbers = itertools.count(1)
+        self._answers = {}
+        self._loaded = threading.Event()
+        self._session = None
+        ours, theirs = _pipe(), _pipe()
+        argv = ["chromium", *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        if namespace is not None:
+            argv = ["nsenter", f"--net={namespace}", "--", *argv]
+        # It wants to read from descriptor 3 and write to descriptor 4.
+        shell = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, "bash", *argv],
+            pass_fds=(ours[0], theirs[1]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={"PATH": os.environ["PATH"], "HOME": folder, "XDG_RUNTIME_DIR": folder},
+        )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._write = os.fdopen(ours[1], "wb", buffering=0)
+        self._read = os.fdopen(theirs[0], "rb")
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def open(self):
+        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for room in ("Page", "Runtime", "Log", "Network"):
+            self._ask(f"{room}.enable")
+        if self._password is not None:
+            self._ask("Fetch.enable", handleAuthRequests=True)
+
+    def visit(self, address):
+        """Go there, and wait until everything is loaded."""
+        self._loaded.clear()
+        told = self._ask("Page.navigate", url=address)
+        # Who is asked for a password and has none is shown what comes with the question.
+        assert told.get("errorText") in {None, "net::ERR_INVALID_AUTH_CREDENTIALS"}, told
+        assert self._loaded.wait(PATIENCE), f"{address} was not loaded in {PATIENCE:.0f} s"
+
+    def says(self, expression):
+        """The value of an expression of JavaScript in the page."""
+        told = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def text(self, selector="body"):
+        """The text a person reads there."""
+        return self.says(f"document.querySelector({json.dumps(selector)}).innerText")
+
+    def looks(self, width, height, *, dark=False):
+        """From now on it is so many pixels wide and high, by day or by night."""
+        shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._ask("Emulation.setDeviceMetricsOverride", **shape)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self._ask("Emulation.setEmulatedMedia", features=scheme)
+
+    def picture(self):
+        """All of it, as a PNG."""
+        return base64.b64decode(self._ask("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+
+    def end(self):
+        """End the browser, whatever it does, and all it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._listening.join(PATIENCE)
+        self._write.close()
+        self._read.close()
+
+    def _ask(self, method, **parameters):
+        number = next(self._numbers)
+        answer = self._answers[number] = queue.SimpleQueue()
+        self._send(number, method, parameters)
+        told = answer.get(timeout=PATIENCE)
+        assert "error" not in told, (method, told["error"])
+        return told["result"]
+
+    def _send(self, number, method, parameters):
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        self._write.write(json.dumps(message).encode() + b"\0")
+
+    def _listen(self):
+        waiting = b""
+        while chunk := os.read(self._read.fileno(), 1 << 16):
+            *messages, waiting = (waiting + chunk).split(b"\0")
+            for message in messages:
+                self._hear(json.loads(message))
+
+    def _hear(self, message):
+        if "id" in message:
+            if message["id"] in self._answers:
+                self._answers.pop(message["id"]).put(message)
+            return
+        method, said = message["method"], message["params"]
+        if method == "Page.loadEventFired":
+            self._loaded.set()
+        elif method in _COMPLAINTS:
+            self.complaints.append(said)
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(said["request"]["url"])
+        elif method == "Fetch.requestPaused":
+            self._send(next(self._numbers), "Fetch.continueRequest", {"requestId": said["requestId"]})
+        elif method == "Fetch.authRequired":
+            answer = {"response": "ProvideCredentials", "username": "operator", "password": self._password}
+            told = {"requestId": said["requestId"], "authChallengeResponse": answer}
+            self._send(next(self._numbers), "Fetch.continueWithAuth", told)
+
+
+def _pipe():
+    """A pipe whose ends are in nobody's way: not among the descriptors that are given a meaning."""
+    ends = os.pipe()
+    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 100) for end in ends)
+    for end in ends:
+        os.close(end)
+    return moved

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox that compares its amphorae all the time, and what an operator does with it from the controller's host."""
+
+import configparser
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver import config
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.backends import Catalogue
+from amphora_driver.certificates.trust import Trust
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import demo
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.vault import Vault
+
+PAUSE = 2.0
+AUDIT = {
+    "audit": {"interval": "1", "agent_interval": "0.5", "renderer_pause": f"{PAUSE}"},
+    # What is switched off here is to be the same amphora afterwards.
+    "failover": {"silent_after": "600"},
+}
+
+
+class DriftLab(Cloud):
+    """A user, an operator, and somebody who does things by hand."""
+
+    def __init__(self, stack, settings, connection, database):
+        super().__init__(settings, connection, database)
+        self.stack = stack
+        conf = config.load([str(settings.our_configuration)])
+        self.compute = NetnsCompute(conf, LocalNetwork(conf, database))
+
+    # --- what is recorded ---------------------------------------------------------------------------------------------
+
+    def of(self, balancer):
+        """Its amphorae that stay, the oldest first."""
+        found = self.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        return [one for one in found if one.state is not State.RETIRING]
+
+    def row(self, amphora_id):
+        return self.database.read(lambda c: c.execute(amphora.select().where(amphora.c.id == amphora_id)).one())
+
+    def work(self, balancer):
+        return self.database.read(
+            lambda c: c.execute(work.select().where(work.c.load_balancer_id == balancer.id)).one()
+        )
+
+    def settled(self, balancer):
+        """Wait until nothing is to be done, and every amphora has confirmed the newest generation."""
+
+        def ask():
+            row = self.work(balancer)
+            served = all(one.confirmed == row.generation for one in self.of(balancer))
+            return row.generation if served and not row.dirty and row.applied == row.generation else None
+
+        return self.until(ask, "settled")
+
+    def drifted(self, amphora_id, words, seconds=60.0):
+        """Wait until this is noted of an amphora."""
+        return self.until(lambda: words in (self.row(amphora_id).drift or ""), f"{words} is noted", seconds)
+
+    # --- by hand ------------------------------------------------------------------------------------------------------
+
+    def agents(self, ask):
+        """Ask an agent as a controller does."""
+
+        def go():
+            conf = config.load([str(self.settings.our_configuration)])
+            trust = Trust(conf, self.database, Vault.load(conf.store.encryption_key_file))
+            client = AgentClient(conf, trust)
+            try:
+                return ask(client)
+            finally:
+                client.close()
+
+        return namespaces.inside(namespaces.path(self.settings.control), go)
+
+    def configuration(self, one):
+        return self.agents(lambda client: client.configuration(one.id, one.management_address))
+
+    def init(self, one):
+        """The amphora's supervisor, seen from outside."""
+        sought = str(Path(self.settings.amphorae, one.id))
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                inner = (folder / "root/run/amphora-agent/supervisor.sock").exists()
+            except OSError:
+                continue
+            if "amphora_agent.supervisor" in words and any(sought in word for word in words) and inner:
+                return int(folder.name)
+        raise AssertionError(f"amphora {one.id} does not run")
+
+    def inside(self, one, command):
+        place = f"--net=/proc/{self.init(one)}/root/run/netns/amphora-haproxy"
+        subprocess.run(["nsenter", place, "--", *command.split()], check=True, capture_output=True)
+
+    def service(self, one, name):
+        """The process of one of an amphora's services, seen from outside."""
+        init = self.init(one)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"/proc/{init}/root/run/amphora-agent/supervisor.sock")
+            connection.sendall(json.dumps({"op": "status", "name": name}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                inner = json.loads(lines.readline())["services"][name]["pid"]
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if (folder / "ns/pid").stat().st_ino != Path(f"/proc/{init}/ns/pid").stat().st_ino:
+                    continue
+                status = (folder / "status").read_text()
+            except OSError:
+                continue
+            if any(line.startswith("NSpid:") and int(line.split()[-1]) == inner for line in status.splitlines()):
+                return int(folder.name)
+        raise AssertionError(f"{name} does not run")
+
+    def compute_conf(self):
+        return config.load([str(self.settings.our_configuration)])
+
+    def vault(self):
+        return Vault.load(str(self.settings.etc / "encryption.keys"))
+
+    def catalogue(self, conf):
+        return Catalogue(conf, self.database)
+
+    # --- an operator --------------------------------------------------------------------------------------------------
+
+    def amphoractl(self, *words):
+        """Status, output and errors of a command on the controller's host."""
+        command = ["ip", "netns", "exec", self.settings.control, Path(sys.executable).with_name("amphoractl"), *words]
+        environment = {**os.environ, **self.settings.environment()}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    def use_agent(self, python):
+        """Have agents run by another Python from now on."""
+        self.stack.supervision.stop("amphora-controller")
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
+        parser.read(self.settings.our_configuration)
+        parser.set("compute_netns", "agent_python", str(python))
+        with self.settings.our_configuration.open("w") as opened:
+            parser.write(opened)
+        self.restart()
+
+    def restart(self, name="amphora-controller"):
+        program = {one.name: one for one in self.stack.programs()}[name]
+        self.stack.supervision.stop(name)
+        self.stack.supervision.start(program)
+
+
+@contextmanager
+def drift_lab(**choices):
+    """A sandbox of its own."""
+    options = {**AUDIT, **choices.pop("options", {})}
+    with running(options=options, **choices) as (stack, settings):
+        database, connection = Database(settings.database_url), demo.connect(settings)
+        lab = DriftLab(stack, settings, connection, database)
+        try:
+            yield lab
+            lab.clean()
+        finally:
+            connection.close()
+            database.dispose()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that ask all the time, and how long nobody answered them.
+
+Invariant: the longest time between two answers is measured where the client is, and nothing of what a fail-over does is
+believed without it.
+"""
+
+import http.client
+import threading
+import time
+from collections import Counter
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import topology
+
+# Seconds between two requests, and for which one waits for its answer.
+PAUSE, PATIENCE = 0.02, 0.3
+
+
+class Clients:
+    """Requests one after the other, each over its own connection, from a client of the sandbox.
+
+    Attributes:
+        answers: how many of which outcome.
+        gap: the longest time without an answer, in seconds.
+        answered_at: when the first answer after that came (seconds since 1970).
+    """
+
+    def __init__(self, cloud, address):
+        self.cloud = cloud
+        self.address = address
+        self.answers = Counter()
+        self.gap = self.answered_at = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        self.more(10)
+        self.gap = 0.0
+        return self
+
+    def __exit__(self, *_):
+        self._stopping.set()
+        self._thread.join()
+
+    def more(self, number=20, seconds=60.0):
+        """Wait for so many more answers."""
+        wanted = self.answers["200"] + number
+        self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers", seconds)
+
+    @property
+    def failed(self):
+        return sum(self.answers.values()) - self.answers["200"]
+
+    def _run(self):
+        namespaces.inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
+
+    def _ask(self):
+        last = time.monotonic()
+        while not self._stopping.wait(PAUSE):
+            outcome = self._one()
+            self.answers[outcome] += 1
+            if outcome == "200":
+                now = time.monotonic()
+                if now - last > self.gap:
+                    self.gap, self.answered_at = now - last, time.time()
+                last = now
+
+    def _one(self):
+        connection = http.client.HTTPConnection(self.address, 80, timeout=PATIENCE)
+        try:
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__
+        else:
+            return str(answer.status)
+        finally:
+            connection.close()

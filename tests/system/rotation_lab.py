@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many load balancers under load while their amphorae are replaced: clients of each, and somebody who counts."""
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import sqlalchemy as sa
+from cloud import Cloud
+
+from amphora_driver import config
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import topology
+from amphora_driver.store import rotations
+from amphora_driver.store.fleet_tables import failover, rotation_item
+from amphora_driver.store.tables import amphora
+
+# Seconds between two requests of a client; half of that is the error of an outage that is measured.
+_PAUSE = 0.1
+
+
+class Clients:
+    """One client for each load balancer: requests one after the other, each over its own connection."""
+
+    def __init__(self, cloud, balancers):
+        self._cloud = cloud
+        self._stopping = threading.Event()
+        self.answered = {one.id: 0 for one in balancers}
+        self.failed = {one.id: 0 for one in balancers}
+        # The longest time in which nothing was answered, in seconds.
+        self.outage = {one.id: 0.0 for one in balancers}
+        self._threads = [threading.Thread(target=self._run, args=(one.id, one.vip_address)) for one in balancers]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        self._cloud.until(lambda: all(number > 2 for number in self.answered.values()), "all are answered")
+        return self
+
+    def __exit__(self, *_):
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, name, address):
+        host = namespaces.path(self._cloud.settings.host(topology.CLIENT))
+        namespaces.inside(host, lambda: self._ask(name, address))
+
+    def _ask(self, name, address):
+        last = time.monotonic()
+        while not self._stopping.wait(_PAUSE):
+            if _is_answered(address):
+                now = time.monotonic()
+                self.outage[name], last = max(self.outage[name], now - last), now
+                self.answered[name] += 1
+            else:
+                self.failed[name] += 1
+
+
+def _is_answered(address):
+    connection = http.client.HTTPConnection(address, 80, timeout=1)
+    try:
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        answer.read()
+    except (OSError, http.client.HTTPException):
+        return False
+    else:
+        return answer.status == 200
+    finally:
+        connection.close()
+
+
+class Counting:
+    """Looks at the rows again and again: of how many load balancers at once amphorae are being replaced."""
+
+    def __init__(self, database):
+        self._database = database
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.most_turns = self.most_replaced = 0
+        self.looks = 0
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stopping.set()
+        self._thread.join()
+        assert self.looks > 10
+
+    def _run(self):
+        turns = sa.select(sa.func.count()).where(rotation_item.c.state == "running")
+        # Those whose VIPs have gone only wait for connections to end.
+        going = amphora.c.state == "retiring", amphora.c.drains_until.is_(None)
+        replaced = sa.select(sa.func.count(sa.distinct(amphora.c.load_balancer_id))).where(*going)
+        while not self._stopping.wait(0.05):
+            now = self._database.read(lambda c: (c.scalar(turns), c.scalar(replaced)))
+            self.most_turns, self.most_replaced = max(self.most_turns, now[0]), max(self.most_replaced, now[1])
+            self.looks += 1
+
+
+class Fleet:
+    """A cloud with load balancers, and an operator's view of its rotations."""
+
+    def __init__(self, cloud):
+        self.cloud = cloud
+        self.settings = cloud.settings
+        self.database = cloud.database
+
+    def make(self, number, pairs, flavor):
+        """So many load balancers with listener and pool, the first ones of them pairs; ACTIVE and ONLINE."""
+        made = []
+        for one in range(number):
+            pool = {
+                "name": "pool",
+                "protocol": "HTTP",
+                "lb_algorithm": "ROUND_ROBIN",
+                "members": [self.cloud.member("member1")],
+            }
+            listener = {"name": "http", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+            more = {"flavor_id": flavor} if one < pairs else {}
+            made.append(
+                self.cloud.balancers.create_load_balancer(
+                    name=f"rotated-{one}", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener], **more
+                )
+            )
+        patience = 60.0 + 10.0 * number
+        for one in made:
+            Cloud.until(lambda one=one: self.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} serves", patience)
+        return [self.cloud.balancers.get_load_balancer(one.id) for one in made]
+
+    def status(self, balancer):
+        found = self.cloud.balancers.get_load_balancer(balancer.id)
+        return found.provisioning_status, found.operating_status
+
+    def ctl(self, *words):
+        """Run amphoractl; returns what it prints as JSON, if it does."""
+        shows = words[0] == "rotate" or words[-1] in ("list", "show") or "show" in words
+        done = subprocess.run(
+            [Path(sys.executable).with_name("amphoractl"), *words, *(("-f", "json") if shows else ())],
+            env={**os.environ, config.FILE_VARIABLE: str(self.settings.our_configuration)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout) if shows else None
+
+    def rotate(self, most, **selection):
+        """Ask for a rotation as the command does; returns its number."""
+        wanted = rotations.Selection(**selection)
+        return self.database.write(lambda c: rotations.ask(c, wanted, most, "a test")).id
+
+    def rotation(self, number):
+        return self.database.read(lambda c: rotations.get(c, number))
+
+    def counts(self, number):
+        return self.database.read(lambda c: rotations.counts(c, number))
+
+    def items(self, number):
+        return self.database.read(lambda c: rotations.items(c, number))
+
+    def ended(self, number, seconds):
+        """Wait until it has ended; one that is paused meanwhile says why."""
+
+        def ask():
+            found = self.rotation(number)
+            assert found.state.value != "paused", found.reason
+            return found if found.ended_at is not None else None
+
+        return Cloud.until(ask, "the rotation has ended", seconds)
+
+    def serving(self, balancers):
+        """The amphorae of each that stay."""
+        query = sa.select(amphora.c.load_balancer_id, amphora.c.id).where(amphora.c.state != "retiring")
+        found = {one.id: set() for one in balancers}
+        for row in self.database.read(lambda c: c.execute(query).all()):
+            if row.load_balancer_id in found:
+                found[row.load_balancer_id].add(row.id)
+        return found
+
+    def failovers(self, *rotation_ids):
+        """How many amphorae of each load balancer these rotations have replaced."""
+        query = (
+            sa.select(failover.c.load_balancer_id, sa.func.count())
+            .where(failover.c.rotation_id.in_(rotation_ids))
+            .group_by(failover.c.load_balancer_id)
+        )
+        return dict(self.database.read(lambda c: c.execute(query).tuples().all()))

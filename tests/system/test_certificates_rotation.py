@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates and authorities are replaced while clients ask, users change things, and controllers die.
+
+A client never stops asking, and no request fails. In each phase of a rotation a controller dies where it moves the
+phase on, a user changes something that has to become ACTIVE, and in the end what was there before opens no door.
+"""
+
+import datetime as dt
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kill_lab
+import pytest
+import sqlalchemy as sa
+from kill_lab import Witness, in_step
+
+from amphora_driver import config
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.certificates.authority import Authority
+from amphora_driver.certificates.trust import Trust
+from amphora_driver.errors import AgentError, AgentUntrusted
+from amphora_driver.network import namespaces
+from amphora_driver.secret import Secret
+from amphora_driver.store import authorities
+from amphora_driver.store.authorities import Kind, State
+from amphora_driver.store.tables import amphora
+from amphora_driver.store.vault import Vault
+
+pytestmark = pytest.mark.root
+
+DAY = 86400.0
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with kill_lab.lab() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def witness(lab):
+    balancer = lab.cloud.served("witness", ("member1", "member2"))
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        witness.balancer = balancer
+        yield witness
+    assert witness.failed == []
+    assert witness.answered > 100
+
+
+def amphoractl(lab, *words):
+    """What a command says, as JSON."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("amphoractl"), *words, "-f", "json"],
+        env={**os.environ, config.FILE_VARIABLE: str(lab.settings.our_configuration)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def row_of(lab, amphora_id):
+    return lab.database.read(lambda c: c.execute(sa.select(amphora).where(amphora.c.id == amphora_id)).one())
+
+
+def only(lab, balancer):
+    (found,) = lab.cloud.amphorae(balancer)
+    return found
+
+
+def change(lab, amphora_id, **values):
+    lab.database.write(lambda c: c.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values)))
+
+
+def ask(lab, amphora_id, *, by_files):
+    """What an amphora says to a controller that knows the files only, or what is recorded."""
+    address = row_of(lab, amphora_id).management_address
+    conf = config.load([str(lab.settings.our_configuration)])
+    vault = Vault.load(conf.store.encryption_key_file)
+
+    def go():
+        client = AgentClient(conf, None if by_files else Trust(conf, lab.database, vault))
+        try:
+            return client.info(amphora_id, address)
+        finally:
+            client.close()
+
+    return namespaces.inside(namespaces.path(lab.settings.control), go)
+
+
+def changed(lab, balancer, weight):
+    """A user changes something, and it is served."""
+    cloud = lab.cloud
+    pool = cloud.pool_of(balancer)
+    member = next(iter(cloud.balancers.members(pool)))
+    cloud.balancers.update_member(member, pool, weight=weight)
+    cloud.active(balancer.id)
+
+
+def renewed(lab, amphora_id, before):
+    """Wait until it has another certificate, and that is written down."""
+
+    def new():
+        row = row_of(lab, amphora_id)
+        return row.certificate_issued_at > before and row
+
+    return lab.cloud.until(new, "its certificate is renewed")
+
+
+def test_a_certificate_is_renewed_in_time_wherever_controllers_die(lab, witness):
+    amphora_id, issued_at = only(lab, witness.balancer), lab.database.now() - 6 * DAY
+    first = row_of(lab, amphora_id)
+    assert first.trusts.startswith("files-")
+    assert first.certificate_expires_at - first.certificate_issued_at == pytest.approx(7 * DAY, abs=60)
+    lab.arm(*in_step("RenewCertificate"))
+    change(lab, amphora_id, certificate_issued_at=issued_at, certificate_expires_at=issued_at + 7 * DAY)
+    lab.reached()
+    row = renewed(lab, amphora_id, issued_at)
+    lab.settled()
+    assert only(lab, witness.balancer) == amphora_id, "nothing was failed over"
+    said = ask(lab, amphora_id, by_files=True).certificate_expires_at.timestamp()
+    assert said == pytest.approx(row.certificate_expires_at, abs=1)
+    (found,) = [one for one in amphoractl(lab, "certificate", "list") if one["Amphora"] == amphora_id]
+    assert (found["State"], found["Days left"]) == ("fine", 7.0)
+    changed(lab, witness.balancer, 5)
+
+
+def test_one_whose_certificate_has_expired_is_enrolled_again(lab, witness):
+    """It was off for too long, say. It shows what nobody accepts, and is given another one all the same."""
+    amphora_id, etc = only(lab, witness.balancer), lab.settings.etc
+    ago = lab.database.now() - 30 * DAY
+    authority = Authority((etc / "amphora_ca.pem").read_bytes(), Secret((etc / "amphora_ca.key").read_bytes()))
+    soon = authority.issue_server(amphora_id, 2 / DAY)
+    place = lab.settings.amphorae / amphora_id / "etc" / "server.pem"
+    new = place.with_name("test.new")
+    new.write_bytes(soon.bundle().reveal())
+    lab.cloud.until(lambda: lab.database.now() > soon.expires_at + 1, "its time is over")
+    new.replace(place)
+    with pytest.raises(AgentUntrusted, match="expired"):
+        ask(lab, amphora_id, by_files=True)
+    change(lab, amphora_id, certificate_issued_at=ago, certificate_expires_at=soon.expires_at)
+    renewed(lab, amphora_id, ago)
+    assert ask(lab, amphora_id, by_files=True).certificate_expires_at > dt.datetime.now(dt.timezone.utc)
+    changed(lab, witness.balancer, 6)
+    assert only(lab, witness.balancer) == amphora_id
+
+
+def phase_of(lab, kind):
+    """The phase in which a rotation is; None when it has ended."""
+    found = {one.state for one in lab.database.read(authorities.every) if one.kind is kind}
+    return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
+
+
+@pytest.mark.parametrize("kind", [Kind.CONTROLLER, Kind.AMPHORA])
+def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
+    cloud, balancer = lab.cloud, witness.balancer
+    amphora_id = only(lab, balancer)
+    ask(lab, amphora_id, by_files=kind is Kind.CONTROLLER)
+    looks, moved = f"Authority-{kind.value}-before", f"Authority-{kind.value}-marked"
+    lab.hold(looks)
+    lab.hold(moved)
+    begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+    assert begun["State"] == "next"
+    booted = cloud.balancers.create_load_balancer(name=f"meanwhile-{kind.value}", vip_subnet_id=balancer.vip_subnet_id)
+    assert phase_of(lab, kind) is State.NEXT
+    changed(lab, balancer, 10)
+    lab.arm(looks)
+    cloud.until(lambda: looks not in lab.armed(), "whoever looks dies")
+    for number, phase in enumerate((State.FORMER, State.LEAVING, None), start=11):
+        # Who has moved it on waits, and dies then: nothing but that is written down.
+        lab.held(moved)
+        assert phase_of(lab, kind) is phase
+        listed = amphoractl(lab, "authority", "list")
+        states = {one["State"] for one in listed if one["Kind"] == kind.value}
+        assert states == {"current"} if phase is None else {"current", phase.value}
+        changed(lab, balancer, number)
+        lab.arm(moved)
+        cloud.until(lambda: moved not in lab.armed(), "whoever moved it on dies")
+        if phase is not None:
+            lab.hold(moved)
+    assert lab.armed() == set(), "somebody died wherever he could"
+    cloud.active(booted.id)
+    lab.settled()
+    assert only(lab, balancer) == amphora_id, "nothing was failed over"
+    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+    for each in (amphora_id, *cloud.amphorae(booted)):
+        row = row_of(lab, each)
+        if kind is Kind.CONTROLLER:
+            assert row.trusts.split("/")[0] == str(now.id)
+        else:
+            assert row.certificate_authority == now.id
+        with pytest.raises(AgentError):
+            ask(lab, each, by_files=True)
+        ask(lab, each, by_files=False)
+    changed(lab, balancer, 3)
+
+
+def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, witness):
+    """Both authorities were rotated: what is left of the files is worth nothing to anybody."""
+    etc, cloud = lab.settings.etc, lab.cloud
+    if len([one for one in lab.database.read(authorities.every) if one.state is State.CURRENT]) < 2:
+        pytest.skip("needs the rotations before")
+    away = etc / "away"
+    away.mkdir()
+    names = ("amphora_ca.pem", "amphora_ca.key", "controller_ca.pem", "controller.pem")
+    for name in names:
+        shutil.move(etc / name, away / name)
+    process = lab.stack.supervision.running("amphora-controller")
+    for one in (process, *process.children()):
+        one.signal(signal.SIGKILL)
+    assert process.wait(10)
+    lab.stack.supervision.start(next(one for one in lab.stack.programs() if one.name == "amphora-controller"))
+    changed(lab, witness.balancer, 4)
+    made = cloud.served("without-files", ("member1",))
+    assert cloud.answers(made.vip_address, 2) == {"member1": 2}
+    first = amphoractl(lab, "authority", "list", "--all")
+    assert amphoractl(lab, "authority", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
+    cloud.until(lambda: phase_of(lab, Kind.AMPHORA) is None, "the next rotation has ended")
+    changed(lab, witness.balancer, 7)
+    keys = lab.database.read(lambda c: authorities.every(c, gone=True))
+    assert [one.sealed_key is None for one in keys] == [one.state is State.GONE for one in keys], "erased"
+    for name in names:
+        shutil.move(away / name, etc / name)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Silent amphorae on the real stack: the dead are replaced unasked; the blind do nothing, whatever blinds them."""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+import uuid
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import configuration, demo, topology
+from amphora_driver.secret import Secret
+from amphora_driver.store import breakers, failovers, silences
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import failover
+from amphora_driver.store.tables import amphora, amphora_seen, work
+from amphora_driver.store.vault import Vault
+
+pytestmark = pytest.mark.root
+# Half a minute of the real thing in four seconds, on a machine that others load too.
+SILENT_AFTER = 4.0
+BLIND_FOR = 2.5 * SILENT_AFTER
+OPTIONS = {
+    "health": {"interval": "0.5", "flush_interval": "0.2"},
+    "failover": {
+        "silent_after": str(SILENT_AFTER),
+        "probe_timeout": "1",
+        "breaker_window": "30",
+        "breaker_calm": "2",
+        "pause_first": "1",
+    },
+}
+FLEET = 50
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with running(options=OPTIONS) as (stack, settings):
+        connection, database = demo.connect(settings), Database(settings.database_url)
+        cloud = Cloud(settings, connection, database)
+        try:
+            yield stack, cloud
+            cloud.clean()
+        finally:
+            database.dispose()
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def stack(sandbox):
+    return sandbox[0]
+
+
+@pytest.fixture(scope="module")
+def cloud(sandbox):
+    return sandbox[1]
+
+
+@pytest.fixture(scope="module")
+def balancer(cloud):
+    made = cloud.served("watched", ("member1",))
+    cloud.online(made.id)
+    return made
+
+
+@pytest.fixture
+def calm(cloud, balancer):
+    """The control plane sees, hears everybody, and in the end nobody was replaced, nor said to be in ERROR."""
+    seeing(cloud)
+    before, known = cloud.amphorae(balancer), len(rows(cloud))
+    yield
+    seeing(cloud)
+    # Whoever would be taken for dead after that would be by now.
+    sees_for(cloud, 2 * SILENT_AFTER)
+    assert len(rows(cloud)) == known, "no fail-over"
+    assert cloud.amphorae(balancer) == before
+    assert cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
+
+
+def rows(cloud):
+    return cloud.database.read(lambda c: c.execute(sa.select(failover).order_by(failover.c.id)).all())
+
+
+def breaker(cloud, name=breakers.AUTOMATIC):
+    return cloud.database.read(breakers.every).get(name)
+
+
+def silent(cloud):
+    return {row.amphora_id: row for row in cloud.database.read(silences.every)}
+
+
+def seeing(cloud):
+    def ask():
+        sight = breaker(cloud, breakers.SIGHT)
+        return sight is not None and sight.state == breakers.SEEING and not silent(cloud)
+
+    cloud.until(ask, "the detector sees, and nobody is silent")
+
+
+def blind(cloud):
+    cloud.until(lambda: breaker(cloud, breakers.SIGHT).state == breakers.BLIND, "the detector knows that it is blind")
+
+
+def sees_for(cloud, seconds):
+    """Wait until it has seen for so long without being blind in between."""
+
+    def ask():
+        sight = breaker(cloud, breakers.SIGHT)
+        return sight.state == breakers.SEEING and time.time() - sight.since > seconds
+
+    cloud.until(ask, f"it sees for {seconds:.0f} s")
+
+
+@contextmanager
+def stopped(stack, name):
+    """A program and all it started stand still."""
+    group = stack.supervision.running(name).pid
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
+
+
+def kill(cloud, amphora_id):
+    """A machine ends as in a power cut."""
+    record = Path(cloud.settings.amphorae, amphora_id, "process.json")
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+
+def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
+    seeing(cloud)
+    (old,) = cloud.amphorae(balancer)
+    killed = time.time()
+    kill(cloud, old)
+    row = cloud.until(lambda: next(iter(rows(cloud)), None), "a fail-over has begun")
+    assert (row.cause, row.amphora_id, row.load_balancer_id) == ("silent", old, balancer.id)
+    assert row.silent_since <= killed + 1
+    # Found by its silence alone would be silent_after; what comes on top is the heartbeat's age and our load.
+    assert row.begun_at - killed < SILENT_AFTER + 10
+    cloud.operating(lambda: cloud.balancers.get_load_balancer(balancer.id), "ERROR")
+    cloud.until(lambda: old not in cloud.amphorae(balancer), "the dead one is gone", 90)
+    cloud.online(balancer.id)
+    assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
+    words = [one.word for one in cloud.database.read(lambda c: failovers.events(c, row.id))]
+    assert {"begun", "found"} <= set(words)
+    assert len(rows(cloud)) == 1
+    seeing(cloud)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_controller_that_stood_still(cloud, stack):
+    with stopped(stack, "amphora-controller"):
+        time.sleep(BLIND_FOR)
+    sees_for(cloud, 1)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_health_manager_that_stood_still(cloud, stack):
+    with stopped(stack, "amphora-health-manager"):
+        blind(cloud)
+        time.sleep(BLIND_FOR)
+        assert not silent(cloud)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_control_plane_that_stood_still(stack):
+    """A host that was frozen: nobody's clock has noticed anything, and all heartbeats of that time are lost."""
+    with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"):
+        time.sleep(BLIND_FOR)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_database_that_nobody_can_write_to(cloud):
+    with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        time.sleep(BLIND_FOR)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_way_to_the_amphorae_that_is_gone(cloud):
+    """The control plane's own interface is down: nobody is heard, and nobody can be asked."""
+    inside = ("nsenter", f"--net={namespaces.path(cloud.settings.control)}", "--", "ip", "link", "set", "eth0")
+    subprocess.run([*inside, "down"], check=True)
+    try:
+        cloud.until(lambda: silent(cloud), "somebody is silent")
+        time.sleep(SILENT_AFTER)
+        assert all("cannot be asked from here" in one.verdict for one in silent(cloud).values())
+    finally:
+        subprocess.run([*inside, "up"], check=True)
+
+
+@pytest.mark.usefixtures("calm")
+def test_heartbeats_that_do_not_get_through(cloud, balancer):
+    """Its agent answers: it is mute, not dead."""
+    (one,) = cloud.amphorae(balancer)
+    inside = ("nsenter", f"--net={namespaces.path(f'{cloud.settings.prefix}-{one[:13]}')}", "--", "nft")
+    table = f"mute{os.getpid()}"
+    rules = (
+        f"add table inet {table}; add chain inet {table} out {{ type filter hook output priority 0; }}; "
+        f"add rule inet {table} out udp dport {configuration.HEALTH_PORT} drop"
+    )
+    subprocess.run([*inside, rules], check=True)
+    try:
+        cloud.until(lambda: (row := silent(cloud).get(one)) and row.kind == "mute", "it is mute")
+        time.sleep(SILENT_AFTER)
+        assert "its agent answers" in silent(cloud)[one].verdict
+    finally:
+        subprocess.run([*inside, "delete", "table", "inet", table], check=True)
+
+
+class Fleet:
+    """Many amphorae that are nothing but their heartbeats: real ones, signed with keys that the table knows."""
+
+    def __init__(self, cloud):
+        self.cloud = cloud
+        self.keys = {str(uuid.uuid4()): secrets.token_bytes(32) for _ in range(FLEET)}
+        self.owners = {one: str(uuid.uuid4()) for one in self.keys}
+        self.speaks, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._speak)
+
+    def __enter__(self):
+        vault = Vault.load(str(self.cloud.settings.etc / "encryption.keys"))
+        now = time.time()
+        wanted = {"op": "apply", "generation": 1, "committed": 1, "applied": 1, "dirty": False}
+        ready = {"role": "STANDALONE", "state": "ready", "management_address": "203.0.113.251", "confirmed": 1}
+        times = {"created_at": now, "booted_at": now, "ready_at": now, "confirmed_at": now}
+        self.cloud.database.write(
+            lambda c: [
+                c.execute(work.insert(), [{"load_balancer_id": of, **wanted} for of in self.owners.values()]),
+                c.execute(
+                    amphora.insert(),
+                    [
+                        {"id": one, "load_balancer_id": of, **ready, **times, "heartbeat_key": vault.seal(key)}
+                        for (one, of), key in zip(self.owners.items(), map(Secret, self.keys.values()), strict=True)
+                    ],
+                ),
+            ]
+        )
+        self.speaks.set()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+        ids, owners = list(self.keys), list(self.owners.values())
+        self.cloud.database.write(
+            lambda c: [
+                c.execute(amphora.delete().where(amphora.c.id.in_(ids))),
+                c.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id.in_(ids))),
+                c.execute(work.delete().where(work.c.load_balancer_id.in_(owners))),
+            ]
+        )
+
+    def _speak(self):
+        place = namespaces.path(self.cloud.settings.control)
+        target = (topology.CONTROL_ADDRESS, configuration.HEALTH_PORT)
+        epoch, sequence = time.time_ns(), 0
+        with namespaces.inside(place, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
+            while not self._over.wait(0.5):
+                sequence += 1
+                if self.speaks.is_set():
+                    for one, key in self.keys.items():
+                        content = b"AHB1" + uuid.UUID(one).bytes + struct.pack("!QQ", epoch, sequence)
+                        content += zlib.compress(json.dumps({"generation": 1}).encode())
+                        sender.sendto(content + hmac.digest(key, content, hashlib.sha256), target)
+
+
+@pytest.mark.usefixtures("calm")
+def test_fifty_at_once_open_the_breaker_and_close_it_again(cloud):
+    with Fleet(cloud) as fleet:
+        cloud.until(lambda: breaker(cloud, breakers.SIGHT).watched == FLEET + 1, "all are watched")
+        seeing(cloud)
+        fleet.speaks.clear()
+        cloud.until(lambda: breaker(cloud).state == breakers.OPEN, "the breaker is open")
+        cloud.until(lambda: len(silent(cloud)) == FLEET, "all of them are silent")
+        time.sleep(SILENT_AFTER)
+        assert breaker(cloud).state == breakers.OPEN
+        assert len(rows(cloud)) == 1, "nobody was replaced but the one of the first test"
+        log = Path(cloud.settings.log, "amphora-controller.log").read_text(encoding="utf-8")
+        assert "ERROR" in log
+        assert "the breaker is open, no amphora is replaced unasked" in log
+        fleet.speaks.set()
+        cloud.until(lambda: breaker(cloud).state == breakers.CLOSED, "the breaker is closed again")
+        assert not silent(cloud)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amphorae that are not what they confirmed, through the real stack: found, said, mended, and no user notices."""
+
+import configparser
+import datetime as dt
+import json
+
+import pytest
+from drift_lab import PAUSE, drift_lab
+
+from amphora_driver.controller import expected
+from amphora_driver.controller.auditing import record_of
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with drift_lab() as made:
+        yield made
+
+
+@pytest.fixture
+def balancer(lab):
+    made = lab.served("drift")
+    lab.settled(made)
+    yield made
+    lab.clean()
+
+
+def test_what_an_agent_mends_itself_is_noted(lab, balancer):
+    (one,) = lab.of(balancer)
+    lab.inside(one, "ip link set eth1 mtu 1400")
+    lab.drifted(one.id, "mended by its agent: interface: eth1 has an MTU of 1400")
+    assert lab.settled(balancer) == one.confirmed, "nothing was pushed for that"
+    lab.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
+
+
+def test_an_interface_that_is_gone_is_attached_again(lab, balancer):
+    (one,) = lab.of(balancer)
+    lab.inside(one, "ip link del eth1")
+    lab.drifted(one.id, "its agent cannot mend what is not as confirmed: interface")
+    lab.until(lambda: answers(lab, balancer), "clients are served again")
+    lab.settled(balancer)
+    lab.until(lambda: lab.configuration(lab.of(balancer)[0])["drift"]["left"] == [], "its agent has nothing to say")
+    assert [each.id for each in lab.of(balancer)] == [one.id], "it is the same amphora"
+
+
+def answers(lab, balancer):
+    try:
+        return set(lab.answers(balancer.vip_address, 4)) <= {"member1", "member2"}
+    except OSError:
+        return False
+
+
+def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
+    """By hand, with the controller's certificate: a newer generation of something else."""
+    (one,) = lab.of(balancer)
+    conf, vault = lab.compute_conf(), lab.vault()
+    catalogue = lab.catalogue(conf)
+    recorded = lab.database.read(lambda c: record_of(c, balancer.id, catalogue))
+    document = json.loads(expected.bodies(recorded, conf, vault)[one.id])
+    document["generation"] += 5
+    document["haproxy"] = document["haproxy"].replace("weight 1", "weight 9")
+    said = lab.agents(lambda c: c.put_bundle(one.id, one.management_address, json.dumps(document).encode()))
+    assert said.generation == one.confirmed + 5
+    lab.drifted(one.id, f"says that it has {said.generation}")
+    lab.until(lambda: lab.settled(balancer) == said.generation + 1, "a newer generation is served")
+    assert "weight 9" not in lab.configuration(one)["haproxy"]
+    assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+
+
+def test_a_node_that_was_rebooted_serves_again(lab, balancer):
+    (one,) = lab.of(balancer)
+    lab.compute.power_off(one.id)
+    lab.compute.power_on(one.id)
+    lab.until(lambda: answers(lab, balancer), "clients are served again")
+    lab.settled(balancer)
+    assert lab.until(lambda: lab.configuration(one), "it answers")["drift"]["left"] == []
+
+
+def test_what_is_rendered_in_another_way_is_pushed_slowly(lab, balancer):
+    """Another version, or other options: nobody asked for a change, and not everything is pushed at once."""
+    second = lab.served("drift-too")
+    before = {each.id: lab.settled(each) for each in (balancer, second)}
+    status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id)
+    assert (status, said) == (0, "")
+    lab.stack.supervision.stop("amphora-controller")
+    change_option(lab.settings.our_configuration, "haproxy", "timeout_member_connect", "7000")
+    status, said, _ = lab.amphoractl("loadbalancer", "diff", balancer.id[:13])
+    assert status == 1
+    assert "-    timeout connect 7s" in said.replace("7000ms", "7s").replace("7000", "7s")
+    assert "PRIVATE" not in said
+    lab.restart()
+    for each in (balancer, second):
+        lab.until(lambda of=each: lab.settled(of) > before[of.id], "it is pushed")
+    times = told(lab, "is rendered in another way now")
+    assert len(times) == 2
+    assert times[1] - times[0] >= dt.timedelta(seconds=0.9 * PAUSE), "one after the other"
+    assert lab.amphoractl("loadbalancer", "diff", balancer.id)[:2] == (0, "")
+    assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+
+
+def told(lab, words):
+    """When the controller said so."""
+    lines = (lab.settings.log / "amphora-controller.log").read_text(errors="replace").splitlines()
+    return [dt.datetime.fromisoformat(line[:23]) for line in lines if words in line]
+
+
+def change_option(file, group, name, value):
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.read(file)
+    if not parser.has_section(group):
+        parser.add_section(group)
+    parser.set(group, name, value)
+    with file.open("w") as opened:
+        parser.write(opened)
+
+
+def test_an_operator_has_it_repaired_and_diagnosed(lab, balancer, tmp_path):
+    (one,) = lab.of(balancer)
+    before = lab.row(one.id).confirmed_at
+    status, said, _ = lab.amphoractl("loadbalancer", "repair", balancer.id)
+    assert (status, one.id in said) == (0, True)
+    lab.until(lambda: lab.row(one.id).confirmed_at > before, "it has confirmed anew")
+    assert lab.settled(balancer) == one.confirmed, "the same generation"
+    file = tmp_path / "diagnosis.json"
+    status, said, _ = lab.amphoractl("amphora", "diagnose", one.id, "--output", str(file))
+    assert (status, said.strip()) == (0, str(file))
+    found = json.loads(file.read_text())
+    assert found["recorded"]["id"] == one.id
+    assert "frontend" in found["agent"]["haproxy.cfg"]
+    assert "heartbeat_key" not in found["recorded"]
+    lab.compute.power_off(one.id)
+    try:
+        status, said, errors = lab.amphoractl("amphora", "diagnose", one.id[:13])
+        assert status == 2
+        assert "cannot tell anything" in errors
+        assert json.loads(said)["recorded"]["management_address"] == one.management_address
+        status, said, errors = lab.amphoractl("loadbalancer", "diff", balancer.id)
+        assert (status, said, one.id in errors) == (2, "", True)
+    finally:
+        lab.compute.power_on(one.id)

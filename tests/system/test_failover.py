@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fail-overs through Octavia's real API, under load: planned and not, with and without a spare, and what goes wrong.
+
+AMPHORA_FAILOVER_TABLE names a file to which what was measured is appended, as rows of the table in docs/failover.md.
+"""
+
+import json
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from amphoractl import Amphoractl
+from cloud import Cloud
+from outage import Clients
+from sandbox_of_a_test import AGENT_PYTHON, running
+
+from amphora_driver import config
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import demo
+from amphora_driver.store import amphorae, spares
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import failover, failover_event
+from amphora_driver.store.tables import amphora, work
+
+pytestmark = pytest.mark.root
+
+# Seconds between advertisements of pairs: a standby takes over after less than a second.
+FAST = 0.2
+# Seconds in which all of it has to have happened, on whatever machine.
+LONG = 90.0
+# Starts the agent, but for once: where a file says so it ends at once, or stays and never says a word.
+_AGENT = """#!/bin/sh
+if [ "$2" = amphora_agent.supervisor ]; then
+    if rm {folder}/ends 2>/dev/null; then echo "told to end"; exit 1; fi
+    if rm {folder}/mute 2>/dev/null; then exec sleep 600; fi
+fi
+exec {python} "$@"
+"""
+
+
+class Lab:
+    """A sandbox whose amphorae may be told to fail when they boot."""
+
+    def __init__(self, cloud, compute, folder):
+        self.cloud, self.compute, self.folder = cloud, compute, folder
+        self.database = cloud.database
+        self._flavors = {}
+
+    def flavor(self, **data):
+        """The id of a flavor with this data."""
+        name = json.dumps(data, sort_keys=True)
+        if name not in self._flavors:
+            balancers, label = self.cloud.balancers, f"f{len(self._flavors)}"
+            profile = balancers.create_flavor_profile(name=label, provider_name="haproxy", flavor_data=name)
+            made = balancers.create_flavor(name=label, flavor_profile_id=profile.id, is_enabled=True)
+            self._flavors[name] = made.id
+        return self._flavors[name]
+
+    def next_boot(self, what):
+        """The next machine that is booted `ends` at once, or is `mute`."""
+        (self.folder / what).touch()
+
+    def came_to_pass(self, what):
+        """Whether it was."""
+        return not (self.folder / what).exists()
+
+    def amphorae(self, balancer):
+        found = self.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        return {one.id: one for one in found}
+
+    def holder(self, balancer):
+        """The one that says it has the VIPs, or the only one."""
+
+        def ask():
+            live = [one for one in self.amphorae(balancer).values() if one.state is not State.RETIRING]
+            says = [one for one in live if one.holds_vip or len(live) == 1]
+            return says[0].id if len(says) == 1 else None
+
+        return self.cloud.until(ask, "one has the VIPs", LONG)
+
+    def heard(self, balancer):
+        """Wait until all of them were heard: what never spoke is another matter."""
+        rows = lambda: self.amphorae(balancer).values()  # noqa: E731 - said where it is asked
+        self.cloud.until(lambda: all(one.heard_at for one in rows()), "all are heard", LONG)
+
+    def warm(self, number=1):
+        """Wait until so many spares are ready."""
+        query = sa.select(sa.func.count()).select_from(
+            amphora.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+        )
+        ready = query.where(
+            work.c.op == spares.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
+        )
+        self.cloud.until(lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number, "spares", LONG)
+
+    def over(self, balancer, number):
+        """The rows of so many fail-overs, once the last of them has ended."""
+        query = sa.select(failover).where(failover.c.load_balancer_id == balancer.id).order_by(failover.c.id)
+
+        def ask():
+            rows = self.database.read(lambda c: c.execute(query).all())
+            return rows if len(rows) >= number and all(row.ended_at for row in rows) else None
+
+        return self.cloud.until(ask, "the fail-over has ended", LONG)
+
+    def line(self, row):
+        """(word, detail) of each event."""
+        query = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id)
+        rows = self.database.read(lambda c: c.execute(query.where(failover_event.c.failover_id == row.id)).all())
+        return [tuple(one) for one in rows]
+
+    def amphoractl(self, *words):
+        """What the command says; it must succeed."""
+        status, out, err = Amphoractl(self.cloud.settings).run(*words)
+        assert status == 0, err
+        return out
+
+
+@contextmanager
+def _lab(folder):
+    agent = folder / "agent"
+    agent.write_text(_AGENT.format(folder=folder, python=AGENT_PYTHON))
+    agent.chmod(0o755)
+    options = {
+        "compute_netns": {"agent_python": str(agent)},
+        "controller": {"lease": "3", "boot_timeout": "20", "retry_most": "5", "drain_timeout": "2"},
+        # What is dead here is dead: none of these tests is about many at once.
+        "failover": {"breaker_percent": "100", "breaker_floor": "50", "pause_first": "0"},
+    }
+    with running(options=options) as (_stack, settings):
+        connection, database = demo.connect(settings), Database(settings.database_url)
+        conf = config.load([str(settings.our_configuration)])
+        cloud = Cloud(settings, connection, database)
+        try:
+            yield Lab(cloud, NetnsCompute(conf, LocalNetwork(conf, database)), folder)
+        finally:
+            database.dispose()
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    with _lab(tmp_path_factory.mktemp("failover")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(whole):
+    yield whole
+    for name in ("ends", "mute"):
+        (whole.folder / name).unlink(missing_ok=True)
+    whole.cloud.clean()
+
+
+def noted(cause, topology, spare, killed_at, row, clients):
+    """One row of the table in docs/failover.md."""
+    detected = f"{row.begun_at - killed_at:.1f} s" if killed_at else "-"
+    since = killed_at or row.begun_at
+    cells = (cause, topology, spare, detected, f"{row.served_at - since:.1f} s", f"{clients.gap:.2f} s")
+    text = "| " + " | ".join(cells) + " |\n"
+    if name := os.environ.get("AMPHORA_FAILOVER_TABLE"):
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["no spare", "a spare"])
+def test_one_on_its_own_is_replaced_as_planned(lab, spare):
+    balancer = lab.cloud.served("planned", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
+    (old,) = lab.amphorae(balancer)
+    if spare:
+        lab.warm()
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        said = lab.amphoractl("amphora", "failover", old, "--reason", "a test")
+        (row,) = lab.over(balancer, 1)
+        clients.more()
+    assert f"Amphora {old} is to be replaced" in said
+    assert (row.cause, row.reason, row.outcome) == ("operator", "a test", "done")
+    assert row.asked_by
+    words = [word for word, _ in lab.line(row)]
+    assert ("adopted" in words) is spare
+    assert old not in lab.amphorae(balancer)
+    assert old not in lab.compute.booted()
+    # The replacement serves before the old one goes; a busy machine may be late with an answer.
+    assert clients.gap < 5, clients.answers
+    noted("planned", "SINGLE", "yes" if spare else "no", None, row, clients)
+
+
+def test_a_pair_is_replaced_as_planned(lab):
+    flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
+    balancer = lab.cloud.served("pair", flavor_id=flavor)
+    before = set(lab.amphorae(balancer))
+    lab.holder(balancer)
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        lab.cloud.balancers.failover_load_balancer(balancer.id)
+        lab.cloud.active(balancer.id)
+        rows = lab.over(balancer, 2)
+        clients.more()
+    assert {row.cause for row in rows} == {"asked"}
+    assert before.isdisjoint(lab.amphorae(balancer))
+    assert clients.gap < 5, clients.answers
+    noted("planned (both)", "ACTIVE_STANDBY", "no", None, rows[-1], clients)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["no spare", "a spare"])
+def test_one_on_its_own_dies(lab, spare):
+    balancer = lab.cloud.served("dies", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
+    (old,) = lab.amphorae(balancer)
+    lab.heard(balancer)
+    if spare:
+        lab.warm()
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        killed_at = time.time()
+        lab.compute.power_off(old)
+        (row,) = lab.over(balancer, 1)
+        clients.more()
+    assert row.cause == "silent"
+    assert killed_at < row.begun_at < row.served_at
+    assert old not in lab.amphorae(balancer)
+    assert old not in lab.compute.booted(), "its machine is gone for good"
+    assert ("adopted" in [word for word, _ in lab.line(row)]) is spare
+    assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+    assert clients.gap < LONG
+    noted("amphora killed", "SINGLE", "yes" if spare else "no", killed_at, row, clients)
+
+
+@pytest.mark.parametrize(
+    ("who", "spare"),
+    [("holder", False), ("standby", False), ("holder", True)],
+    ids=["the holder", "the standby", "the holder, with a spare"],
+)
+def test_one_of_a_pair_dies(lab, who, spare):
+    flavor = lab.flavor(
+        loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST, **({"warm_spares": 1} if spare else {})
+    )
+    balancer = lab.cloud.served("half", flavor_id=flavor)
+    lab.heard(balancer)
+    first = lab.holder(balancer)
+    (standby,) = set(lab.amphorae(balancer)) - {first}
+    old, stays = (first, standby) if who == "holder" else (standby, first)
+    if spare:
+        lab.warm()
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        killed_at = time.time()
+        lab.compute.power_off(old)
+        (row,) = lab.over(balancer, 1)
+        clients.more()
+    assert row.cause == "silent"
+    now = lab.amphorae(balancer)
+    assert stays in now
+    assert old not in now
+    assert sorted(one.role for one in now.values()) == ["BACKUP", "MASTER"]
+    assert lab.holder(balancer) == stays, "who comes does not take the VIPs"
+    # Three advertisements and a fraction; the rest is for a machine with other things to do.
+    assert clients.gap < 5, clients.answers
+    noted(f"{who} killed", "ACTIVE_STANDBY", "yes" if spare else "no", killed_at, row, clients)
+
+
+def test_both_of_a_pair_die_at_once(lab):
+    flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
+    balancer = lab.cloud.served("both", flavor_id=flavor)
+    lab.heard(balancer)
+    before = set(lab.amphorae(balancer))
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        killed_at = time.time()
+        for one in before:
+            lab.compute.power_off(one)
+        rows = lab.over(balancer, 2)
+        clients.more()
+    assert before.isdisjoint(lab.amphorae(balancer))
+    assert {row.outcome for row in rows} == {"done"}
+    noted("both killed", "ACTIVE_STANDBY", "no", killed_at, rows[-1], clients)
+
+
+@pytest.mark.parametrize("how", ["ends", "mute"])
+def test_the_replacement_fails_the_first_time(lab, how):
+    """It ends while it boots, or runs and never says a word: another boot follows, and users notice nothing."""
+    balancer = lab.cloud.served("fails", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=0))
+    (old,) = lab.amphorae(balancer)
+    with Clients(lab.cloud, balancer.vip_address) as clients:
+        lab.next_boot(how)
+        lab.amphoractl("loadbalancer", "failover", balancer.id)
+        (row,) = lab.over(balancer, 1)
+        clients.more()
+    assert lab.came_to_pass(how)
+    failures = [detail for word, detail in lab.line(row) if word == "failed"]
+    assert failures, "the time line says that it failed"
+    assert any(("told to end" if how == "ends" else "has not answered") in one for one in failures), failures
+    assert old not in lab.amphorae(balancer)
+    assert set(lab.compute.booted()) == set(lab.amphorae(balancer))
+    assert clients.gap < 5, clients.answers
+    assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever dies while amphorae are replaced: each is replaced once, users are served, and nothing is left of the former.
+
+As in `test_kill_matrix` every point that an operation comes by is armed at once, and everybody who works on it dies
+again and again, each time further on. A client of another load balancer asks all the time, and is never refused.
+"""
+
+import json
+
+import kill_lab
+import lasting
+import pytest
+from kill_lab import Witness
+from sqlalchemy import select
+
+from amphora_driver.store import amphorae, failovers, rotations, spares
+from amphora_driver.store.failovers import Cause, Why
+from amphora_driver.store.tables import work
+
+pytestmark = [pytest.mark.root, pytest.mark.lasts(600)]
+
+BEGINNING = ("failover-written", "failover-begun")
+
+
+def steps(*kinds):
+    """Before the first of a step is as after the last of the one before it."""
+    return tuple(f"{kind}-{moment}" for kind in kinds for moment in ("done", "marked"))
+
+
+@pytest.fixture(scope="module")
+def lab():
+    haste = {"failover": {"silent_after": "4", "pause_first": "0"}, "rotation": {"settle": "1"}}
+    with kill_lab.lab(haste=haste) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def witness(lab):
+    balancer = lab.cloud.served("witness", ("member1", "member2"))
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        yield witness
+    assert witness.failed == []
+    assert witness.answered > 100
+    assert lab.replacements(balancer.id) == [], "nobody else was replaced"
+
+
+@pytest.fixture
+def cloud(lab, witness):
+    lab.settled()
+    yield lab.cloud
+    lab.disarm()
+    for balancer in lab.cloud.balancers.load_balancers():
+        if balancer.name != "witness":
+            lab.cloud.until(lambda one=balancer: deletable(lab.cloud, one), f"{balancer.name} can be deleted")
+            lab.cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    lab.cloud.until(lambda: len(list(lab.cloud.balancers.load_balancers())) == 1, "only the witness is left")
+
+
+def deletable(cloud, balancer):
+    return not cloud.balancers.get_load_balancer(balancer.id).provisioning_status.startswith("PENDING")
+
+
+@pytest.fixture(scope="module")
+def flavored(lab, witness):
+    """Makes flavors; they go when nobody uses them any more."""
+    made, cloud = [], lab.cloud
+
+    def make(name, **data):
+        text = json.dumps(data)
+        profile = cloud.balancers.create_flavor_profile(name=name, provider_name="haproxy", flavor_data=text)
+        made.append((cloud.balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True), profile))
+        return made[-1][0].id
+
+    yield make
+    for flavor, profile in made:
+        cloud.balancers.delete_flavor(flavor)
+        cloud.balancers.delete_flavor_profile(profile)
+
+
+def serves(cloud, balancer):
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "it serves")
+
+
+def was_replaced(lab, balancer, *former, cause, number=1):
+    """Each once, and by one; Octavia's user has not noticed."""
+    found = lab.replacements(balancer.id)
+    assert sorted(one.amphora_id for one in found) == sorted(former)
+    assert {(one.cause, one.outcome) for one in found} == {(cause, "done")}
+    for one in found:
+        assert one.begun_at <= one.served_at <= one.ended_at
+    present = lab.cloud.amphorae(balancer)
+    assert len(present) == number
+    assert not present & set(former)
+    assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+    serves(lab.cloud, balancer)
+
+
+def operator_replaces(lab, balancer, amphora_id):
+    """What `amphoractl amphora failover` writes."""
+    why = Why(cause=Cause.OPERATOR, reason="an operator wants it", asked_by="test")
+    now = lab.database.now()
+    begun = lab.database.write(lambda c: failovers.begin(c, balancer.id, [amphora_id], why, now))
+    assert begun == 1
+
+
+def test_a_machine_that_dies(lab, cloud):
+    balancer = cloud.served("single", ("member1",))
+    (former,) = cloud.amphorae(balancer)
+    lab.arm(*BEGINNING, "claimed", *steps("Record", "Boot", "AwaitAgent", "Plug", "Push", "Release"), "finishing")
+    lab.power_off(former)
+    lab.reached()
+    lab.settled()
+    was_replaced(lab, balancer, former, cause="silent")
+
+
+def listener(name, port, *members):
+    pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": list(members)}
+    return {"name": name, "protocol": "HTTP", "protocol_port": port, "default_pool": pool}
+
+
+def test_one_of_a_pair(lab, cloud, flavored):
+    """Who has the VIPs goes because an operator wants it, and connections outlive all controllers; then one dies."""
+    flavor = flavored("pairs", loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=0.5)
+    listeners = [
+        listener("usual", 80, cloud.member("member1")),
+        listener("lasting", 81, cloud.member("member3", protocol_port=9000)),
+    ]
+    balancer = cloud.load_balancer("pair", flavor_id=flavor, listeners=listeners)
+    serves(cloud, balancer)
+    first = holder(cloud, balancer)
+    with lasting.Member(cloud.settings, "member3", 9000) as member:
+        visits = member.visits(cloud.settings, balancer.vip_address, 81)
+        lab.arm(*steps("Record", "Boot", "Plug", "Push"), "HandOver-done", "LookAfter-before")
+        operator_replaces(lab, balancer, first)
+        lab.reached()
+        for visit in visits:
+            visit.goes_on()
+        lab.arm(*steps("Release"))
+        member.finish()
+    lab.reached()
+    lab.settled()
+    was_replaced(lab, balancer, first, cause="operator", number=2)
+
+    second = holder(cloud, balancer)
+    lab.arm("HandOver-before", "HandOver-marked", "LookAfter-marked")
+    operator_replaces(lab, balancer, second)
+    lab.reached()
+    lab.settled()
+    was_replaced(lab, balancer, first, second, cause="operator", number=2)
+
+    third = holder(cloud, balancer)
+    lab.arm(*BEGINNING, *steps("Release"))
+    lab.power_off(third)
+    serves(cloud, balancer)
+    lab.reached()
+    lab.settled()
+    assert [one.amphora_id for one in lab.replacements(balancer.id)] == [first, second, third]
+    assert len(cloud.amphorae(balancer) - {first, second, third}) == 2
+    serves(cloud, balancer)
+
+
+def holder(cloud, balancer):
+    """Who says that it has the VIPs, if it is one."""
+
+    def ask():
+        machines = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        return found if len(found := [one.id for one in machines if one.holds_vip]) == 1 else None
+
+    return cloud.until(ask, "one says that it has the VIPs")[0]
+
+
+def test_a_warm_spare(lab, cloud, flavored):
+    """From the pool's beginning to its end, with everybody dying on the way."""
+    flavor = flavored("spared", warm_spares=1)
+    lab.arm(*steps("Join"))
+    balancer = cloud.served("spared", ("member1",), flavor_id=flavor)
+    lab.reached()
+    its_pool = select(work.c.spare_pool).where(work.c.load_balancer_id == balancer.id)
+    pool_id = lab.database.read(lambda c: c.execute(its_pool).scalar_one())
+
+    def ready():
+        return {one.id for one in lab.database.read(lambda c: spares.ready(c, pool_id))}
+
+    (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
+    (former,) = cloud.amphorae(balancer)
+    # The pool's own steps have the same names: whoever comes first dies.
+    lab.arm(*BEGINNING, *steps("Adopt", "Plug", "Push", "Release", "Record", "Boot", "AwaitAgent"))
+    lab.power_off(former)
+    lab.reached()
+    lab.settled()
+    was_replaced(lab, balancer, former, cause="silent")
+    assert cloud.amphorae(balancer) == {spare}
+    cloud.until(lambda: len(ready() - {spare}) == 1, "the pool has another one")
+
+    lab.arm(*steps("ReleaseVip", "Retire", "Disband"))
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.gone(balancer.id)
+    lab.reached()
+    lab.settled()
+    assert lab.database.read(spares.pools) == [], "nobody uses it any more"
+
+
+def test_a_rotation(lab, cloud):
+    balancers = [cloud.served(f"turned-{number}", ("member1",)) for number in range(2)]
+    former = {one.id: cloud.amphorae(one) for one in balancers}
+    lab.arm("rotation-written", "rotation-moved", "failover-written", *steps("Record", "Push", "Release"))
+    chosen = rotations.Selection(everything=True, load_balancers=tuple(former))
+    asked = lab.database.write(lambda c: rotations.ask(c, chosen, 1, "test"))
+
+    def ended():
+        found = lab.database.read(lambda c: rotations.get(c, asked.id))
+        assert found.state is not rotations.State.PAUSED, found.reason
+        return found.ended_at is not None
+
+    cloud.until(ended, "the rotation has ended", 240)
+    assert lab.armed() == set()
+    lab.settled()
+    items = lab.database.read(lambda c: rotations.items(c, asked.id))
+    assert [one.state for one in items] == [rotations.ItemState.DONE] * 2
+    for one in balancers:
+        was_replaced(lab, one, *former[one.id], cause="rotation")

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three in the morning: what is wrong is found, mended and explained with amphoractl alone.
+
+Nothing is replaced unasked here, so that there is something to do for the operator.
+"""
+
+import json
+import os
+import signal
+import sqlite3
+import threading
+import uuid
+
+import pytest
+import sqlalchemy as sa
+from amphoractl import Amphoractl
+from cloud import Cloud
+from sandbox_of_a_test import running
+
+from amphora_driver.sandbox import demo
+from amphora_driver.store import tables
+from amphora_driver.store.engine import Database
+
+pytestmark = pytest.mark.root
+OPTIONS = {
+    "failover": {"automatic": "false", "silent_after": "4"},
+    "controller": {"retry_first": "0.2", "retry_most": "2", "orphan_grace": "3", "housekeeping_interval": "1"},
+    "octavia": {"audit_after": "3600"},
+}
+
+
+@pytest.fixture(scope="module")
+def house():
+    with running(options=OPTIONS) as (stack, settings):
+        connection, database = demo.connect(settings), Database(settings.database_url)
+        try:
+            yield House(stack, settings, Cloud(settings, connection, database))
+        finally:
+            database.dispose()
+            connection.close()
+
+
+class House:
+    """A sandbox, its user and its operator."""
+
+    def __init__(self, stack, settings, cloud):
+        self.stack = stack
+        self.settings = settings
+        self.cloud = cloud
+        self.ctl = Amphoractl(settings)
+
+    def power_off(self, amphora_id):
+        """A machine ends as in a power cut, and nobody says so."""
+        record = self.settings.amphorae / amphora_id / "process.json"
+        os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+    def octavia(self, *statements):
+        """Change Octavia's own rows by hand."""
+        path = sa.make_url(self.settings.octavia_database_url).database
+        with sqlite3.connect(path, timeout=30) as database:
+            for statement, *values in statements:
+                assert database.execute(statement, values).rowcount > 0, statement
+        database.close()
+
+    def resync(self, *words):
+        """What came of it, by load balancer: outcome and detail."""
+        found = self.ctl.json("loadbalancer", "resync", *words, "--wait", "60")
+        return {one["Load balancer"]: (one["Outcome"], one["Detail"]) for one in found}
+
+
+@pytest.fixture
+def balancer(house):
+    """One that is served, and of which Octavia has been told everything."""
+    made = house.cloud.served("operated", ("member1", "member2"))
+    house.cloud.online(made.id)
+    house.cloud.until(lambda: house.ctl.json("work", "list") == [], "nothing is pending")
+    yield made
+    house.cloud.clean()
+
+
+def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
+    ctl, cloud = house.ctl, house.cloud
+    before, _status = ctl.check()
+    assert "Failure" not in before.values(), "all is well at first"
+    assert (before["Silent amphorae"], before["Load balancers"]) == ("Success", "Success")
+    ctl.run("loadbalancer", "list")
+    (dead,) = cloud.amphorae(balancer)
+    house.power_off(dead)
+    # What the operator sees.
+    cloud.until(lambda: ctl.check()[0]["Silent amphorae"] == "Warning", "somebody is missed")
+    status, shown, _err = ctl.program("status", "check", "--problems")
+    assert (status >= 1, dead in shown) == (True, True)
+    ctl.run("status", "check", "--problems")
+    assert [one["ID"] for one in ctl.json("loadbalancer", "list", "--stale")] == [balancer.id]
+    (silent,) = ctl.json("amphora", "list", "--stale")
+    assert (silent["ID"], silent["Last heartbeat"] > 3) == (dead, True)
+    ctl.run("amphora", "list", "--stale")
+    ctl.run("loadbalancer", "show", balancer.id[:8])
+    # What the operator does, with as much of the id as he likes to type.
+    assert ctl.run("amphora", "failover", dead[:8], "--reason", "power cut in rack 7")[0] == 0
+    ctl.run("loadbalancer", "show", balancer.id[:8])
+    cloud.until(lambda: cloud.amphorae(balancer) not in ({dead}, set()) and dead not in cloud.amphorae(balancer), "new")
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 4).keys() <= {"member1", "member2"}, "served again")
+    # What is left of it.
+    cloud.until(lambda: ctl.check()[0]["Fail-overs"] == "Success", "nothing goes on any more")
+    lines = ctl.json("loadbalancer", "history", balancer.id[:8])
+    events = [one["Event"] for one in lines if one["What"] == "fail-over"][::-1]
+    assert (events[0], events[-1]) == ("begun", "ended")
+    assert events.index("booted") < events.index("ready") < events.index("confirmed") < events.index("ended")
+    begun = next(one for one in lines if one["Event"] == "begun")
+    assert "power cut in rack 7" in begun["Detail"]
+    assert begun["Object"] == dead
+    ctl.run("loadbalancer", "history", balancer.id[:8])
+    after, _status = ctl.check()
+    assert (after["Silent amphorae"], after["Load balancers"]) == ("Success", "Success")
+    ctl.run("status", "check")
+
+
+def test_octavias_rows_were_changed_by_hand(house, balancer):
+    """A restored backup, or somebody who knew SQL: members lost and changed, statuses that no longer move."""
+    ctl, cloud = house.ctl, house.cloud
+    pool, listener = cloud.pool_of(balancer), cloud.listener_of(balancer)
+    one, two = sorted(cloud.balancers.members(pool), key=lambda member: member.name)
+    stuck = "provisioning_status='PENDING_UPDATE', operating_status='OFFLINE'"
+    house.octavia(
+        (f"UPDATE load_balancer SET {stuck} WHERE id=?", balancer.id),
+        ("UPDATE listener SET provisioning_status='PENDING_UPDATE' WHERE id=?", listener.id),
+        ("UPDATE pool SET provisioning_status='ERROR', operating_status='ERROR' WHERE id=?", pool.id),
+        ("UPDATE member SET weight=3 WHERE id=?", one.id),
+        ("DELETE FROM member WHERE id=?", two.id),
+    )
+    ctl.run("loadbalancer", "show", balancer.id[:8])
+    found = house.resync(balancer.id[:8])
+    outcome, detail = found[balancer.id]
+    assert outcome == "done"
+    assert f"member {one.id} differs in weight" in detail
+    assert f"member {two.id} is not there" in detail
+    cloud.active(balancer.id)
+    shown = cloud.online(balancer.id)
+    assert shown.operating_status == "ONLINE"
+    assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
+    found = cloud.balancers.get_pool(pool.id)
+    assert (found.provisioning_status, found.operating_status) == ("ACTIVE", "ONLINE")
+    cloud.until(lambda: set(cloud.answers(balancer.vip_address, 6)) == {"member1"}, "only what Octavia has is served")
+    # Users can go on.
+    cloud.balancers.update_member(one.id, pool, weight=2)
+    cloud.active(balancer.id)
+    ctl.run("loadbalancer", "history", balancer.id[:8], "--limit", "6")
+
+
+def test_a_resync_never_says_active_too_early(house, balancer):
+    """Users change things all the time: whenever Octavia says ACTIVE, what they have asked for is served."""
+    cloud, database = house.cloud, house.cloud.database
+    pool = cloud.pool_of(balancer)
+    member = next(iter(cloud.balancers.members(pool)))
+    ended = threading.Event()
+    outcomes = []
+
+    def resync():
+        while not ended.is_set():
+            outcomes.append(house.resync(balancer.id)[balancer.id][0])
+
+    def changed(weight):
+        """Ask until it is accepted: a resync keeps users out for a moment, as any change does."""
+        path = f"pools/{pool.id}/members/{member.id}"
+        answer = cloud.balancers.put(cloud.url(path), json={"member": {"weight": weight}})
+        assert answer.status_code in {200, 409}, answer.text
+        return answer.status_code == 200
+
+    def newest(connection):
+        asked = sa.select(sa.func.max(tables.request.c.generation)).where(
+            tables.request.c.load_balancer_id == balancer.id
+        )
+        applied = sa.select(tables.work.c.applied).where(tables.work.c.load_balancer_id == balancer.id)
+        return connection.execute(asked).scalar(), connection.execute(applied).scalar()
+
+    operator = threading.Thread(target=resync)
+    operator.start()
+    try:
+        for weight in range(10, 22):
+            cloud.until(lambda weight=weight: changed(weight), "the change is accepted")
+            asked, _applied = database.read(newest)
+            cloud.active(balancer.id)
+            # Read after Octavia said so: it may have grown since, it must not be less.
+            _asked, applied = database.read(newest)
+            assert applied >= asked, f"weight {weight} was said to be ACTIVE and is not served"
+    finally:
+        ended.set()
+        operator.join()
+    assert outcomes, "something was resynchronised meanwhile"
+    assert set(outcomes) <= {"done", "not done yet"}
+    cloud.active(balancer.id)
+
+
+def test_the_controller_is_gone(house, balancer):
+    """What users ask for waits; it is said who is missing, and nothing is lost."""
+    ctl, cloud = house.ctl, house.cloud
+    pool = cloud.pool_of(balancer)
+    member = next(iter(cloud.balancers.members(pool)))
+    house.stack.supervision.stop("amphora-controller")
+    try:
+        cloud.balancers.update_member(member.id, pool, weight=7)
+        cloud.until(lambda: ctl.json("work", "list")[0]["Waits for"] == "a controller", "it waits")
+        cloud.until(lambda: ctl.check()[0]["Controllers"] == "Failure", "the controller is missed")
+        ctl.run("status", "check", "--problems")
+        ctl.run("work", "list", "--fit-width")
+        ctl.run("controller", "list", "--fit-width")
+        (shown,) = ctl.json("loadbalancer", "list", "--status", "PENDING")
+        assert (shown["ID"], shown["Wanted"] - shown["Applied"]) == (balancer.id, 1)
+    finally:
+        house.stack.up()
+    cloud.active(balancer.id)
+    cloud.until(lambda: ctl.json("work", "list") == [], "nothing is pending")
+    assert ctl.run("breaker", "open", "--reason", "the network is rebuilt")[0] == 0
+    assert ctl.check()[0]["Breaker"] == "Warning"
+    ctl.run("failover", "status")
+    ctl.run("status", "check", "--problems")
+    assert ctl.run("breaker", "close")[0] == 0
+    cloud.until(lambda: ctl.check()[0]["Breaker"] == "Success", "closed again")
+    ctl.run("certificate", "list", "--fit-width")
+
+
+def test_each_side_knows_one_that_the_other_does_not(house, balancer):
+    ctl, cloud = house.ctl, house.cloud
+    stranger = str(uuid.uuid4())
+    columns = "project_id, name, description, provisioning_status, operating_status, enabled, topology, provider"
+    house.octavia(
+        (
+            f"INSERT INTO load_balancer (id, {columns}) SELECT ?, {columns} FROM load_balancer WHERE id=?",
+            *(stranger, balancer.id),
+        ),
+        ("INSERT INTO vip (load_balancer_id, ip_address) VALUES (?, '198.51.100.99')", stranger),
+    )
+    assert house.resync(stranger)[stranger][0] == "unrecorded"
+    nobody = str(uuid.uuid4())
+    assert house.resync(nobody)[nobody] == ("nowhere", None)
+    assert ctl.run("loadbalancer", "resync", "no-such-id")[0] == 1
+    assert stranger in {one.id for one in cloud.balancers.load_balancers()}, "it is only told of"
+    assert house.resync(stranger, "--remove-unknown")[stranger][0] == "removed"
+    assert stranger not in {one.id for one in cloud.balancers.load_balancers()}
+    lost = cloud.load_balancer("lost")
+    cloud.until(lambda: ctl.json("work", "list") == [], "nothing is pending")
+    house.octavia(("UPDATE load_balancer SET provisioning_status='DELETED' WHERE id=?", lost.id))
+    found = house.resync("--all")
+    assert (found[lost.id][0], found[balancer.id][0]) == ("unknown", "done")
+    assert ctl.check()[0]["Octavia's records"] == "Warning"
+    ctl.run("loadbalancer", "resync")
+    assert [one["ID"] for one in ctl.json("loadbalancer", "list") if one["ID"] == lost.id] == [lost.id]
+    assert house.resync(lost.id[:8], "--remove-unknown")[lost.id][0] == "removed"
+    cloud.until(lambda: lost.id not in {one["ID"] for one in ctl.json("loadbalancer", "list")}, "removed")
+    assert cloud.active(balancer.id)

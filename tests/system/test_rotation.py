@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations through Octavia's real API: load balancers that serve clients all the time, and amphorae that are replaced.
+
+`AMPHORA_ROTATION=20` makes it twenty load balancers; an amphora takes one or two seconds of a processor to boot, and
+two processors do everything here.
+"""
+
+import json
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+from rotation_lab import Clients, Counting, Fleet
+from sandbox_of_a_test import AGENT_PYTHON, running
+
+from amphora_driver.sandbox import demo
+from amphora_driver.store import processes, rotations
+from amphora_driver.store.engine import Database
+from amphora_driver.store.rotations import State
+from amphora_driver.store.tables import duty, work
+
+pytestmark = pytest.mark.root
+
+NUMBER = int(os.environ.get("AMPHORA_ROTATION", "6"))
+# One in five is a pair.
+PAIRS = max(1, NUMBER // 5)
+# Seconds a rotation may take on a machine with other things to do.
+PATIENCE = 60.0 + 30.0 * NUMBER
+# Nothing is answered while the new amphora tells the network of its VIPs: milliseconds of a quiet machine. Here eight
+# sandboxes may run beside each other.
+MOST_OUTAGE = 8.0
+OPTIONS = {
+    "controller": {"give_up_after": "3", "retry_first": "0.2", "retry_most": "1", "lease": "3", "drain_timeout": "5"},
+    "rotation": {"settle": "1", "patience": "180"},
+    # A machine that is very busy is not silent.
+    "failover": {"silent_after": "30"},
+    "vrrp": {"advert_interval": "0.3"},
+}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """What agents are started with: can be made to fail."""
+    path = tmp_path_factory.mktemp("python") / "python"
+    _well(path)
+    return path
+
+
+def _well(path):
+    _replace(path, f'#!/bin/sh\nexec {AGENT_PYTHON} "$@"\n')
+
+
+def _replace(path, text):
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.chmod(0o755)
+    new.rename(path)
+
+
+@contextmanager
+def broken(path):
+    _replace(path, "#!/bin/sh\nexit 3\n")
+    try:
+        yield
+    finally:
+        _well(path)
+
+
+@pytest.fixture(scope="module")
+def sandbox(python):
+    options = {**OPTIONS, "compute_netns": {"agent_python": str(python)}}
+    with running(options=options) as (stack, settings):
+        connection, database = demo.connect(settings), Database(settings.database_url)
+        cloud = Cloud(settings, connection, database)
+        try:
+            yield stack, Fleet(cloud)
+            cloud.clean()
+        finally:
+            database.dispose()
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(sandbox):
+    return sandbox[1]
+
+
+@pytest.fixture(scope="module")
+def stack(sandbox):
+    return sandbox[0]
+
+
+@pytest.fixture(scope="module")
+def balancers(fleet):
+    data = json.dumps({"loadbalancer_topology": "ACTIVE_STANDBY"})
+    made = fleet.cloud.balancers
+    profile = made.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=data)
+    flavor = made.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
+    return fleet.make(NUMBER, PAIRS, flavor.id)
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on(fleet):
+    """What a test that failed has left goes no further than that."""
+    yield
+    left = fleet.database.read(rotations.active)
+    if left is not None and left.state is not State.ABORTED:
+        fleet.database.write(lambda c: rotations.abort(c, left.id))
+    Cloud.until(lambda: fleet.database.read(rotations.active) is None, "no rotation goes on", PATIENCE)
+
+
+@pytest.fixture
+def second_controller(stack, fleet):
+    """Another controller beside the one of the sandbox."""
+    (first,) = [one for one in stack.programs() if one.name == "amphora-controller"]
+    program = msgspec.structs.replace(first, name="amphora-controller-2", ready=lambda _: True)
+    stack.supervision.start(program)
+    Cloud.until(lambda: len(controllers(fleet)) == 2, "the second controller has signed")
+    yield program
+    stack.supervision.stop(program.name)
+    stack.up()
+    Cloud.until(lambda: len(controllers(fleet)) == 1, "the row of the second one is gone")
+
+
+def controllers(fleet):
+    rows = fleet.database.read(lambda c: processes.every(c, processes.Kind.CONTROLLER))
+    return {row.name: row for row in rows}
+
+
+def kill(stack, pid):
+    """kill -9 for the controller with this process, and for its parent, at this very moment; returns the program."""
+    for name in ("amphora-controller", "amphora-controller-2"):
+        process = stack.supervision.running(name)
+        # Of whichever of its threads.
+        lists = Path(f"/proc/{process.pid}/task").glob("*/children")
+        children = [int(one) for path in lists for one in path.read_text(encoding="ascii").split()]
+        if pid in (process.pid, *children):
+            process.signal(signal.SIGKILL)
+            for one in children:
+                os.kill(one, signal.SIGKILL)
+            assert process.wait(10)
+            return name
+    raise AssertionError(f"no controller has process {pid}")
+
+
+def rotating(fleet):
+    """The name of the controller that moves the rotation on."""
+    query = sa.select(duty.c.owner).where(duty.c.name == "rotation", duty.c.leased_until > 0.0)
+    return fleet.database.read(lambda c: c.scalar(query))
+
+
+def settled(fleet, balancers):
+    """Users hear nothing of all that."""
+    for one in balancers:
+        Cloud.until(lambda one=one: fleet.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is as before", 60)
+
+
+def told(record_property, clients):
+    outages = sorted(clients.outage.values())
+    record_property("outages", [round(one, 2) for one in outages])
+    record_property("failed", sorted(clients.failed.values()))
+    assert outages[-1] < MOST_OUTAGE, outages
+
+
+def test_paused_resumed_aborted_and_taken_up_again_under_load(fleet, balancers, record_property):
+    before = fleet.serving(balancers)
+    with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
+        first = fleet.ctl("rotate", "--all", "--max-unavailable", "2")["ID"]
+        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two have begun", PATIENCE)
+        # By the rows, as the commands do it: on a machine that is very busy a command takes many seconds to start.
+        fleet.database.write(lambda c: rotations.pause(c, first, "a test paused it"))
+        Cloud.until(lambda: "running" not in fleet.counts(first), "what has begun is finished", PATIENCE)
+        paused = fleet.counts(first)
+        assert paused == {"done": 2, "waiting": NUMBER - 2}
+        shown = fleet.ctl("rotation", "show", str(first))
+        assert (shown["State"], shown["Reason"]) == ("paused", "a test paused it")
+        assert shown["Load balancers"] == paused, "nothing was begun while it was paused"
+        assert shown["Seconds each"] > 0
+
+        fleet.database.write(lambda c: rotations.resume(c, first))
+        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "it goes on", 30)
+        fleet.database.write(lambda c: rotations.abort(c, first))
+        assert fleet.ended(first, PATIENCE).state.value == "aborted"
+        assert fleet.counts(first) == {"done": 4, "skipped": NUMBER - 4}
+
+        second = fleet.rotate(2, left_of=first)
+        assert fleet.ended(second, PATIENCE).state.value == "done"
+        settled(fleet, balancers)
+    now = fleet.serving(balancers)
+    assert all(now[one].isdisjoint(before[one]) for one in before)
+    assert fleet.failovers(first, second) == {one: len(ids) for one, ids in before.items()}, "each was replaced once"
+    assert counting.most_turns == 2
+    assert counting.most_replaced <= 2
+    took = [one.ended_at - one.begun_at for one in fleet.items(first) + fleet.items(second) if one.state == "done"]
+    record_property("seconds each", [round(one, 1) for one in took])
+    told(record_property, clients)
+
+
+def test_a_replacement_that_fails_pauses_it(fleet, balancers, python):
+    one, other = balancers[-2:]
+    before = fleet.serving([one, other])
+    with Clients(fleet.cloud, [one, other]) as clients:
+        with broken(python):
+            number = fleet.rotate(1, everything=True, load_balancers=(one.id, other.id))
+            found = Cloud.until(
+                lambda: (now := fleet.rotation(number)).state.value == "paused" and now, "it is paused", PATIENCE
+            )
+            assert one.id in found.reason
+            assert fleet.counts(number) == {"failed": 1, "waiting": 1}
+        assert fleet.failovers(number) == {one.id: 1}, "nobody else had a turn"
+        fleet.database.write(lambda c: rotations.resume(c, number))
+        fleet.ended(number, PATIENCE)
+    assert fleet.counts(number) == {"done": 2}
+    now = fleet.serving([one, other])
+    assert all(now[name].isdisjoint(before[name]) for name in before)
+    assert max(clients.outage.values()) < MOST_OUTAGE, "the old one served until the new one did"
+    settled(fleet, [one, other])
+
+
+def test_a_controller_is_killed_in_the_middle_and_another_goes_on(
+    fleet, balancers, stack, second_controller, record_property
+):
+    before = fleet.serving(balancers)
+    with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
+        number = fleet.rotate(2, everything=True)
+        Cloud.until(lambda: (now := fleet.counts(number)).get("done") and now.get("running"), "in the middle", PATIENCE)
+        name = rotating(fleet)
+        killed = kill(stack, int(name.split(":")[1]))
+        Cloud.until(lambda: name not in controllers(fleet), "its row was taken away", 30)
+        fleet.ended(number, PATIENCE)
+        settled(fleet, balancers)
+    assert killed in ("amphora-controller", second_controller.name)
+    now = fleet.serving(balancers)
+    assert all(now[one].isdisjoint(before[one]) for one in before)
+    assert fleet.failovers(number) == {one: len(ids) for one, ids in before.items()}, "each was replaced once"
+    assert counting.most_turns <= 2
+    assert counting.most_replaced <= 2
+    told(record_property, clients)
+
+
+def said(stack, words):
+    """How often both controllers have said this."""
+    logs = [stack.supervision.log(name) for name in ("amphora-controller", "amphora-controller-2")]
+    return sum(log.read_text(encoding="utf-8").count(words) for log in logs)
+
+
+def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack, second_controller):
+    chosen = balancers[-1]
+    number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
+    drained = Cloud.until(lambda: rotating(fleet), "somebody has the duty", 30)
+    # By its row, as the command does it: the rotation is to go on still when it is heard.
+    fleet.database.write(lambda c: processes.drain(c, drained, draining=True))
+    other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
+    fleet.ended(number, PATIENCE)
+    query = sa.select(work.c.owner).where(work.c.owner == drained)
+    Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "it has laid down its work", 60)
+    Cloud.until(lambda: drained not in fleet.database.read(processes.duties), "it has no duty any more", 60)
+    rows = {one["Name"]: one for one in fleet.ctl("controller", "list")}
+    assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
+    assert rows[drained]["Jobs"] == 0
+
+    # What is drained as a host stays so whatever is said of one of them, and whoever starts there.
+    host, before = rows[drained]["Host"], said(stack, "it was asked to drain")
+    fleet.database.write(lambda c: processes.drain(c, drained, draining=False))
+    Cloud.until(lambda: said(stack, "takes up work again") == 1, "it goes on", 30)
+    fleet.database.write(lambda c: processes.drain_host(c, host, "a test", draining=True))
+    Cloud.until(lambda: said(stack, "it was asked to drain") == before + 2, "both have heard of it", 30)
+    again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
+    Cloud.until(lambda: rotating(fleet) is None, "nobody has the duty", 30)
+    assert fleet.counts(again) == {"waiting": 1}
+    fleet.database.write(lambda c: processes.drain_host(c, host, "a test", draining=False))
+    fleet.ended(again, PATIENCE)
+    assert fleet.counts(again) == {"done": 1}

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status page as operators see it: in a browser, of a stack that runs."""
+
+import http.client
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from browser import browsing
+from free_ports import free_ports
+
+from amphora_driver import config
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import configuration
+from amphora_driver.store.processes import Kind
+from amphora_driver.telemetry.server import Telemetry
+
+pytestmark = pytest.mark.root
+
+PORT = configuration.STATUS_PORT
+HEALTH_PORT = 9877
+ADDRESS = f"http://127.0.0.1:{PORT}/"
+HOSTILE = "</title><script>window.hostile = 1</script><img src=x onerror='window.hostile = 2'>"
+
+
+def asked(settings, path, port=PORT):
+    """What a program on the controller's machine is told."""
+
+    def ask():
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    return namespaces.inside(namespaces.path(settings.control), ask)
+
+
+def sample(settings, name, port=PORT, path="/metrics/process"):
+    """The value of one series."""
+    lines = asked(settings, path, port)[1].splitlines()
+    found = [line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")]
+    assert len(found) == 1, f"{name} is said {len(found)} times"
+    return float(found[0])
+
+
+def status(settings):
+    return json.loads(asked(settings, "/status.json")[1])
+
+
+@pytest.fixture
+def page(settings):
+    with browsing(namespaces.path(settings.control)) as one:
+        yield one
+
+
+def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
+    balancer = cloud.served(HOSTILE)
+    before = cloud.amphorae(balancer)
+    page.visit(ADDRESS)
+    assert balancer.id in page.text("[data-part=balancers]")
+    assert "No amphora was replaced lately." in page.text() or balancer.id not in page.text("[data-part=failovers]")
+    assert sample(settings, "amphora_apply_seconds_count") >= 1
+    assert sample(settings, 'amphora_pushes_total{how="start"}') >= 1
+    cloud.balancers.failover_load_balancer(balancer.id)
+    cloud.active(balancer.id)
+    # By its script alone: nobody loads it again.
+    cloud.until(
+        lambda: page.says(
+            "[...document.querySelectorAll('[data-part=failovers] tbody tr')]"
+            f".some((row) => row.innerText.includes('{balancer.id}') && row.innerText.includes('done'))"
+        ),
+        "the page shows a fail-over that was done",
+    )
+    row = next(one for one in status(settings)["fleet"]["failovers"] if one["load_balancer_id"] == balancer.id)
+    assert row["cause"] == "asked"
+    assert row["amphora_id"] in before
+    assert row["begun_at"] <= row["served_at"] <= row["ended_at"]
+    # Hostile text is text: it is read as it was written, and was never anything else.
+    assert HOSTILE in page.text("[data-part=balancers]")
+    assert page.says("window.hostile") is None
+    assert page.says("document.querySelectorAll('img').length + document.querySelectorAll('script').length") == 1
+    assert page.complaints == []
+    assert {urlsplit(one).netloc for one in page.requests if not one.startswith("data:")} == {f"127.0.0.1:{PORT}"}
+
+
+def test_without_scripts_the_page_says_the_same(cloud, settings, page):
+    balancer = cloud.served("plain")
+    told = asked(settings, "/")[1]
+    assert balancer.id in told
+    assert "plain" in told
+    cloud.until(lambda: "plain" in asked(settings, "/?q=plain")[1], "found by its name")
+    assert balancer.id not in asked(settings, "/?q=somebody-else")[1]
+
+
+def test_numbers_of_both_processes(cloud, settings):
+    cloud.served("counted")
+    cloud.until(
+        lambda: sample(settings, "amphora_heartbeats_received_total", HEALTH_PORT) > 0, "heartbeats are counted"
+    )
+    cloud.until(
+        lambda: sample(settings, 'amphora_fleet_load_balancers{status="ACTIVE"}', path="/metrics/fleet") == 1,
+        "one load balancer is counted",
+    )
+    for port in (PORT, HEALTH_PORT):
+        assert sample(settings, "amphora_fleet_up", port, "/metrics") == 1
+        assert sample(settings, 'amphora_fleet_amphorae{state="ready"}', port, "/metrics") == 1
+        assert sample(settings, "amphora_fleet_amphorae_behind", port, "/metrics") == 0
+        assert asked(settings, "/healthz", port) == (200, "ok\n")
+    assert sample(settings, 'amphora_step_seconds_count{step="Push"}') >= 1
+    assert sample(settings, 'amphora_jobs_total{outcome="finished"}') >= 1
+    assert sample(settings, "amphora_fleet_certificate_expiry_seconds", path="/metrics/fleet") > 0
+
+
+def test_log_lines_of_a_job_say_what_they_are_about(cloud, settings, stack):
+    balancer = cloud.served("logged")
+    (amphora,) = cloud.amphorae(balancer)
+    text = stack.supervision.log("amphora-controller").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if f"amphora {amphora} serves generation" in line]
+    assert lines
+    assert f"[lb={balancer.id} amphora={amphora} gen=" in lines[0]
+    steps = [line for line in text.splitlines() if f" load balancer {balancer.id}: " in line and ".steps " in line]
+    assert steps
+    assert all(f"[lb={balancer.id} gen=" in line for line in steps)
+
+
+def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
+    (free_port,) = free_ports(1)
+    conf = config.load([str(settings.our_configuration)])
+    token = tmp_path / "token"
+    token.write_text("correct horse\n", encoding="utf-8")
+    conf.set_override("token_file", str(token), "status")
+    conf.set_override("bind_port", free_port, "status")
+    address = f"http://127.0.0.1:{free_port}/"
+    with Telemetry(conf, Kind.CONTROLLER, "of-a-test", lambda: True) as telemetry:
+        assert telemetry.server.listening(30)
+        with browsing(password="correct horse") as friend:
+            friend.visit(address)
+            assert "amphorae" in friend.says("document.title")
+            # The script's own requests are let in as well.
+            found = friend.says("fetch('page.json').then((answer) => answer.status)")
+            assert found == 200
+            # The first answer was a question, which the browser notes.
+            assert [one for one in friend.complaints if "401" not in json.dumps(one)] == []
+        with browsing() as stranger:
+            stranger.visit(address)
+            assert "amphorae" not in stranger.says("document.title")
+            assert stranger.says("document.querySelector('main')") is None

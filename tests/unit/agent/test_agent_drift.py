@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an agent believes that its machine was changed, and what it does then."""
+
+import hashlib
+import json
+
+import pytest
+
+from amphora_agent.applying import audit, confirmed
+from amphora_agent.applying.audit import Auditor
+from amphora_agent.applying.drift import Difference, Drift, both
+from amphora_agent.applying.files import FileSets
+from amphora_agent.bundle import File
+from amphora_agent.errors import MachineError
+from amphora_agent.haproxy import readback
+from amphora_agent.paths import Paths
+
+FILE, LINK = Difference("haproxy.cfg", "it was edited"), Difference("interface", "eth1 is gone")
+
+
+class Machine:
+    """Looks that find one after the other; what mending leaves is in the looks after it."""
+
+    def __init__(self, *looks):
+        self.looks = list(looks)
+        self.mended = []
+        self.error = None
+
+    def differences(self):
+        return self.looks.pop(0) if self.looks else ()
+
+    def mend(self, found):
+        self.mended.append(tuple(found))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def audited(monkeypatch):
+    monkeypatch.setattr(audit.time, "sleep", lambda _seconds: None)
+    told = []
+
+    def make(*looks):
+        machine, drift = Machine(*looks), Drift()
+        return machine, drift, Auditor(machine, drift, 1.0, lambda: told.append(1)), told
+
+    return make
+
+
+def test_nothing_is_said_of_a_machine_that_is_as_confirmed(audited):
+    machine, drift, auditor, told = audited((), ())
+    auditor.audit()
+    assert (machine.mended, told, drift.heartbeat()) == ([], [], {})
+    assert drift.document() == {"last": None, "left": [], "found": {}, "looks": 1}
+
+
+@pytest.mark.parametrize("second", [(), None, (LINK,)])
+def test_what_one_look_alone_has_seen_was_in_transit(audited, second):
+    machine, drift, auditor, _ = audited((FILE,), second)
+    auditor.audit()
+    assert (machine.mended, drift.heartbeat()) == ([], {})
+
+
+def test_a_look_during_a_change_says_nothing(audited):
+    machine, drift, auditor, _ = audited(None)
+    drift.found((LINK,), (LINK,))
+    auditor.audit()
+    assert (machine.mended, [one.word for one in drift.left]) == ([], ["interface"])
+
+
+def test_what_is_seen_twice_is_mended_and_told(audited):
+    machine, drift, auditor, told = audited((FILE,), (FILE,), ())
+    auditor.audit()
+    assert (machine.mended, len(told)) == ([(FILE,)], 1)
+    said = drift.heartbeat()
+    assert "drift" not in said
+    assert (said["drifted"]["words"], said["drifted"]["mended"]) == (["haproxy.cfg"], True)
+
+
+def test_what_stays_is_told_and_tried_ever_more_seldom(audited):
+    machine, drift, auditor, _ = audited(*[(LINK,)] * 200)
+    machine.error = MachineError("mend", "no")
+    for _ in range(40):
+        auditor.audit()
+    assert drift.heartbeat()["drift"] == ["interface"]
+    assert 4 <= len(machine.mended) <= 8
+    assert drift.document()["found"] == {"interface": 1}
+    machine.looks = []
+    auditor.audit()
+    assert "drift" not in drift.heartbeat()
+    assert drift.heartbeat()["drifted"]["mended"] is False, "it is told what was found last"
+
+
+def test_what_is_told_is_short():
+    drift = Drift()
+    drift.found([Difference("route", "x" * 5000)] * 50, ())
+    assert len(json.dumps(drift.heartbeat())) < 1500
+
+
+def test_both_speaks_as_the_later_look_does():
+    later = Difference("haproxy.cfg", "later")
+    assert both((FILE, LINK), (later,)) == (later,)
+
+
+def test_a_file_is_damaged_until_it_holds_what_it_should_again(tmp_path):
+    paths = Paths(tmp_path)
+    paths.run.mkdir(parents=True)
+    name = "tls/11111111-0000-4000-8000-000000000000/a.pem"
+    files = (File(name, hashlib.sha256(b"right").hexdigest(), "right"),)
+    sets = FileSets(paths)
+    place = sets.lay_out(files)
+    assert sets.damaged(files) == []
+    (place / name).write_text("wrong")
+    assert sets.damaged(files) == sets.damaged(files) == [name]
+    (place / name).unlink()
+    assert sets.damaged(files) == [name]
+    sets.doubt()
+    assert sets.lay_out(files) == place
+    assert sets.damaged(files) == []
+
+
+def test_a_text_that_somebody_wrote_into_is_not_what_was_confirmed(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("listen\n")
+    bad.write_text("listen to me\n")
+    digest = hashlib.sha256(b"listen\n").hexdigest()
+    assert confirmed._right_text((bad, good), digest) == "listen\n"
+    assert confirmed._right_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
+    with pytest.raises(ValueError, match="written into"):
+        confirmed._right_text((bad,), digest)
+
+
+def test_listeners_that_were_switched_off_are_deaf():
+    def row(name, kind, state):
+        return ",".join([name, kind, *[""] * 15, state, ""])
+
+    names = [("a", "OPEN"), ("b", "STOP"), ("c", "FULL"), ("amphora:x", "STOP")]
+    said = [row(name, "FRONTEND", state) for name, state in names]
+    assert readback.deaf("\n".join([*said, row("d", "BACKEND", "DOWN")])) == ["b"]

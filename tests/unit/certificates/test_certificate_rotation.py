@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When certificates are renewed, and when an authority may take the place of another: tables."""
+
+import itertools
+
+import pytest
+
+from amphora_driver.certificates import rotation
+from amphora_driver.certificates.rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
+from amphora_driver.store.authorities import Held, Kind, Recorded, State
+
+NOW = 2_000_000_000.0
+TERMS = Terms(validity=7 * DAY, renew_at=0.5)
+FILES = trusts((), b"controllers", b"signer")
+
+
+def held(number=0, *, age=0.0, authority=None, trusts=FILES, **more):
+    values = {"issued_at": NOW - age * DAY, "expires_at": NOW + (7 - age) * DAY, **more}
+    return Held(
+        amphora_id=f"amphora-{number}", load_balancer_id="lb", ready=True, authority=authority, trusts=trusts, **values
+    )
+
+
+def recorded(number, state, kind=Kind.CONTROLLER, changed_at=NOW - 1000):
+    return Recorded(
+        id=number, kind=kind, state=state, certificate=b"", sealed_key=b"",
+        created_at=0.0, changed_at=changed_at, expires_at=0.0,
+    )  # fmt: skip
+
+
+def test_what_is_trusted_as_text():
+    assert trusts([2, 1], b"ignored", None) == "1,2"
+    assert trusts([2, 1], b"ignored", b"signer").startswith("1,2/")
+    assert trusts((), b"one", None).startswith("files-")
+    assert trusts((), b"one", b"x") != trusts((), b"two", b"x") != trusts((), b"two", b"y")
+    assert controllers_in("1,2/abc") == {1, 2}
+    assert controllers_in(FILES) == controllers_in(None) == controllers_in("unknown") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        (None, "1,2", "1,2"),
+        ("1,2", "1,2", "1,2"),
+        ("1", "1,2", "1"),
+        ("1,2", "2", "2"),
+        (FILES, "1,2", "unknown"),
+        ("1", "2", "unknown"),
+    ],
+)
+def test_of_two_boots_only_what_both_gave_counts(first, second, both):
+    assert common(first, second) == both
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "other"),
+    [
+        (None, FILES, False),  # older than the text: as far as anybody knows it has the files
+        (None, "1,2", True),
+        (FILES, FILES, False),
+        (trusts((), b"exchanged", b"signer"), FILES, True),
+        (trusts((), b"controllers", b"exchanged"), FILES, True),
+        (FILES, trusts((), b"controllers", None), False),  # the signer is recorded meanwhile: it is told by its id
+        ("1", "1,2", True),
+        ("1,2", "1,2", False),
+        ("1,2", "2", True),
+        ("unknown", "2", True),
+    ],
+)
+def test_what_it_trusts_is_what_it_should(has, wanted, other):
+    assert differs(has, Wanted(authority=None, trusts=wanted)) is other
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "words", "state"),
+    [
+        (held(age=0), None, "", "fine"),
+        (held(age=3.1), None, "", "fine"),
+        (held(age=3.9), None, "lived for long enough", "due"),
+        (held(age=6.9), None, "lived for long enough", "overdue"),
+        (held(age=7.1), None, "expired", "expired"),
+        (held(age=3.9, issued_at=None), None, "lived for long enough", "due"),  # issued 7 days before it ends
+        (held(age=1, issued_at=None), None, "", "fine"),
+        (held(issued_at=None, expires_at=None), None, "nobody knows", "due"),
+        (held(authority=None), Wanted(authority=2, trusts=FILES), "another authority", "due"),
+        (held(authority=1), Wanted(authority=2, trusts=FILES), "another authority", "due"),
+        (held(trusts="1"), Wanted(authority=None, trusts="1,2"), "other authorities", "due"),
+    ],
+)
+def test_when_a_certificate_is_renewed(one, wanted, words, state):
+    wanted = wanted or Wanted(authority=None, trusts=FILES)
+    said = rotation.why(one, wanted, TERMS, NOW)
+    assert words in said
+    assert bool(said) is bool(words)
+    assert rotation.condition(one, wanted, TERMS, NOW) == state
+
+
+def test_those_that_were_issued_together_are_not_renewed_together():
+    moments = sorted(rotation.due_at(held(number), TERMS) - NOW for number in range(1000))
+    assert moments[0] > 0.45 * 7 * DAY - 60
+    assert moments[-1] < 0.55 * 7 * DAY + 60
+    hours = [len(list(group)) for _, group in itertools.groupby(moments, lambda one: one // 3600)]
+    assert max(hours) < 150, "a thousand over seventeen hours"
+    late = Terms(validity=DAY, renew_at=0.99)
+    assert rotation.due_at(held(0), late) < NOW + 7 * DAY
+
+
+CONTROLLERS = [
+    # authorities, what amphorae trust, the step that is taken, who is waited for
+    ([(1, State.CURRENT)], ["1"], {}, 0),
+    ([(1, State.CURRENT), (2, State.NEXT)], ["1"], {}, 1),
+    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2", FILES], {}, 1),
+    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2", None], {}, 1),
+    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2"], {1: State.FORMER, 2: State.CURRENT}, 0),
+    ([(1, State.FORMER), (2, State.CURRENT)], ["1,2"], {1: State.LEAVING}, 0),
+    ([(1, State.LEAVING), (2, State.CURRENT)], ["1,2", "2"], {}, 1),
+    ([(1, State.LEAVING), (2, State.CURRENT)], ["unknown"], {}, 1),
+    ([(1, State.LEAVING), (2, State.CURRENT)], ["2", "2/abc"], {1: State.GONE}, 0),
+    ([], [FILES], {}, 0),
+]
+
+
+@pytest.mark.parametrize(("states", "trusted", "moves", "waits"), CONTROLLERS)
+def test_the_controllers_authority_moves_when_nobody_is_shut_out(states, trusted, moves, waits):
+    rows = [recorded(*one) for one in states]
+    everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
+    found = phase(Kind.CONTROLLER, rows, everyone, NOW, 90.0)
+    assert {one.id: state for one, state in found.moves.items()} == moves
+    assert len(found.waits_for) == waits
+    assert phase(Kind.AMPHORA, rows, everyone, NOW, 90.0) == rotation.Phase(), "the other kind is none of its business"
+
+
+AMPHORAE = [
+    ([(1, State.CURRENT), (2, State.NEXT)], [None], {1: State.FORMER, 2: State.CURRENT}, 0),
+    ([(1, State.FORMER), (2, State.CURRENT)], [1, 2, None], {}, 2),
+    ([(1, State.FORMER), (2, State.CURRENT)], [2, 2], {1: State.LEAVING}, 0),
+    ([(1, State.LEAVING), (2, State.CURRENT)], [1], {}, 1),
+    ([(1, State.LEAVING), (2, State.CURRENT)], [2], {1: State.GONE}, 0),
+]
+
+
+@pytest.mark.parametrize(("states", "signed", "moves", "waits"), AMPHORAE)
+def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(states, signed, moves, waits):
+    rows = [recorded(*one, Kind.AMPHORA) for one in states]
+    everyone = [held(number, authority=one) for number, one in enumerate(signed)]
+    found = phase(Kind.AMPHORA, rows, everyone, NOW, 90.0)
+    assert {one.id: state for one, state in found.moves.items()} == moves
+    assert len(found.waits_for) == waits
+
+
+@pytest.mark.parametrize(("states", "trusted", "moves", "_waits"), CONTROLLERS)
+def test_no_step_is_shorter_than_it_takes_to_forget_the_one_before(states, trusted, moves, _waits):
+    rows = [recorded(*one, changed_at=NOW - 80) for one in states]
+    everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
+    assert phase(Kind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}
+    found = phase(Kind.CONTROLLER, rows, everyone, NOW + 10, 90.0).moves
+    assert {one.id: state for one, state in found.items()} == moves

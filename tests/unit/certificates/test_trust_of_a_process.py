@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process shows and believes, and what amphorae are given, at each step of a rotation."""
+
+import pytest
+from cryptography import x509
+from cryptography.fernet import Fernet
+
+from amphora_driver import config
+from amphora_driver.certificates import trust as trusting
+from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.trust import Trust
+from amphora_driver.errors import CertificateError, StoreError
+from amphora_driver.store import authorities, migrate
+from amphora_driver.store.authorities import Kind, State
+from amphora_driver.store.engine import Database
+from amphora_driver.store.vault import Vault
+
+AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
+
+
+class House:
+    """A configuration with files, a database, and a process that reads both at every question."""
+
+    def __init__(self, folder, monkeypatch):
+        monkeypatch.setattr(trusting, "_FRESH", 0.0)
+        self.folder = folder
+        for name in ("amphora", "controller"):
+            certificate, key = create_authority(f"{name} of the files")
+            (folder / f"{name}.pem").write_bytes(certificate)
+            (folder / f"{name}.key").write_bytes(key.reveal())
+        text = (
+            f"[certificates]\nca_certificate = {folder}/amphora.pem\nca_private_key = {folder}/amphora.key\n"
+            f"client_ca = {folder}/controller.pem\nclient_certificate = {folder}/none.pem\n"
+        )
+        (folder / "driver.conf").write_text(text)
+        self.conf = config.load([str(folder / "driver.conf")])
+        url = f"sqlite:///{folder}/db.sqlite"
+        migrate.upgrade(url)
+        self.database = Database(url)
+        self.vault = Vault([Fernet.generate_key()])
+        self.trust = Trust(self.conf, self.database, self.vault)
+
+    def begin(self, kind):
+        new = trusting.create(kind, self.vault, 30)
+        present = trusting.configured(self.conf, kind)
+        number = self.database.write(lambda c: authorities.begin(c, kind, present, new, 1.0))
+        return number, new.certificate
+
+    def move(self, **steps):
+        rows = {one.id: one for one in self.database.read(authorities.every)}
+        moves = {rows[int(name[1:])]: State(state) for name, state in steps.items()}
+        assert self.database.write(lambda c: authorities.move(c, moves, 2.0))
+
+    def file(self, name):
+        return (self.folder / name).read_bytes()
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    made = House(tmp_path, monkeypatch)
+    yield made
+    made.database.dispose()
+
+
+def subjects(pem):
+    return [one.subject for one in x509.load_pem_x509_certificates(pem)]
+
+
+def issuer_of(pem):
+    return x509.load_pem_x509_certificate(pem).issuer
+
+
+def test_before_the_first_rotation_the_files_count(house):
+    instead, papers = house.trust.instead(), house.trust.papers()
+    assert (instead.authorities, instead.certificate) == (None, None)
+    assert (papers.client_ca, papers.server_ca) == (house.file("controller.pem"), house.file("amphora.pem"))
+    assert papers.wanted.authority is None
+    before = papers.wanted.trusts
+    house.folder.joinpath("controller.pem").write_bytes(create_authority("exchanged")[0])
+    assert house.trust.papers().wanted.trusts != before, "a file that was exchanged is noticed"
+
+
+def test_the_authority_of_controllers(house):
+    new, certificate = house.begin(Kind.CONTROLLER)
+    file = house.file("controller.pem")
+    # Both are trusted; the present one is shown still, and that is a file.
+    papers = house.trust.papers()
+    assert subjects(papers.client_ca) == subjects(file + certificate)
+    assert papers.wanted.trusts.split("/")[0] == f"{new - 1},{new}"
+    assert house.trust.instead().certificate is None
+    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    assert house.trust.papers().wanted == papers.wanted, "trusted as before"
+    shown = house.trust.instead()
+    assert issuer_of(shown.certificate.reveal()) == subjects(certificate)[0]
+    assert house.trust.instead() == shown, "issued once"
+    assert shown.authorities is None
+    house.move(**{f"_{new - 1}": "leaving"})
+    papers = house.trust.papers()
+    assert (papers.client_ca.strip(), papers.wanted.trusts.split("/")[0]) == (certificate.strip(), str(new))
+
+
+def test_the_authority_of_amphorae(house):
+    new, certificate = house.begin(Kind.AMPHORA)
+    file = house.file("amphora.pem")
+    assert subjects(house.trust.instead().authorities) == subjects(file + certificate)
+    papers = house.trust.papers()
+    assert papers.wanted.authority == new - 1
+    assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(file)[0]
+    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    papers = house.trust.papers()
+    assert papers.wanted.authority == new
+    assert issuer_of(papers.issuer.issue_server(AMPHORA, 1).certificate) == subjects(certificate)[0]
+    assert papers.server_ca.strip() == certificate.strip()
+    assert subjects(house.trust.instead().authorities) == subjects(file + certificate), "others are renewed still"
+    house.move(**{f"_{new - 1}": "leaving"})
+    assert house.trust.instead().authorities.strip() == certificate.strip()
+    house.folder.joinpath("amphora.pem").unlink()
+    house.folder.joinpath("amphora.key").unlink()
+    assert house.trust.papers().wanted.authority == new, "the files are needed no more"
+
+
+def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
+    house.begin(Kind.AMPHORA)
+    certificate, key = create_authority("another")
+    house.folder.joinpath("amphora.pem").write_bytes(certificate)
+    house.folder.joinpath("amphora.key").write_bytes(key.reveal())
+    with pytest.raises(CertificateError, match="not the one that is being replaced"):
+        house.trust.papers()
+
+
+def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch):
+    new, _ = house.begin(Kind.CONTROLLER)
+    before = house.trust.papers()
+
+    def away(_work):
+        raise StoreError("read", "away")
+
+    monkeypatch.setattr(house.database, "read", away)
+    assert house.trust.papers().wanted == before.wanted
+    with pytest.raises(StoreError):
+        Trust(house.conf, house.database, house.vault).papers()
+    assert new
+
+
+def test_no_two_authorities_have_one_name(house):
+    first, second = (trusting.create(Kind.AMPHORA, house.vault, 30) for _ in range(2))
+    assert subjects(first.certificate) != subjects(second.certificate)
+    key = house.vault.open(first.sealed_key)
+    assert Authority(first.certificate, key).expires_at == first.expires_at

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations and controllers from the command line, against a real database."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.store import migrate, rotations
+from amphora_driver.store.engine import Database
+from amphora_driver.store.processes import Kind, Registry
+from amphora_driver.store.rotations import ItemState
+from amphora_driver.store.tables import amphora, work
+
+NAMES = ("0a000000-0000-4000-8000-000000000001", "0b000000-0000-4000-8000-000000000002")
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrate.upgrade(url)
+    database = Database(url, durable=False)
+    database.write(_fill)
+    (tmp_path / "amphora-driver.conf").write_text(f"[store]\nconnection = {url}\n")
+    yield database
+    database.dispose()
+
+
+def _fill(connection):
+    for name in NAMES:
+        connection.execute(work.insert().values(load_balancer_id=name, op="apply", generation=1, topology="SINGLE"))
+        values = {"role": "STANDALONE", "state": "ready", "heartbeat_key": b"", "created_at": time.time() - 100}
+        connection.execute(amphora.insert().values(id=f"{name[:-1]}9", load_balancer_id=name, image="old", **values))
+
+
+@pytest.fixture
+def run(tmp_path, database, amphoractl):
+    """Runs a command line; what it prints as JSON, if it is told to."""
+
+    def run(*words, fails=False):
+        status, out, err = amphoractl(tmp_path / "amphora-driver.conf", *words)
+        assert (status != 0) is fails, err
+        return err if fails else json.loads(out) if "json" in words else out
+
+    return run
+
+
+def test_a_rotation_from_the_beginning_to_its_end(run, database):
+    assert run("rotate", "--image", "new", "--dry-run", "-f", "json") == {"Load balancers": 2, "Amphorae": 2}
+    assert run("rotation", "list", "-f", "json") == []
+    assert "there has been none" in run("rotation", "show", fails=True)
+    made = run("rotate", "--image", "new", "--max-unavailable", "2", "-f", "json")
+    assert (made["State"], made["Wanted"], made["Load balancers"]) == ("running", "--image new", {"waiting": 2})
+    assert made["Asked by"].endswith(f"@{HOST}")
+    assert "goes on, and there is one at a time" in run("rotate", "--all", fails=True)
+
+    number = str(made["ID"])
+    database.write(_one_done_one_running)
+    shown = run("rotation", "show", "-f", "json")
+    assert shown["Current"] == NAMES[1]
+    assert shown["Seconds each"] == pytest.approx(10.0, abs=5)
+    assert 0 < shown["Expected to end in"] < 20
+    listed = run("rotation", "item", "list", number, "-f", "json")
+    assert [(one["Place"], one["State"], one["Amphorae"]) for one in listed] == [(1, "done", 1), (2, "running", 1)]
+    assert len(run("rotation", "item", "list", "--state", "done", "-f", "json")) == 1
+
+    run("rotation", "pause", number)
+    assert "paused it" in run("rotation", "show", number, "-f", "json")["Reason"]
+    assert run("rotation", "show", number, "-f", "json")["Expected to end in"] is None
+    run("rotation", "resume", number)
+    assert "it is running" in run("rotation", "resume", number, fails=True)
+    run("rotation", "abort", number)
+    (row,) = run("rotation", "list", "-f", "json")
+    assert (row["State"], row["Done"], row["Load balancers"], row["Ended"]) == ("aborted", 1, 2, None)
+    assert "aborted" in run("rotation", "list")
+
+
+def _one_done_one_running(connection):
+    found = rotations.active(connection)
+    first, second = rotations.items(connection, found.id)
+    rotations.begin(connection, found.id, first, "ONLINE")
+    rotations.begin(connection, found.id, second, "ONLINE")
+    rotations.finish(connection, found.id, first, ItemState.DONE, None)
+    connection.execute(rotations.rotation_item.update().values(begun_at=time.time() - 10.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--all", "--loadbalancer", NAMES[1][:2]), f"--all --loadbalancer {NAMES[1]}"),
+        (("--older-than", "50", "--topology", "SINGLE"), "--older-than 50 --topology SINGLE"),
+    ],
+)
+def test_which_ones(run, words, wanted):
+    assert run("rotate", *words, "-f", "json")["Wanted"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--image", "old"), "every amphora is as wanted already"),
+        (("--all", "--loadbalancer", "ff"), "nothing is recorded under this id"),
+        (("--left-of", "7"), "there is none of this number"),
+        (("--all", "--project", "nobody"), "every amphora is as wanted already"),
+    ],
+)
+def test_refused_in_words(run, words, error):
+    assert error in run("rotate", *words, fails=True)
+
+
+@pytest.mark.parametrize("words", [(), ("--all", "--image", "x"), ("--all", "--max-unavailable", "0")])
+def test_what_makes_no_sense(run, words):
+    with pytest.raises(SystemExit):
+        run("rotate", *words)
+
+
+def test_controllers(run, database):
+    one = Registry(database, "here:1:aa", Kind.CONTROLLER)
+    one.sign(jobs=3)
+    Registry(database, "here:2:bb", Kind.HEALTH_MANAGER).sign()
+    hold_duty(database, "housekeeping", "here:1:aa", 60)
+    (row,) = run("controller", "list", "-f", "json")
+    assert (row["Name"], row["Host"], row["Jobs"], row["Duties"], row["Draining"]) == (
+        "here:1:aa",
+        HOST,
+        3,
+        ["housekeeping"],
+        False,
+    )
+    assert len(run("controller", "list", "--all", "-f", "json")) == 2
+
+    run("controller", "drain", "here:1:aa")
+    assert one.sign() is True
+    assert run("controller", "list", "-f", "json")[0]["Draining"] is True
+    run("controller", "resume", "here:1:aa")
+    assert one.sign() is False
+    assert "none of this name is known" in run("controller", "drain", "here:2:bb", fails=True)
+
+    run("controller", "drain", "--host", HOST)
+    assert one.sign() is True
+    assert f"its host {HOST} is drained" in run("controller", "resume", "here:1:aa", fails=True)
+    run("controller", "resume", "--host", HOST)
+    assert one.sign() is False

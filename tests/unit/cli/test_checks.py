@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from rows, check by check: result, and that the sentence says what to do."""
+
+from types import SimpleNamespace as Row
+
+import pytest
+
+from amphora_driver.cli import checks
+from amphora_driver.cli.checks import Result
+from amphora_driver.cli.recorded import Balancer
+from amphora_driver.store import breakers
+
+NOW = 1_000_000.0
+OK, WARNING, FAILURE = Result.SUCCESS, Result.WARNING, Result.FAILURE
+
+
+def process(kind, seen=1.0, version="1", host="one", draining=False):
+    return Row(kind=kind, seen_at=NOW - seen, version=version, host=host, draining=draining)
+
+
+ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-agent")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "results", "words"),
+    [
+        (ALIVE, [OK, OK, OK, OK], "alive: one (1)"),
+        (
+            [],
+            [FAILURE, FAILURE, FAILURE, OK],
+            "none is recorded, since one that is stopped leaves. Start amphora-controller",
+        ),
+        (ALIVE[1:], [FAILURE, OK, OK, OK], "Start amphora-controller"),
+        ([*ALIVE, process("controller", seen=60, host="two")], [WARNING, OK, OK, OK], "two (seen 1 min 0 s ago)"),
+        ([*ALIVE[1:], process("controller", seen=60)], [FAILURE, OK, OK, OK], "the last one was seen 1 min 0 s ago"),
+        ([*ALIVE[1:], process("controller", draining=True)], [FAILURE, OK, OK, OK], "controller resume"),
+        ([*ALIVE, process("controller", host="two", draining=True)], [OK, OK, OK, OK], "two (1)"),
+        ([*ALIVE, process("controller", version="2")], [OK, OK, OK, WARNING], "several are in use: 1, 2"),
+    ],
+)
+def test_processes(rows, results, words):
+    found = checks.of_processes(rows, NOW, "1")
+    assert [one.name for one in found] == ["Controllers", "Health managers", "Provider agents", "Versions"]
+    assert [one.result for one in found] == results
+    assert words in " ".join(one.details for one in found)
+
+
+def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pending=None):
+    said = Row(provisioning=provisioning, operating=operating, pending=pending)
+    return Balancer(work=Row(load_balancer_id=name, op="apply"), status=said, named=None, since=since)
+
+
+@pytest.mark.parametrize(
+    ("found", "results", "words"),
+    [
+        ([], [OK, OK], "none of 0"),
+        ([balancer("a"), balancer("b", since=NOW - 5)], [OK, OK], "1 load balancers are being changed"),
+        ([balancer("a", "ERROR")], [FAILURE, OK], "1 in ERROR: a. Look at: amphoractl loadbalancer show"),
+        ([balancer("a", operating="ERROR")], [WARNING, OK], "operating status ERROR: a"),
+        ([balancer("a", since=NOW - 700, pending=1)], [OK, FAILURE], "for up to 11 min 40 s: a. Look at"),
+        ([balancer(str(one), "ERROR") for one in range(7)], [FAILURE, OK], "0, 1, 2, 3, 4 and 2 more"),
+    ],
+)
+def test_load_balancers(found, results, words):
+    lines = checks.of_work(found, NOW, 600.0)
+    assert [one.result for one in lines] == results
+    assert words in " ".join(one.details for one in lines)
+
+
+@pytest.mark.parametrize(
+    ("rows", "result", "words"),
+    [
+        ([], OK, "none"),
+        ([Row(load_balancer_id="a", begun_at=NOW - 9, served_at=None)], WARNING, "1 go on: load balancers a"),
+        ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=NOW)], WARNING, "1 go on"),
+        ([Row(load_balancer_id="a", begun_at=NOW - 999, served_at=None)], FAILURE, "more than 15 min"),
+    ],
+)
+def test_failovers(rows, result, words):
+    found = checks.of_failovers(rows, NOW, 900.0)
+    assert (found.result, words in found.details) == (result, True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "result", "words"),
+    [
+        ([], OK, "none"),
+        ([Row(id=3, state="running", reason=None)], WARNING, "going on: 3"),
+        ([Row(id=3, state="paused", reason="lb-1 failed")], WARNING, "3: lb-1 failed"),
+    ],
+)
+def test_rotations(rows, result, words):
+    found = checks.of_rotations(rows)
+    assert (found.result, words in found.details) == (result, True)
+
+
+def breaker(name, state, **more):
+    return breakers.Row(name=name, state=state, since=NOW, **more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "result", "words"),
+    [
+        ([], OK, "closed"),
+        ([breaker(breakers.AUTOMATIC, "closed"), breaker(breakers.SIGHT, "seeing")], OK, "closed"),
+        ([breaker(breakers.AUTOMATIC, "open", silent=9, watched=20)], FAILURE, "9 of 20 amphorae are silent"),
+        ([breaker(breakers.AUTOMATIC, "trial")], FAILURE, "failover status"),
+        ([breaker(breakers.OPERATOR, "open", reason="switch")], WARNING, "switch. Run: amphoractl breaker close"),
+        ([breaker(breakers.SIGHT, "blind", reason="no route")], WARNING, "blind: no route"),
+    ],
+)
+def test_the_breaker(rows, result, words):
+    found = checks.of_breaker({row.name: row for row in rows})
+    assert (found.result, words in found.details) == (result, True)
+
+
+def machine(**more):
+    values = {
+        "id": "a",
+        "state": "ready",
+        "silent": None,
+        "seen_at": NOW - 1,
+        "drift": None,
+        "agent_version": "1",
+        "certificate_expires_at": NOW + 500,
+        "certificate_issued_at": NOW - 100,
+    }
+    return Row(**{**values, **more})
+
+
+@pytest.mark.parametrize(
+    ("check", "more", "result", "words"),
+    [
+        ("silence", {}, OK, "none of 1"),
+        ("silence", {"silent": "mute"}, WARNING, "1 of 1: a. Look at"),
+        ("silence", {"seen_at": NOW - 60}, WARNING, "1 of 1: a"),
+        ("silence", {"seen_at": None}, WARNING, "1 of 1: a"),
+        ("silence", {"seen_at": None, "state": "booting"}, OK, "none"),
+        ("drift", {}, OK, "none of 1"),
+        ("drift", {"drift": "routes"}, WARNING, "1: a: routes. Run: amphoractl loadbalancer diff"),
+        ("agents", {}, OK, "1 in all 1"),
+        ("agents", {"agent_version": "0"}, WARNING, "1 of 1 amphorae have another version than 1: 0. Run"),
+        ("agents", {"agent_version": None}, WARNING, "one that does not say"),
+        ("agents", {"agent_version": None, "seen_at": None}, OK, "0 amphorae"),
+        ("certificates", {}, OK, "the first expires in 8 min 20 s"),
+        ("certificates", {"certificate_expires_at": None}, OK, "none"),
+        ("certificates", {"certificate_expires_at": NOW - 1}, FAILURE, "1 have expired: a"),
+        ("certificates", {"certificate_issued_at": NOW - 5000}, WARNING, "should have been renewed: a"),
+        ("certificates", {"certificate_issued_at": None}, OK, "the first"),
+    ],
+)
+def test_amphorae(check, more, result, words):
+    asked = {
+        "silence": lambda rows: checks.of_silence(rows, NOW, 7.0),
+        "drift": checks.of_drift,
+        "agents": lambda rows: checks.of_agents(rows, "1"),
+        "certificates": lambda rows: checks.of_certificates(rows, NOW),
+    }
+    found = asked[check]([machine(**more)])
+    assert (found.result, words in found.details) == (result, True), found.details
+
+
+def test_zombies():
+    assert checks.of_zombies([]).result is OK
+    found = checks.of_zombies([Row(amphora_id="z")])
+    assert (found.result, "z. Look at: amphoractl zombie list" in found.details) == (WARNING, True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "result", "words"),
+    [
+        ({}, OK, "0 certificates"),
+        ({"ca": NOW + 40 * 86400}, OK, "the first to expire is ca, in 40 d"),
+        ({"ca": NOW + 4 * 86400, "other": NOW + 99 * 86400}, WARNING, "expires soon: ca in 4 d 0 h. Run"),
+        ({"ca": NOW - 1, "other": NOW + 9}, FAILURE, "expired: ca. Run: amphoractl authority rotate"),
+    ],
+)
+def test_authorities(ends, result, words):
+    found = checks.of_authorities(ends, NOW)
+    assert (found.result, words in found.details) == (result, True), found.details
+
+
+def resync(outcome=None, asked=1.0):
+    return Row(load_balancer_id="a", outcome=outcome, ended_at=NOW if outcome else None, asked_at=NOW - asked)
+
+
+@pytest.mark.parametrize(
+    ("rows", "result", "words"),
+    [
+        ([], OK, "no difference"),
+        ([resync("done"), resync()], OK, "no difference"),
+        ([resync("unknown")], WARNING, "a (unknown)"),
+        ([resync("unrecorded")], WARNING, "restored from a backup"),
+        ([resync(asked=999)], WARNING, "1 load balancers wait for a resync: a"),
+    ],
+)
+def test_octavias_records(rows, result, words):
+    found = checks.of_resyncs(rows, NOW, 600.0)
+    assert (found.result, words in found.details) == (result, True)
+
+
+def test_words():
+    assert [one.word for one in Result] == ["Success", "Warning", "Failure"]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beginnings of ids: one object is meant, or none."""
+
+import pytest
+
+from amphora_driver.cli import prefixes
+from amphora_driver.errors import UnknownObject
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import amphora, request, work
+
+ONE, TWO = "52cf0000-0000-4000-8000-000000000001", "52cf1000-0000-4000-8000-000000000002"
+POOL, GONE = "5aaa0000-0000-4000-8000-000000000003", "99990000-0000-4000-8000-000000000004"
+
+
+@pytest.fixture
+def database(tmp_path):
+    url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrate.upgrade(url)
+    made = Database(url)
+
+    def fill(connection):
+        for one, op in ((ONE, "apply"), (TWO, "apply"), (POOL, "spares")):
+            connection.execute(work.insert().values(load_balancer_id=one, op=op, generation=1))
+        for number in range(12):
+            row = {"id": f"ab{number:02}", "load_balancer_id": ONE, "role": "SINGLE", "state": "ready"}
+            connection.execute(amphora.insert().values(**row, heartbeat_key=b"", created_at=0.0))
+        row = {"load_balancer_id": GONE, "generation": 1, "action": "delete", "object_id": GONE, "accepted_at": 1.0}
+        connection.execute(request.insert().values(**row))
+
+    made.write(fill)
+    yield made
+    made.dispose()
+
+
+@pytest.mark.parametrize(("text", "found"), [("52cf0", ONE), (ONE, ONE), ("52cf1", TWO)])
+def test_one_is_meant(database, text, found):
+    assert database.read(lambda c: prefixes.load_balancer(c, text)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("52cf", f"{ONE}, {TWO} begin so.*Give more"),
+        ("7", "nothing is recorded"),
+        ("", "nothing is recorded"),
+        ("5%", "nothing is recorded"),
+        ("5_cf0", "nothing is recorded"),
+        ("5aaa", "nothing is recorded"),
+        ("9999", "nothing is recorded"),
+    ],
+)
+def test_none_or_several_are_refused(database, text, words):
+    with pytest.raises(UnknownObject, match=words):
+        database.read(lambda c: prefixes.load_balancer(c, text))
+
+
+def test_one_that_is_gone_is_found_where_its_history_is_asked_for(database):
+    assert database.read(lambda c: prefixes.load_balancer(c, "9999", gone=True)) == GONE
+    with pytest.raises(UnknownObject, match=r"52cf0.*52cf1"):
+        database.read(lambda c: prefixes.load_balancer(c, "5", gone=True))
+
+
+def test_a_long_list_is_cut(database):
+    assert database.read(lambda c: prefixes.amphora_id(c, "ab07")) == "ab07"
+    with pytest.raises(UnknownObject, match=r"ab00, .*ab09 and others begin so"):
+        database.read(lambda c: prefixes.amphora_id(c, "ab"))

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`status check` as a whole: exit status, and that one thing that is missing hides nothing else."""
+
+import datetime as dt
+import json
+import socket
+import threading
+import time
+
+import pytest
+from cryptography import x509
+from cryptography.fernet import Fernet
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from amphora_driver.cli import surroundings
+from amphora_driver.secret import Secret
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import process
+from amphora_driver.store.processes import version
+from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.vault import Vault
+
+NAMES = (
+    *("Doorbells", "Broker", "Database", "Keys", "Backends"),
+    *("Controllers", "Health managers", "Provider agents", "Versions", "Load balancers", "Pending work"),
+    *("Octavia's sockets", "Authorities", "Certificates", "Breaker", "Silent amphorae", "Fail-overs", "Rotations"),
+    *("Drift", "Zombies", "Agents", "Octavia's records"),
+)
+
+
+def certificate(days):
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
+    now = dt.datetime.now(dt.timezone.utc)
+    dates = (now - dt.timedelta(days=1), now + dt.timedelta(days=days))
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), *dates)
+    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+class Sockets:
+    """Something that listens where Octavia's agent should, and answers whoever says a whole document."""
+
+    def __init__(self, folder):
+        self.heard = []
+        self._listeners = []
+        for name in ("status", "stats", "get"):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(folder / f"{name}.sock"))
+            listener.listen()
+            self._listeners.append(listener)
+            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+
+    def _serve(self, listener):
+        while True:
+            try:
+                asking, _ = listener.accept()
+            except OSError:
+                return
+            with asking, asking.makefile("rb") as stream:
+                length = stream.readline()
+                if length:
+                    self.heard.append(json.loads(stream.read(int(length))))
+                    asking.sendall(b"2\n{}")
+
+    def close(self):
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        self._listeners.clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "keys").write_bytes(Fernet.generate_key())
+    (tmp_path / "keys").chmod(0o600)
+    (tmp_path / "bells").mkdir()
+    for name in ("ca", "client_ca", "client"):
+        (tmp_path / f"{name}.pem").write_bytes(certificate(400))
+    return tmp_path
+
+
+@pytest.fixture
+def place(folder):
+    path = folder / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{folder}/db.sqlite\nencryption_key_file = {folder}/keys\n"
+        f"[queue]\ndoorbell_dir = {folder}/bells\n"
+        f"[octavia]\nstatus_socket = {folder}/status.sock\nstats_socket = {folder}/stats.sock\n"
+        f"get_socket = {folder}/get.sock\n"
+        f"[certificates]\nca_certificate = {folder}/ca.pem\nclient_ca = {folder}/client_ca.pem\n"
+        f"client_certificate = {folder}/client.pem\n"
+        f"[compute_netns]\ndirectory = {folder}/amphorae\nagent_python = /bin/true\n"
+    )
+    return path
+
+
+@pytest.fixture
+def database(place):
+    url = f"sqlite:///{place.parent}/db.sqlite"
+    migrate.upgrade(url)
+    made = Database(url)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def sockets(folder):
+    made = Sockets(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def well(database, sockets):
+    """Everything is as it should be."""
+
+    def write(connection):
+        for kind in ("controller", "health-manager", "provider-agent"):
+            row = {"name": f"{kind}-1", "kind": kind, "host": socket.gethostname(), "version": version()}
+            connection.execute(process.insert().values(**row, started_at=0.0, seen_at=time.time()))
+
+    database.write(write)
+    return database
+
+
+@pytest.fixture
+def check(amphoractl, place):
+    def run(*words):
+        status, out, _err = amphoractl(place, "status", "check", "-f", "json", *words)
+        return status, {one["Check"]: (one["Result"], one["Details"]) for one in json.loads(out or "[]")}
+
+    return run
+
+
+def test_all_is_well(check, well, sockets):
+    status, found = check()
+    assert {name: result for name, (result, _) in found.items()} == dict.fromkeys(NAMES, "Success")
+    assert status == 0
+    assert tuple(found) == NAMES, "programs read them in this order"
+    assert len(sockets.heard) == 3, "each was asked for nothing, as a whole document"
+    assert check("--problems") == (0, {})
+
+
+def test_without_a_database_the_rest_is_looked_at(check, place, amphoractl):
+    status, found = check()
+    assert status == 2
+    assert found["Database"][0] == "Failure"
+    assert "amphoractl database upgrade" in found["Database"][1]
+    assert found["Doorbells"][0] == "Success"
+    assert found["Everything else"][0] == "Warning"
+
+
+def test_nobody_is_alive(check, database):
+    status, found = check()
+    assert status == 2
+    assert all(found[one][0] == "Failure" for one in ("Controllers", "Health managers", "Provider agents"))
+    assert found["Octavia's sockets"][0] == "Failure"
+
+
+def test_octavias_sockets_are_on_another_host(check, well, sockets):
+    sockets.close()
+    status, found = check()
+    assert (status, found["Octavia's sockets"][0]) == (2, "Failure")
+    well.write(lambda c: c.execute(process.update().values(host="elsewhere")))
+    status, found = check()
+    assert (status, found["Octavia's sockets"]) == (
+        0,
+        ("Success", "not on this host; a provider agent on another one has them"),
+    )
+
+
+def test_keys(check, well, folder):
+    old, new = (folder / "keys").read_bytes(), Fernet.generate_key()
+    row = {"id": "a", "load_balancer_id": "l", "role": "SINGLE", "state": "booting", "created_at": 0.0}
+    sealed = Vault([old]).seal(Secret(b"canary"))
+    well.write(lambda c: c.execute(amphora.insert().values(**row, heartbeat_key=sealed)))
+    (folder / "keys").write_bytes(new + b"\n" + old)
+    status, found = check()
+    assert (status, found["Keys"][0]) == (1, "Warning")
+    assert "amphoractl secrets reseal" in found["Keys"][1]
+    (folder / "keys").write_bytes(new)
+    status, found = check()
+    assert (status, found["Keys"][0]) == (2, "Failure")
+    assert "1 of 1 secrets fit no key" in found["Keys"][1]
+    (folder / "keys").unlink()
+    assert check()[1]["Keys"][0] == "Failure"
+
+
+def test_a_backend_that_is_not_installed(check, well):
+    row = {"load_balancer_id": "l", "op": "apply", "generation": 1, "committed": 1, "applied": 1, "dirty": False}
+    well.write(lambda c: c.execute(work.insert().values(**row, compute="vanished", network="local")))
+    status, found = check()
+    assert (status, found["Backends"][0]) == (2, "Failure")
+    assert "enabled_drivers" in found["Backends"][1]
+
+
+def test_certificates_of_files(check, well, folder):
+    (folder / "client.pem").write_bytes(certificate(3))
+    assert check()[1]["Authorities"][0] == "Warning"
+    (folder / "client.pem").write_text("no certificate")
+    assert check()[1]["Authorities"][0] == "Failure"
+    (folder / "client.pem").unlink()
+    found = check()[1]["Authorities"]
+    assert (found[0], "not on this host" in found[1]) == ("Warning", True)
+
+
+def test_a_broker_that_does_not_answer(check, well, place):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    more = f"\n[queue]\ndoorbell_dir = {place.parent}/bells\nengine = celery\n"
+    place.write_text(place.read_text() + more + f"broker_url = amqp://user:canary@127.0.0.1:{port}//\n")
+    status, found = check()
+    assert (status, found["Broker"][0]) == (1, "Warning")
+    assert "canary" not in found["Broker"][1]
+
+
+def test_a_doorbell_directory_that_is_missing(check, well, folder):
+    (folder / "bells").rmdir()
+    status, found = check()
+    assert (status, found["Doorbells"][0]) == (1, "Warning")
+
+
+def test_what_nobody_has_thought_of_is_a_finding():
+    found = surroundings.bounded("Something", lambda: 1 / 0)
+    assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
+
+
+def test_it_is_a_table_too(amphoractl, place, well):
+    out = amphoractl(place, "status", "check", "--max-width", "0")[1]
+    assert "| Check" in out
+    assert "| Octavia's sockets | Success | all three answer" in " ".join(out.split()).replace("| ", "| ")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from what an agent says it confirmed."""
+
+import pytest
+
+from amphora_driver.agent_client import BundleState
+from amphora_driver.cli import differing
+from amphora_driver.controller.auditing import Verdict, judge
+
+WANTED = {
+    "generation": 4,
+    "haproxy": "backend x\n    dynamic-cookie-key hush\n    server a 192.0.2.1:80\n",
+    "files": [{"name": "tls/a.pem", "content": "PRIVATE"}],
+    "interfaces": [
+        {
+            "mac": "FA:16:3e:00:00:01",
+            "name": "eth1",
+            "mtu": 1500,
+            "addresses": ["2001:DB8::1/64"],
+            "vips": ["192.0.2.9/32"],
+        }
+    ],
+    "limits": {"connections": None},
+    "allowed": [],
+    "pings": {},
+    "vrrp": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        (BundleState(generation=4, digest="d"), Verdict.SAME),
+        (BundleState(generation=4, digest="e"), Verdict.RENDERER),
+        (BundleState(generation=3, digest="d"), Verdict.BEHIND),
+        (BundleState(generation=0), Verdict.BEHIND),
+        (BundleState(), Verdict.BEHIND),
+        (BundleState(generation=5, digest="d"), Verdict.AHEAD),
+    ],
+)
+def test_the_verdict(said, verdict):
+    assert judge(4, "d", said) is verdict
+
+
+def said(**changes):
+    digest = "6c2f9c5d"
+    bundle = {name: WANTED[name] for name in ("limits", "allowed", "pings", "vrrp", "interfaces")}
+    files = differing._stored(WANTED)["files"]
+    assert digest not in str(files)
+    text = WANTED["haproxy"].replace("hush", "***")
+    link = {"mac": "fa:16:3e:00:00:01", "name": "eth1", "mtu": 1500, "up": True}
+    there = {**link, "addresses": ["2001:db8::1/64", "192.0.2.9/32"]}
+    return {"generation": 4, "haproxy": text, "bundle": {**bundle, "files": files}, "interfaces": [there], **changes}
+
+
+def test_nothing_differs():
+    assert differing.differences("am", WANTED, said()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"generation": 3}, "generation: wanted 4, amphora am has 3"),
+        ({"haproxy": None}, "-    server a 192.0.2.1:80"),
+        ({"interfaces": []}, "interface eth1 (FA:16:3e:00:00:01) is gone"),
+        (
+            {"drift": {"left": ["files"], "last": {"what": ["a.pem is damaged"]}}},
+            "its agent cannot mend: a.pem is damaged",
+        ),
+        ({"bundle": {**said()["bundle"], "allowed": [{"port": 80, "networks": []}]}}, '+   "port": 80.0'),
+        ({"bundle": {**said()["bundle"], "files": []}}, '-   "name": "tls/a.pem",'),
+    ],
+)
+def test_what_differs(changes, line):
+    lines = differing.differences("am", WANTED, said(**changes))
+    assert line in lines
+    assert "hush" not in str(lines)
+    assert "PRIVATE" not in str(lines)
+
+
+def test_an_interface_that_is_not_as_wanted():
+    (there,) = said()["interfaces"]
+    lines = differing.differences(
+        "am", WANTED, said(interfaces=[{**there, "up": False, "mtu": 1400, "name": "x", "addresses": []}])
+    )
+    assert lines == [
+        "interface eth1 is down",
+        "interface eth1 is called x",
+        "interface eth1 has an MTU of 1400, not 1500",
+        "interface eth1 lacks 2001:DB8::1/64",
+        "interface eth1 lacks 192.0.2.9/32",
+    ]
+
+
+def test_an_agent_that_is_too_old_to_tell():
+    file = "global\n# From here on: the load balancer's part.\n" + said()["haproxy"]
+    found = differing.of_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
+    assert differing.differences("am", WANTED, found) == []

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load balancer of which every controller dies: its user is told, and it is tried now and then."""
+
+import pytest
+import sqlalchemy as sa
+from control import LB, TREE, World, controlled
+
+from amphora_driver.queue.jobs import Jobs
+from amphora_driver.store.tables import status, work
+from amphora_driver.topology.single import SingleTopology
+
+DEATHS = 4
+
+
+class DeadlyWorld(World):
+    """Whoever boots an amphora here is not heard of again, until somebody has mended it."""
+
+    roles = SingleTopology.roles
+    priorities = SingleTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.tried = 0
+        self.mended = False
+
+    def boot(self, order):
+        self.tried += 1
+        if not self.mended:
+            raise KeyboardInterrupt
+        return super().boot(order)
+
+
+@pytest.fixture
+def control(tmp_path):
+    options = f"give_up_after = {DEATHS}\nretry_most = 60\n"
+    with controlled(tmp_path, DeadlyWorld(), options=options) as control:
+        control.intents.create_load_balancer(TREE, read_back=False)
+        yield control
+
+
+def somebody_dies(control):
+    """A controller takes it up, and is found dead; False if nothing was due, or it lived."""
+    jobs = Jobs(control.database, "mortal", 60.0)
+    lease = jobs.claim()
+    if lease is None:
+        return False
+    try:
+        control.reconciler.reconcile(lease)
+    except KeyboardInterrupt:
+        return jobs.release_all("mortal") == 1
+    return False
+
+
+def told(control):
+    found = control.database.read(lambda c: c.execute(sa.select(status).where(status.c.object_id == LB)).one())
+    return found.provisioning, found.reason or ""
+
+
+def test_its_user_is_told_and_others_live(control):
+    died = 0
+    while somebody_dies(control):
+        died += 1
+        assert told(control)[0] is None, "nobody says so before it is certain"
+        assert died <= 2 * DEATHS
+    # The first one has written down the amphora that is to be: it got somewhere before it died.
+    assert (died, control.world.tried) == (DEATHS, DEATHS)
+    state, reason = told(control)
+    assert (state, f"{DEATHS} controllers in a row ended" in reason) == ("ERROR", True)
+    found = control.row()
+    assert (found.owner, found.dirty) == (None, True)
+    assert control.database.now() + 30 < found.free_at
+
+    control.hurry()
+    assert somebody_dies(control), "it is tried now and then"
+    assert not somebody_dies(control)
+    assert control.database.now() + 30 < control.row().free_at, "and by nobody in between"
+
+    control.world.mended = True
+    control.hurry()
+    control.work()
+    assert (control.row().deaths, control.provisioning()[LB]) == (0, "ACTIVE")
+
+
+def test_progress_counts(control):
+    """Who dies later each time is not what this is about."""
+    control.database.write(lambda c: c.execute(work.update().values(deaths=DEATHS - 1)))
+    assert somebody_dies(control)
+    assert control.row().deaths == 1, "the amphora was recorded meanwhile"

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is silent: by a clock of one's own, and only while one sees."""
+
+import pytest
+
+from amphora_driver.controller.detection import Answer, How, Kind, Limits, Quiet, Watch, judge
+from amphora_driver.store.failovers import Cause
+
+LIMITS = Limits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)
+STEP = 0.5
+
+
+class Story:
+    """Looks every half second, at amphorae that speak or do not, and a health manager that hears or does not."""
+
+    def __init__(self, names=("a", "b"), begin=1000.0, limits=LIMITS):
+        self.watch = Watch(limits)
+        self.limits = limits
+        self.now = begin
+        self.places = dict.fromkeys(names, (1, 0))
+        self.beats = {"health": 1}
+
+    def go(self, seconds, speaking=("a", "b"), hearing=("health",), step=STEP):
+        for _ in range(round(seconds / step)):
+            self.now += step
+            for one in speaking:
+                if one in self.places:
+                    epoch, sequence = self.places[one] or (1, 0)
+                    self.places[one] = epoch, sequence + 1
+            for one in hearing:
+                self.beats[one] = self.beats.get(one, 0) + 1
+            self.watch.look(self.places, self.beats, self.now)
+        return self
+
+    def silent(self):
+        return set(self.watch.quiet(self.now, self.limits.silent_after))
+
+
+def test_who_does_not_speak_is_silent_after_that_time_and_not_before():
+    story = Story().go(5)
+    assert story.go(6.5, speaking="a").silent() == set()
+    assert story.go(0.5, speaking="a").silent() == {"b"}
+    assert story.go(100, speaking="a").silent() == {"b"}
+
+
+def test_who_speaks_again_is_not_silent():
+    story = Story().go(5).go(20, speaking="a")
+    assert story.silent() == {"b"}
+    assert story.go(STEP).silent() == set()
+    assert story.go(6.5, speaking="a").silent() == set(), "and is counted from then on"
+
+
+def test_nobody_is_silent_because_of_what_was_before_the_first_look():
+    story = Story()
+    story.places = {"a": (1, 7), "b": None}
+    assert story.go(6.5, speaking=()).silent() == set()
+    assert story.go(1.5, speaking=()).silent() == {"a", "b"}
+
+
+def test_who_never_spoke_counts_from_when_it_was_seen_first():
+    story = Story().go(20)
+    story.places["new"] = None
+    assert story.go(6.5).silent() == set()
+    assert story.go(1).silent() == {"new"}
+    assert not story.watch.quiet(story.now, 7.0)["new"].spoke
+
+
+def test_an_epoch_that_begins_anew_is_a_sign_of_life():
+    story = Story().go(5).go(6.5, speaking="a")
+    story.places["b"] = (2, 0)
+    assert story.go(3, speaking="a").silent() == set()
+
+
+@pytest.mark.parametrize("gap", [2.0, 8.0, 600.0, 86_400.0])
+def test_a_gap_in_ones_own_looking_begins_anew(gap):
+    story = Story().go(5).go(6.5, speaking="a")
+    story.now += gap
+    story.go(STEP, speaking=())
+    assert story.watch.blind
+    assert story.silent() == set()
+    assert story.go(7, speaking="a").silent() == set()
+    assert story.go(1.5, speaking="a").silent() == {"b"}, "silence goes on being found"
+
+
+def test_a_short_delay_is_no_gap():
+    story = Story().go(5).go(6, speaking="a")
+    story.now += 0.9
+    assert story.go(0.5, speaking="a").silent() == {"b"}
+
+
+def test_a_clock_that_goes_back_begins_anew():
+    """`time.monotonic` never does; whoever lies about it is not believed."""
+    story = Story().go(20, speaking="a")
+    story.now -= 100
+    assert story.go(STEP, speaking="a").silent() == set()
+
+
+@pytest.mark.parametrize("hearing", [(), ("dead",)])
+def test_while_nobody_proves_to_hear_nobody_is_silent(hearing):
+    story = Story()
+    story.beats["dead"] = 5
+    story.go(20)
+    names = [one for one in hearing if one != "dead"]
+    assert story.go(3.5, speaking=(), hearing=names).silent() == set()
+    assert "no health manager" in story.watch.blind
+    assert story.go(100, speaking=(), hearing=names).silent() == set()
+    assert story.go(7, speaking="a").silent() == set(), "counted from when it hears again"
+    assert story.go(1, speaking="a").silent() == {"b"}
+
+
+def test_one_of_two_that_hears_is_enough():
+    story = Story().go(5, hearing=("health", "other")).go(20, speaking="a", hearing=("other",))
+    assert story.silent() == {"b"}
+
+
+def test_a_health_manager_that_is_replaced_by_another_hears_again():
+    story = Story().go(5)
+    story.beats = {"new": 0}
+    assert story.go(20, speaking="a", hearing=("new",)).silent() == {"b"}
+
+
+def test_the_first_beat_that_is_seen_proves_nothing():
+    story = Story()
+    story.beats = {"left behind": 977}
+    story.go(30, hearing=())
+    assert story.watch.blind == "no health manager proves that it hears"
+    story.beats = {}
+    story.go(STEP, hearing=())
+    assert story.watch.blind == "there is no health manager"
+
+
+def test_what_is_forgotten_is_counted_anew():
+    story = Story().go(20, speaking="a")
+    story.watch.forget("the database is away")
+    assert story.watch.blind == "the database is away"
+    assert story.silent() == set()
+    assert story.go(7, speaking="a").silent() == set()
+    assert story.watch.blind == ""
+
+
+def test_how_long_it_sees():
+    story = Story().go(10)
+    assert 9 <= story.watch.sees_for(story.now) <= 10
+    story.go(5, hearing=())
+    assert story.watch.sees_for(story.now) == 0.0
+
+
+def test_who_is_gone_is_forgotten():
+    story = Story().go(20, speaking="a")
+    del story.places["b"]
+    assert story.go(STEP).silent() == set()
+
+
+@pytest.mark.parametrize("silent_after", [0.2, 2.0, 4.0, 7.0, 60.0])
+def test_limits_follow_the_option(silent_after):
+    limits = Limits(silent_after=silent_after)
+    assert limits.late_after < silent_after
+    assert limits.gap >= 1.0
+    # Otherwise a health manager that ends would be noticed later than those it does not hear.
+    assert limits.deaf_after < silent_after or silent_after < 2.0
+
+
+def quiet(seconds, spoke=True, now=1000.0):
+    return Quiet(amphora_id="a", since=now - seconds, order=(1, 1) if spoke else None)
+
+
+def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
+    return Answer(how=how, at=now - ago, words=words, blind_at=None if blind is None else now - blind)
+
+
+@pytest.mark.parametrize(
+    ("silence", "spoke", "said", "kind", "cause", "dead", "words"),
+    [
+        (8, True, None, Kind.SILENT, None, False, "being asked"),
+        (8, False, None, Kind.NEVER_SPOKE, None, False, "being asked"),
+        (8, True, answer(How.UNANSWERED), Kind.SILENT, Cause.SILENT, True, "does not answer (timed out)"),
+        (8, False, answer(How.UNANSWERED), Kind.NEVER_SPOKE, Cause.NEVER_SPOKE, True, "does not answer"),
+        (8, True, answer(How.UNANSWERED, ago=9), Kind.SILENT, None, False, "being asked"),
+        (500, True, answer(How.UNANSWERED, ago=9), Kind.SILENT, Cause.SILENT, False, "does not answer"),
+        (8, True, answer(How.ANSWERS), Kind.MUTE, None, False, "its agent answers"),
+        (59, True, answer(How.ANSWERS), Kind.MUTE, None, False, "after 60 s"),
+        (61, True, answer(How.ANSWERS), Kind.MUTE, Cause.MUTE, False, "its agent answers"),
+        (61, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, Cause.NEVER_SPOKE, False, "its agent answers"),
+        (8, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, None, False, "its agent answers"),
+        (8, True, answer(How.BLIND), Kind.SILENT, None, False, "cannot be asked from here"),
+        (5000, True, answer(How.BLIND), Kind.SILENT, None, False, "nothing follows"),
+        # Its own network is back, and nobody is heard or reached yet.
+        (500, True, answer(How.UNANSWERED, blind=3), Kind.SILENT, None, False, "a moment ago"),
+        (500, True, answer(How.UNANSWERED, blind=7.5), Kind.SILENT, Cause.SILENT, True, "does not answer"),
+        (61, True, answer(How.ANSWERS, blind=3), Kind.MUTE, Cause.MUTE, False, "its agent answers"),
+    ],
+)
+def test_what_is_thought_of_it(silence, spoke, said, kind, cause, dead, words):
+    found = judge(quiet(silence, spoke), said, 1000.0, LIMITS)
+    assert (found.kind, found.cause, found.dead) == (kind, cause, dead)
+    assert words in found.words
+
+
+def test_an_old_answer_is_asked_for_again_before_anything_follows():
+    assert judge(quiet(500), answer(How.UNANSWERED, ago=30), 1000.0, LIMITS).stale
+    assert not judge(quiet(500), answer(How.UNANSWERED), 1000.0, LIMITS).stale

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair that is replaced although nobody asked for a new generation: who has the VIPs has to be told who comes."""
+
+from pair_story import B, House, M, amphora, but, knows, retiring, wanted
+
+from amphora_driver.controller import plan as planning
+
+
+def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():
+    """What it serves already it would refuse in other words, and who comes would take the VIPs unheard."""
+    house = House(wanted(), *retiring(M, B))
+    log = house.run()
+    assert log[:5] == ["Record BACKUP", "Renew", "Push m b0", "Release BACKUP b", "Renew"]
+    assert log.index("HandOver m to b0") < log.index("Record MASTER")
+    assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
+
+
+def test_it_is_told_once():
+    knowing = but(M, partners=(knows("b", 22), knows("new", 23)))
+    new = amphora("new", "BACKUP", 23, confirmed=0)
+    kinds = {type(step).__name__ for step in planning.plan(wanted(), (*retiring(knowing, B), new))}
+    assert kinds == {"Push"}
+
+
+def test_one_that_is_not_heard_is_told_nothing():
+    dead, alive = but(M, holds_vip=True, heard_at=50.0), but(B, holds_vip=True, heard_at=100.0)
+    new = amphora("new", "MASTER", 23, confirmed=0)
+    steps = planning.plan(wanted(), (*retiring(dead), but(alive, partners=(knows("m", 21), knows("new", 23))), new))
+    assert "Renew" not in {type(step).__name__ for step in steps}

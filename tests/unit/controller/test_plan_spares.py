@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a pool of warm spares."""
+
+import pytest
+
+from amphora_driver.controller import plan as planning
+from amphora_driver.controller.spares import LOOK_PAUSE
+from amphora_driver.store import spares
+from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.spares import Spare, Spec, Stock
+
+NOW = 1000.0
+SPEC = Spec(number=2, compute="netns", network="local")
+
+
+def wanted(number=2, users=1, unfit=None, **more):
+    values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0, "gone": False, "readable": True}
+    stock = Stock(spec=SPEC, number=number, users=users, unfit=unfit or {})
+    return planning.Wanted(**{**values, "tree": None, "networks": {}, "now": NOW, "stock": stock, **more})
+
+
+def spare(name, **more):
+    values = {"id": name, "load_balancer_id": SPEC.id, "role": "SPARE", "state": State.READY, "compute_id": name}
+    values |= {"management_address": "203.0.113.9", "confirmed": 0, "plugged": (), "heard_at": NOW - 1}
+    return Amphora(**{**values, **more})
+
+
+def coming(name, **more):
+    return spare(name, **{"state": State.BOOTING, "heard_at": None, **more})
+
+
+@pytest.mark.parametrize(
+    ("want", "observed", "steps"),
+    [
+        pytest.param(wanted(), (), ["Record", "Record"], id="all are missing"),
+        pytest.param(wanted(), (spare("a"),), ["Record"], id="one was taken"),
+        pytest.param(
+            wanted(),
+            (coming("a", management_address=None), coming("b")),
+            ["Boot", "AwaitAgent", "AwaitAgent"],
+            id="boots",
+        ),
+        pytest.param(wanted(absent=frozenset("a")), (coming("a"), spare("b")), ["Await"], id="its agent is waited for"),
+        pytest.param(wanted(), (spare("a"), spare("b")), ["Await"], id="all is well"),
+        pytest.param(wanted(), (spare("a"), spare("b", heard_at=NOW - 100)), ["AskSpares"], id="one is not heard"),
+        pytest.param(
+            wanted(asked=frozenset("b")), (spare("a"), spare("b", heard_at=NOW - 100)), ["Await"], id="but it answers"
+        ),
+        pytest.param(
+            wanted(asked=frozenset("b"), absent=frozenset("b")),
+            (spare("a"), spare("b", heard_at=NOW - 100)),
+            ["Retire"],
+            id="nor does it answer",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("b"), absent=frozenset("b")),
+            (spare("a"), spare("b", heard_at=NOW - 30)),
+            ["Await"],
+            id="not for long enough",
+        ),
+        pytest.param(wanted(unfit={"a": "old image"}), (spare("a"), spare("b")), ["Retire"], id="an old image"),
+        pytest.param(
+            wanted(unfit={"a": "old image"}),
+            (spare("a", booted_at=NOW - 5), spare("b")),
+            ["Await"],
+            id="a new one is let be",
+        ),
+        pytest.param(wanted(number=1), (spare("a"), spare("b")), ["Retire"], id="too many"),
+        pytest.param(wanted(), (spare("a", state=State.RETIRING), spare("b"), spare("c")), ["Release"], id="leaves"),
+        pytest.param(wanted(), (spare("a", state=State.RETIRING), spare("b")), ["Record"], id="a new one comes first"),
+        pytest.param(wanted(number=0, users=0), (spare("a"), coming("b")), ["Retire", "Retire"], id="nobody uses it"),
+        pytest.param(wanted(number=0, users=0), (), ["Disband"], id="and it is empty"),
+        pytest.param(wanted(number=0, users=3), (), ["Await"], id="none are wanted any more by those who use it"),
+    ],
+)
+def test_plan_of_a_pool(want, observed, steps):
+    found = planning.plan(want, observed)
+    assert [type(step).__name__ for step in found] == steps
+    assert all(step.reason for step in found)
+
+
+def test_of_too_many_those_that_boot_go_first():
+    found = planning.plan(wanted(number=1), (coming("a"), spare("b")))
+    assert [step.amphora_id for step in found] == ["a"]
+
+
+def test_a_pool_is_looked_at_now_and_then():
+    (step,) = planning.plan(wanted(), (spare("a"), spare("b")))
+    assert step.until == NOW + LOOK_PAUSE
+
+
+@pytest.mark.parametrize(
+    ("image", "expires", "now_wanted", "fit"),
+    [
+        ("one", NOW + 100, "one", True),
+        ("one", NOW + 100, "two", False),
+        (None, NOW + 100, "two", True),
+        ("one", NOW + 100, None, True),
+        ("one", NOW + 49, "one", False),
+        ("one", None, "one", True),
+    ],
+)
+def test_which_spares_may_be_taken(image, expires, now_wanted, fit):
+    one = Spare(id="a", management_address="x", image=image, expires_at=expires, heard_at=None)
+    assert (spares.unfit(one, now_wanted, NOW, 50.0) is None) is fit
+
+
+def test_a_pool_is_known_by_what_it_keeps():
+    assert Spec(number=2, compute="netns", network="local").id == SPEC.id
+    assert Spec(number=3, compute="netns", network="local").id != SPEC.id
+    assert Spec(number=2, compute="netns", network="local", image_tag="x").id != SPEC.id

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fail-overs with the real loop over a real database: causes and time lines, what is urgent, and warm spares."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import sqlalchemy as sa
+from control import LB, LISTENER, TREE, World, controlled
+
+from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.errors import AgentUnreachable, ComputeError
+from amphora_driver.model.loadbalancer import Profile
+from amphora_driver.model.vocabulary import Kind
+from amphora_driver.secret import Secret
+from amphora_driver.store import amphorae, failovers, spares
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.failovers import Cause, Why
+from amphora_driver.store.fleet_tables import failover, failover_event
+from amphora_driver.store.tables import URGENT, amphora, work
+from amphora_driver.topology.single import SingleTopology
+
+SILENT = Why(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
+
+
+class Fleet(World):
+    """A world whose machines have an image, and may not be destroyed for a while."""
+
+    def __init__(self, roles=World.roles, priorities=World.priorities):
+        super().__init__()
+        self.roles, self.priorities = roles, priorities
+        self.version = "one"
+        self.images = {}
+        self.stuck = False
+        self.refusal = None
+
+    def boot(self, order):
+        if self.refusal is not None:
+            raise self.refusal
+        self.images.setdefault(order.amphora_id, self.version)
+        return super().boot(order)
+
+    def get(self, amphora_id):
+        image = self.images.get(amphora_id)
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address="203.0.113.9", image=image)
+
+    def issue_server(self, _amphora_id, _days):
+        return SimpleNamespace(expires_at=time.time() + 7 * 86400, bundle=lambda: Secret(b"certificate"))
+
+    def image(self, _tag):
+        return self.version
+
+    def destroy(self, amphora_id):
+        if self.stuck:
+            raise ComputeError(f"destroy {amphora_id}", "the backend is slow")
+        super().destroy(amphora_id)
+
+
+def single():
+    return Fleet(SingleTopology.roles, SingleTopology.priorities)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    with controlled(tmp_path, Fleet()) as control:
+        yield ready(control)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    with controlled(tmp_path, single()) as control:
+        yield ready(control)
+
+
+def ready(control, tree=TREE):
+    control.intents.create_load_balancer(tree, read_back=False)
+    control.work()
+    assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
+    return control
+
+
+def begin(control, names, why=SILENT):
+    now = control.database.now()
+    return control.database.write(lambda c: failovers.begin(c, LB, names, why, now))
+
+
+def die(control, name):
+    """It neither answers nor is heard, and that was found."""
+    control.world.dead |= {name}
+    if control.world.holder == name:
+        control.world.holder = next((one for one in control.observed() if one not in control.world.dead), None)
+    assert begin(control, [name]) == 1
+
+
+def rows(control):
+    return control.database.read(lambda c: c.execute(sa.select(failover).order_by(failover.c.id)).all())
+
+
+def line(control, number=None):
+    """The words of a time line."""
+    query = sa.select(failover_event.c.word).order_by(failover_event.c.id)
+    if number is not None:
+        query = query.where(failover_event.c.failover_id == number)
+    return list(control.database.read(lambda c: c.execute(query).scalars().all()))
+
+
+def settle(control):
+    while control.row().dirty:
+        control.hurry()
+        control.work()
+
+
+# --- time lines -------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_line_of_one_on_its_own(alone):
+    (old,) = alone.observed()
+    die(alone, old)
+    assert alone.work() == 1
+    assert line(alone) == ["begun", "recorded", "booted", "ready", "confirmed", "served", "released", "ended"]
+    (row,) = rows(alone)
+    assert (row.cause, row.reason, row.silent_since, row.outcome) == ("silent", "not heard for 10 s", 5.0, "done")
+    assert row.begun_at <= row.served_at <= row.ended_at
+    (new,) = alone.observed()
+    assert new != old
+    assert alone.world.machines.keys() == {new}
+    assert alone.provisioning()[LB] == "ACTIVE"
+    assert alone.pending() == set(), "Octavia has heard of nothing"
+    assert alone.row().generation == 1
+
+
+def test_the_time_line_of_the_one_with_the_vips(pair):
+    old = pair.world.holder
+    die(pair, old)
+    partner = pair.world.holder
+    pair.work()
+    assert line(pair) == [
+        "begun",
+        "recorded",
+        "booted",
+        "ready",
+        "confirmed",
+        "confirmed",
+        "served",
+        "released",
+        "ended",
+    ]
+    assert pair.world.holder == partner, "who comes does not take the VIPs"
+    assert pair.world.machines.keys() == pair.observed().keys()
+    assert not pair.row().dirty
+
+
+def test_octavias_fail_over_leaves_causes_too(pair):
+    pair.intents.fail_over(LB)
+    pair.work()
+    settle(pair)
+    found = rows(pair)
+    assert [(row.cause, row.outcome) for row in found] == [("asked", "done")] * 2
+    assert all(row.served_at is not None for row in found)
+    assert "handed_over" in line(pair, found[0].id)
+    standby = next(row for row in found if line(pair, row.id).index("released") < line(pair, row.id).index("served"))
+    assert standby.ended_at >= standby.served_at, "its own end waits until all serve"
+
+
+def test_deletion_ends_them(alone):
+    (old,) = alone.observed()
+    alone.world.refusal = ComputeError("boot it", "the backend is away")
+    die(alone, old)
+    alone.work()
+    alone.intents.delete_load_balancer(LB)
+    (row,) = rows(alone)
+    assert row.outcome == "gone"
+    assert row.served_at is None
+    alone.work()
+    assert alone.provisioning()[LB] == "DELETED"
+    assert begin(alone, None) == 0, "nothing of what is being deleted is replaced"
+
+
+def test_what_goes_wrong_is_said_once_in_the_time_line(alone):
+    (old,) = alone.observed()
+    alone.world.refusal = ComputeError("boot it", "the quota is used up")
+    die(alone, old)
+    for _ in range(3):
+        alone.work()
+        alone.hurry()
+    assert line(alone) == ["begun", "recorded", "failed"]
+    assert alone.provisioning()[LB] == "ACTIVE", "of that the operating status tells"
+    alone.world.refusal = None
+    alone.work()
+    assert line(alone)[-1] == "ended"
+
+
+def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
+    (old,) = alone.observed()
+    die(alone, old)
+    push = alone.world.put_bundle
+
+    def lost(amphora_id, *_args, **_more):
+        alone.world.dead |= {amphora_id}
+        raise AgentUnreachable("push", "no answer")
+
+    alone.world.put_bundle = lost
+    alone.work()
+    (second,) = [one for one in alone.observed().values() if one.state is State.READY]
+    alone.world.put_bundle = push
+    assert begin(alone, [second.id]) == 1
+    assert alone.row().free_at == URGENT
+    assert alone.work() == 1, "the pause after the failure is not waited for"
+    (new,) = alone.observed()
+    assert new not in (old, second.id)
+    assert [row.outcome for row in rows(alone)] == ["done", "done"]
+    assert line(alone, 1).count("recorded") == 2, "the first fail-over goes on until somebody serves"
+    assert alone.world.machines.keys() == {new}
+
+
+def test_a_machine_that_cannot_be_destroyed_holds_nobody_up(pair):
+    old = pair.world.holder
+    pair.world.stuck = True
+    die(pair, old)
+    pair.work()
+    now = pair.observed()
+    assert len([one for one in now.values() if one.state is State.READY and one.confirmed]) == 2
+    assert old in now, "it is tried again"
+    (row,) = rows(pair)
+    assert row.served_at is not None
+    assert row.ended_at is None
+    pair.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    pair.work()
+    assert pair.provisioning()[LB] == "ACTIVE", "nor does it any user's change"
+    pair.world.stuck = False
+    pair.hurry()
+    pair.work()
+    assert old not in pair.world.machines
+    assert rows(pair)[0].outcome == "done"
+
+
+def test_both_are_dead_at_once(pair):
+    before = set(pair.observed())
+    pair.world.dead |= before
+    pair.world.holder = None
+    pair.world.stuck = True
+    assert begin(pair, None) == 2
+    pair.work()
+    fresh = [one for one in pair.observed().values() if one.id not in before]
+    assert sorted(one.role for one in fresh) == ["BACKUP", "MASTER"]
+    assert all(one.confirmed for one in fresh), "though no machine was destroyed yet"
+    assert all(row.served_at is not None for row in rows(pair))
+    pair.world.stuck = False
+    pair.hurry()
+    pair.work()
+    assert pair.observed().keys() == {one.id for one in fresh}
+    assert [row.outcome for row in rows(pair)] == ["done", "done"]
+
+
+# --- what a job has not seen is not forgotten by its end --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
+def test_a_fail_over_that_begins_while_somebody_works(alone, end):
+    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    lease = alone.jobs.claim()
+    generation = alone.row().generation
+    alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
+    alone.database.write(lambda c: c.execute(amphora.update().values(confirmed=generation)))
+    (old,) = alone.observed()
+    assert begin(alone, [old]) == 1
+    later = alone.database.now() + 100
+    if end == "finish":
+        alone.jobs.finish(lease, generation)
+    elif end == "finish for now":
+        alone.jobs.finish(lease, generation, later)
+    elif end == "wait":
+        alone.jobs.wait(lease, generation, 100)
+    else:
+        alone.jobs.postpone(lease, 100, "it failed", generation)
+    row = alone.row()
+    assert (row.dirty, row.owner, row.free_at) == (True, None, 0.0)
+    assert alone.work() == 1
+    assert old not in alone.observed()
+
+
+def test_a_job_gives_way_to_a_fail_over(alone):
+    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    (old,) = alone.observed()
+    push = alone.world.put_bundle
+
+    def found(amphora_id, *args, **more):
+        alone.world.put_bundle = push
+        die(alone, old)
+        raise AgentUnreachable("push", "no answer")
+
+    alone.world.put_bundle = found
+    assert alone.work() == 2, "at once, and not after the pause of a failure"
+    assert old not in alone.observed()
+    assert alone.row().attempts == 0
+    assert alone.pending() == set()
+
+
+def test_what_is_urgent_stays_so_whoever_else_wakes_it(alone):
+    (old,) = alone.observed()
+    begin(alone, [old])
+    alone.jobs.hasten([LB])
+    assert alone.row().free_at == URGENT
+
+
+def test_nobody_is_replaced_twice(pair):
+    first, _ = pair.observed()
+    assert begin(pair, [first]) == 1
+    assert begin(pair, [first]) == 0
+    assert begin(pair, None) == 1
+    assert len(rows(pair)) == 2
+
+
+# --- warm spares ------------------------------------------------------------------------------------------------------
+
+
+def with_spares(tmp_path, number=1):
+    tree = type(TREE)(
+        id=LB, project_id="demo", vip=TREE.vip, listeners=TREE.listeners, profile=Profile(warm_spares=number)
+    )
+    return controlled(tmp_path, single()), tree
+
+
+def pool_of(control):
+    query = sa.select(work).where(work.c.op == spares.OP)
+    return control.database.read(lambda c: c.execute(query).first())
+
+
+def warm(control):
+    found = control.database.read(lambda c: amphorae.of_load_balancer(c, pool_of(control).load_balancer_id))
+    return {one.id: one for one in found}
+
+
+@pytest.fixture
+def spared(tmp_path):
+    controlling, tree = with_spares(tmp_path)
+    with controlling as control:
+        control.row = lambda: control.database.read(
+            lambda c: c.execute(sa.select(work).where(work.c.load_balancer_id == LB)).one()
+        )
+        ready(control, tree)
+        assert len(warm(control)) == 1
+        yield control
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_another_one_is_booted(spared):
+    (old,) = spared.observed()
+    (spare,) = warm(spared)
+    die(spared, old)
+    spared.work()
+    assert list(spared.observed()) == [spare]
+    assert spared.observed()[spare].role == "STANDALONE"
+    assert spared.world.served[spare]["generation"] == 1
+    assert line(spared) == ["begun", "adopted", "confirmed", "served", "released", "ended"]
+    assert len(warm(spared)) == 1
+    assert spare not in warm(spared)
+    assert all(one.role == "SPARE" and one.state is State.READY for one in warm(spared).values())
+
+
+def test_a_spare_that_does_not_answer_costs_a_moment(spared):
+    (old,) = spared.observed()
+    (spare,) = warm(spared)
+    spared.world.dead |= {spare}
+    die(spared, old)
+    spared.work()
+    (new,) = spared.observed()
+    assert new not in (old, spare)
+    assert "adopted" not in line(spared)
+    assert rows(spared)[0].outcome == "done"
+
+
+def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
+    (old,) = spared.observed()
+    (spare,) = warm(spared)
+    spared.world.version = "two"
+    die(spared, old)
+    spared.work()
+    (new,) = spared.observed().values()
+    assert new.id != spare
+    assert "adopted" not in line(spared)
+    spared.database.write(lambda c: spares.wake(c, pool_of(spared).load_balancer_id))
+    spared.work()
+    assert spare in warm(spared), "it was booted a moment ago: that is not done again and again"
+    spared.database.write(lambda c: amphorae.change(c, spare, booted_at=time.time() - 100))
+    spared.database.write(lambda c: spares.wake(c, pool_of(spared).load_balancer_id))
+    spared.work()
+    assert spare not in warm(spared)
+    assert {spared.world.images[one] for one in warm(spared)} == {"two"}
+    assert spare not in spared.world.machines
+
+
+def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
+    pool = pool_of(spared).load_balancer_id
+    spared.intents.delete_load_balancer(LB)
+    spared.database.write(
+        lambda c: c.execute(work.update().where(work.c.load_balancer_id == LB).values(spare_pool=None))
+    )
+    spared.database.write(lambda c: spares.wake(c, pool))
+    spared.work()
+    assert pool_of(spared) is None
+    assert spared.world.machines == {}
+
+
+def test_a_spare_is_taken_by_one_only(spared):
+    (spare,) = warm(spared)
+    pool = pool_of(spared).load_balancer_id
+    taken = [spared.database.write(lambda c: spares.take(c, spare, pool, LB, "STANDALONE")) for _ in range(2)]
+    assert taken == [True, False]
+
+
+def test_one_that_is_about_to_go_is_not_taken(spared):
+    (spare,) = warm(spared)
+    pool = pool_of(spared).load_balancer_id
+    spared.database.write(lambda c: spares.retire(c, spare, pool, "too many"))
+    assert not spared.database.write(lambda c: spares.take(c, spare, pool, LB, "STANDALONE"))
+
+
+def test_the_configured_number_counts_where_the_flavor_does_not_say():
+    assert spares.spec_of(Profile(), "netns", "local", 0) is None
+    assert spares.spec_of(Profile(), "netns", "local", 3).number is None, "it follows the configuration"
+    assert spares.spec_of(Profile(warm_spares=0), "netns", "local", 3) is None
+    assert spares.spec_of(Profile(warm_spares=2), "netns", "local", 0).number == 2
+    spec = spares.spec_of(Profile(warm_spares=2, compute_flavor="big"), "netns", "local", 0)
+    assert spec.profile() == Profile(compute="netns", network="local", compute_flavor="big")

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rotation from its first row to its last: whoever moves it on dies, stops, or is not alone."""
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver import config
+from amphora_driver.controller import rotator as module
+from amphora_driver.controller.rotation import Begin, Finish
+from amphora_driver.controller.rotator import DUTY, Rotator, Watch
+from amphora_driver.errors import StoreError
+from amphora_driver.store import amphorae, breakers, failovers, migrate, processes, rotations
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import failover
+from amphora_driver.store.rotations import ItemState, Selection, State
+from amphora_driver.store.tables import amphora, status, work
+
+SETTLE = 5.0
+CATALOGUE = SimpleNamespace(topology=lambda name: SimpleNamespace(roles=("A", "B") if name == "PAIR" else ("A",)))
+
+
+class Fleet:
+    """Load balancers as rows, and what controllers and health managers would make of them."""
+
+    def __init__(self, conf, database):
+        self.conf = conf
+        self.database = database
+        self.told = []
+        self.clock = itertools.count(1000.0)
+        self.numbers = itertools.count(1)
+        self.one = self.rotator("one")
+
+    def rotator(self, name):
+        return Rotator(self.conf, self.database, CATALOGUE, name, lambda: self.told.append(name))
+
+    def write(self, *statements):
+        self.database.write(lambda c: [c.execute(one) for one in statements])
+
+    def add(self, name, number=1):
+        values = {"generation": 1, "committed": 1, "applied": 1, "topology": "PAIR" if number == 2 else "SINGLE"}
+        self.write(
+            work.insert().values(load_balancer_id=name, op="apply", dirty=False, **values),
+            status.insert().values(
+                object_id=name, kind="loadbalancers", load_balancer_id=name, operating="ONLINE", provisioning="ACTIVE"
+            ),
+        )
+        for _ in range(number):
+            self.boot(name)
+
+    def boot(self, name, **more):
+        values = {"role": "A", "state": "ready", "confirmed": 1, "heartbeat_key": b"", "created_at": time.time()}
+        one = f"{name}-{next(self.numbers)}"
+        self.write(amphora.insert().values(id=one, load_balancer_id=name, **{**values, **more}))
+        return one
+
+    def replace(self, name):
+        """What the plan does with those that retire."""
+        for one in self.machines(name, "retiring"):
+            self.write(amphora.delete().where(amphora.c.id == one))
+            self.boot(name)
+
+    def machines(self, name, state="ready"):
+        query = sa.select(amphora.c.id).where(amphora.c.load_balancer_id == name, amphora.c.state == state)
+        return self.database.read(lambda c: c.execute(query.order_by(amphora.c.id)).scalars().all())
+
+    def beat(self, *silent):
+        """Everybody but these is heard."""
+        number = int(next(self.clock))
+
+        def write(connection):
+            ids = connection.execute(sa.select(amphora.c.id)).scalars().all()
+            heard = [
+                amphorae.Heard(amphora_id=one, at=float(number), generation=1, epoch=1, sequence=number)
+                for one in ids
+                if one not in silent
+            ]
+            amphorae.seen(connection, heard)
+
+        self.database.write(write)
+
+    def look(self, times=1, *, by=None, silent=()):
+        """Heartbeats, and a look a second later."""
+        moves = []
+        for _ in range(times):
+            self.beat(*silent)
+            moves += (by or self.one).look()
+        return moves
+
+    def ask(self, most=1, **selection):
+        wanted = Selection(**(selection or {"everything": True}))
+        return self.database.write(lambda c: rotations.ask(c, wanted, most, "admin")).id
+
+    def states(self, rotation_id):
+        return {
+            one.load_balancer_id: one.state for one in self.database.read(lambda c: rotations.items(c, rotation_id))
+        }
+
+    def state(self, rotation_id):
+        return self.database.read(lambda c: rotations.get(c, rotation_id))
+
+
+@pytest.fixture
+def fleet(tmp_path, monkeypatch):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n"
+        f"[rotation]\nsettle = {SETTLE}\npatience = 20\n[health]\ninterval = 1\n"
+    )
+    conf = config.load([str(path)])
+    migrate.upgrade(conf.store.connection)
+    database = Database(conf.store.connection, durable=False)
+    seconds = itertools.count(1.0)
+    # A second passes between two looks.
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    yield Fleet(conf, database)
+    database.dispose()
+
+
+def test_one_after_the_other_and_each_is_proven(fleet):
+    for name in ("a", "b"):
+        fleet.add(name)
+    number = fleet.ask()
+    (begin,) = fleet.look()
+    assert isinstance(begin, Begin)
+    assert fleet.told == ["one"]
+    (row,) = fleet.database.read(lambda c: c.execute(sa.select(failover)).all())
+    assert (row.cause, row.rotation_id, row.asked_by, row.load_balancer_id) == ("rotation", number, "admin", "a")
+    assert fleet.machines("a", "retiring") == ["a-1"]
+    assert fleet.look(10) == [], "it is not replaced yet"
+    fleet.replace("a")
+    assert fleet.look(5) == [], "it settles"
+    moves = fleet.look(3)
+    assert [type(move) for move in moves] == [Finish, Begin]
+    assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
+    fleet.replace("b")
+    fleet.look(10)
+    found = fleet.state(number)
+    assert (found.state, fleet.states(number)) == (State.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
+    assert found.ended_at is not None
+    assert fleet.look() == []
+    assert DUTY not in fleet.database.read(processes.duties).get("one", []), "somebody else may have it"
+
+
+def test_a_pair_is_begun_as_a_whole(fleet):
+    fleet.add("a", 2)
+    fleet.ask()
+    fleet.look()
+    assert fleet.machines("a", "retiring") == ["a-1", "a-2"]
+    fleet.replace("a")
+    assert any(isinstance(move, Finish) for move in fleet.look(10))
+
+
+def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
+    for name in ("a", "b"):
+        fleet.add(name)
+    number = fleet.ask()
+    fleet.look()
+    fleet.replace("a")
+    (new,) = fleet.machines("a")
+    assert fleet.look(15, silent=[new]) == []
+    fleet.look(10, silent=[new])
+    found = fleet.state(number)
+    assert found.state is State.PAUSED
+    assert found.reason == f"load balancer a: not done in 20 s: amphora {new} is not heard"
+    assert fleet.states(number) == {"a": ItemState.FAILED, "b": ItemState.WAITING}
+    # Somebody has mended it.
+    fleet.database.write(lambda c: rotations.resume(c, number))
+    fleet.look(10)
+    assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
+
+
+def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resumed(fleet):
+    fleet.add("a")
+    fleet.write(work.update().values(attempts=1))
+    number = fleet.ask()
+    fleet.look(2)
+    fleet.write(work.update().values(attempts=8, error="no quota"))
+    assert fleet.look() == []
+    fleet.write(work.update().values(attempts=9), status.update().values(provisioning="ERROR"))
+    fleet.look()
+    assert fleet.state(number).reason == "load balancer a: it is in ERROR: no quota"
+    fleet.write(work.update().values(free_at=1e12))
+    fleet.database.write(lambda c: rotations.resume(c, number))
+    row = fleet.database.read(lambda c: c.execute(sa.select(work)).one())
+    assert row.free_at < 1.0, "it is tried at once"
+    assert fleet.look(3) == []
+    fleet.replace("a")
+    fleet.write(status.update().values(provisioning="ACTIVE"))
+    fleet.look(10)
+    assert fleet.states(number) == {"a": ItemState.DONE}
+
+
+def test_the_next_controller_goes_on_from_the_rows(fleet):
+    for name in ("a", "b"):
+        fleet.add(name)
+    number = fleet.ask()
+    fleet.look()
+    two = fleet.rotator("two")
+    assert fleet.look(3, by=two) == [], "it is somebody else's duty"
+    # The first one dies; it is known of nothing it remembered.
+    fleet.one.rest()
+    fleet.replace("a")
+    assert fleet.look(5, by=two) == []
+    moves = fleet.look(5, by=two)
+    assert [type(move) for move in moves] == [Finish, Begin]
+    assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
+
+
+def test_two_that_both_believe_it_is_their_duty_exceed_nothing(fleet, monkeypatch):
+    monkeypatch.setattr(module, "hold_duty", lambda *_: True)
+    for name in "abcdef":
+        fleet.add(name)
+    number = fleet.ask(most=2)
+    gate = threading.Barrier(3)
+
+    def go(name):
+        one = fleet.rotator(name)
+        gate.wait()
+        one.look()
+
+    threads = [threading.Thread(target=go, args=(name,)) for name in ("x", "y", "z")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(fleet.states(number).values()).count(ItemState.RUNNING) == 2
+    assert len(fleet.database.read(failovers.open_ones)) == 2
+
+
+def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
+    fleet.add("a")
+    number = fleet.ask()
+    hold = rotations.hold_work
+
+    def too_late(connection, load_balancer_ids):
+        connection.execute(work.update().values(generation=2))
+        hold(connection, load_balancer_ids)
+
+    monkeypatch.setattr(rotations, "hold_work", too_late)
+    fleet.look()
+    assert fleet.states(number) == {"a": ItemState.WAITING}
+    assert fleet.machines("a") == ["a-1"]
+    assert fleet.state(number).reason == "load balancer a is waited for: it is being changed"
+    fleet.write(work.update().values(applied=2, committed=2))
+    fleet.write(amphora.update().values(confirmed=2))
+    fleet.look(2)
+    assert fleet.states(number) == {"a": ItemState.RUNNING}
+    assert fleet.state(number).reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "words"),
+    [
+        (breakers.AUTOMATIC, "open", "the breaker of fail-overs is open (9 are silent)"),
+        (breakers.AUTOMATIC, "trial", "the breaker of fail-overs is trial (9 are silent)"),
+        (breakers.OPERATOR, "open", "the breaker of fail-overs is open (9 are silent)"),
+        (breakers.SIGHT, "blind", "nobody can tell which amphorae live (9 are silent)"),
+    ],
+)
+def test_an_open_breaker_is_waited_for(fleet, name, state, words):
+    fleet.add("a")
+    number = fleet.ask()
+
+    def put(one):
+        row = breakers.Row(name=name, state=one, since=1.0, reason="9 are silent")
+        fleet.database.write(lambda c: breakers.put(c, row))
+
+    put(state)
+    fleet.look(25)
+    found = fleet.state(number)
+    assert found.state is State.RUNNING, "it is waited for without end"
+    assert found.reason == f"nothing is begun: {words}"
+    put(breakers.SEEING if name == breakers.SIGHT else breakers.CLOSED)
+    fleet.look(2)
+    assert fleet.states(number) == {"a": ItemState.RUNNING}
+
+
+@pytest.mark.parametrize("change", ["pause", "abort"])
+def test_what_was_begun_is_finished(fleet, change):
+    for name in ("a", "b"):
+        fleet.add(name)
+    number = fleet.ask()
+    fleet.look()
+    if change == "pause":
+        fleet.database.write(lambda c: rotations.pause(c, number, "for a while"))
+    else:
+        fleet.database.write(lambda c: rotations.abort(c, number))
+    fleet.replace("a")
+    fleet.look(20)
+    left = {"pause": ItemState.WAITING, "abort": ItemState.SKIPPED}[change]
+    assert fleet.states(number) == {"a": ItemState.DONE, "b": left}
+    assert fleet.machines("b") == ["b-2"]
+    found = fleet.state(number)
+    assert found.state is {"pause": State.PAUSED, "abort": State.ABORTED}[change]
+    assert (found.ended_at is None) is (change == "pause")
+
+
+def test_one_that_drains_gives_the_duty_up_and_a_database_that_is_away_ends_nothing(fleet, monkeypatch):
+    fleet.add("a")
+    number = fleet.ask()
+    monkeypatch.setattr(module, "_EVERY", 0.001)
+    stopping, draining = threading.Event(), threading.Event()
+    read, failing = fleet.database.read, threading.Event()
+    failed = threading.Event()
+
+    def breaking(task):
+        if failing.is_set():
+            failing.clear()
+            failed.set()
+            raise StoreError("read", "it is away")
+        return read(task)
+
+    fleet.database.read = breaking
+    failing.set()
+    thread = threading.Thread(target=fleet.one.run, args=(stopping, draining))
+    thread.start()
+    try:
+        assert failed.wait(20)
+        assert eventually(lambda: fleet.states(number) == {"a": ItemState.RUNNING})
+        assert DUTY in fleet.database.read(processes.duties)["one"]
+        draining.set()
+        assert eventually(lambda: not fleet.database.read(processes.duties))
+    finally:
+        stopping.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def eventually(question, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not question():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_who_is_heard():
+    watch = Watch(3.0)
+    watch.look({"a": (1, 1)}, 1.0)
+    assert watch.heard("a") is None
+    watch.look({"a": (1, 2)}, 1.0)
+    assert watch.heard("a") is True
+    for _ in range(3):
+        watch.look({"a": (1, 2)}, 1.0)
+    assert watch.heard("a") is True
+    watch.look({"a": (1, 2)}, 1.0)
+    assert watch.heard("a") is False
+    assert watch.heard("b") is None

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second witness: who answers, who does not, and whose fault it is that nobody can be asked."""
+
+import errno
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from amphora_driver.controller.detection import How
+from amphora_driver.controller.witnesses import Witnesses, our_trouble
+from amphora_driver.errors import (
+    AgentRefused,
+    AgentUnreachable,
+    AgentUntrusted,
+    CertificateError,
+    ConfigurationError,
+    DeadlinePassed,
+)
+
+
+class Agents:
+    """Does what it was told; `forgotten` are those whose connections were closed first."""
+
+    def __init__(self, does=None):
+        self.does = does
+        self.forgotten = []
+        self.asked = 0
+        self.lock = threading.Lock()
+
+    def forget(self, amphora_id):
+        self.forgotten.append(amphora_id)
+
+    def info(self, _amphora_id, _address, *, deadline):
+        with self.lock:
+            self.asked += 1
+        assert 0 < deadline.left() <= 2.0
+        if callable(self.does):
+            self.does()
+        elif self.does is not None:
+            raise self.does
+
+
+@pytest.fixture
+def asked():
+    """What came of asking agents that do something; with other machines that should listen."""
+    made = []
+
+    def ask(does, others=()):
+        witnesses = Witnesses(Agents(does), 2.0, others)
+        made.append(witnesses)
+        assert witnesses.ask("a", "203.0.113.9")
+        return answered(witnesses, "a")
+
+    yield ask
+    for one in made:
+        one.close()
+
+
+def answered(witnesses, name):
+    deadline = time.monotonic() + 20
+    while (said := witnesses.answer(name)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return said
+
+
+def unreachable(number):
+    error = AgentUnreachable("ask", os.strerror(number))
+    error.__cause__ = RuntimeError("urllib3's")
+    error.__cause__.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("does", "how"),
+    [
+        (None, How.ANSWERS),
+        (AgentRefused("ask", "it answered 503", status=503), How.ANSWERS),
+        (AgentUnreachable("ask", "did not answer in time"), How.UNANSWERED),
+        (AgentUntrusted("ask", "another certificate"), How.UNANSWERED),
+        (DeadlinePassed("ask", "over"), How.UNANSWERED),
+        (unreachable(errno.ECONNREFUSED), How.UNANSWERED),
+        (unreachable(errno.EHOSTUNREACH), How.UNANSWERED),
+        (unreachable(errno.ENETUNREACH), How.BLIND),
+        (unreachable(errno.ENETDOWN), How.BLIND),
+        (unreachable(errno.EMFILE), How.BLIND),
+        (unreachable(errno.EPERM), How.BLIND),
+        (CertificateError("read ours", "it is not there"), How.BLIND),
+        (RuntimeError("nobody thought of it"), How.BLIND),
+    ],
+)
+def test_what_comes_of_asking(asked, does, how):
+    assert asked(does).how is how
+
+
+def test_words_say_why(asked):
+    assert asked(unreachable(errno.ENETUNREACH)).words == "network is unreachable"
+    assert asked(AgentUnreachable("ask", "did not answer in time")).words == "did not answer in time"
+    assert our_trouble(AgentUnreachable("ask", "timed out")) == ""
+
+
+def test_that_it_was_blind_is_remembered():
+    agents = Agents(unreachable(errno.ENETDOWN))
+    witnesses = Witnesses(agents, 2.0)
+    try:
+        witnesses.ask("a", "x")
+        first = answered(witnesses, "a")
+        agents.does = AgentUnreachable("ask", "timed out")
+        deadline = time.monotonic() + 20
+        while (said := witnesses.answer("a")).how is How.BLIND:
+            assert time.monotonic() < deadline
+            witnesses.ask("a", "x")
+            time.sleep(0.005)
+        assert said.blind_at is not None
+        assert said.blind_at >= first.at
+        assert agents.forgotten[0] == "a", "no connection that was there before is asked over"
+    finally:
+        witnesses.close()
+
+
+def listening():
+    made = socket.create_server(("127.0.0.1", 0))
+    return made, f"127.0.0.1:{made.getsockname()[1]}"
+
+
+def test_other_machines_that_listen_say_that_the_network_is_there(asked):
+    server, place = listening()
+    with server:
+        assert asked(AgentUnreachable("ask", "timed out"), [place]).how is How.UNANSWERED
+        # One is enough.
+        assert asked(AgentUnreachable("ask", "timed out"), ["[::1]:1", place]).how is How.UNANSWERED
+    assert asked(AgentUnreachable("ask", "timed out"), [place]).how is How.UNANSWERED, "who says no is there"
+
+
+def test_if_none_of_them_can_be_reached_nobody_is_dead(asked):
+    said = asked(AgentUnreachable("ask", "timed out"), ["host.invalid:22"])
+    assert said.how is How.BLIND
+    assert "witnesses" in said.words
+    assert asked(None, ["host.invalid:22"]).how is How.ANSWERS
+
+
+@pytest.mark.parametrize("text", ["host", ":22", "host:ssh", ""])
+def test_a_witness_is_written_as_host_and_port(text):
+    with pytest.raises(ConfigurationError, match="host:port"):
+        Witnesses(Agents(), 2.0, [text])
+
+
+def test_only_so_many_are_asked_at_once_and_nobody_twice():
+    released = threading.Event()
+    witnesses = Witnesses(Agents(released.wait), 2.0)
+    try:
+        assert [witnesses.ask(f"a{number}", "x") for number in range(20)] == [True] * 16 + [False] * 4
+        assert not witnesses.ask("a0", "x")
+        released.set()
+        answered(witnesses, "a15")
+        witnesses.keep({"a15"})
+        assert witnesses.answer("a0") is None
+    finally:
+        released.set()
+        witnesses.close()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who says that it is not what it confirmed is pushed again, but not for ever and not at once."""
+
+from itertools import pairwise
+
+from amphora_driver.health.drifts import Broken, Drifts
+from amphora_driver.health.ledger import Seen
+from amphora_driver.health.status import Drifted
+
+INTERVAL = 3.0
+
+
+def heard(at, *words, generation=8, drifted=None):
+    return {"am": Seen(at, at, generation, (1, int(at * 10)), None, words, drifted)}
+
+
+def among(drifts, at, *words, generation=8, confirmed=8):
+    return drifts.among(heard(at, *words, generation=generation), {"am": confirmed}, at)
+
+
+def test_one_that_keeps_saying_so_is_broken():
+    drifts = Drifts(INTERVAL)
+    assert among(drifts, 10.0, "files") == []
+    assert among(drifts, 12.9, "files") == []
+    assert among(drifts, 13.1, "files") == [Broken("am", 8, "files", replug=False)]
+
+
+def test_an_interface_is_attached_again():
+    drifts = Drifts(INTERVAL)
+    among(drifts, 10.0, "interface", "address")
+    assert among(drifts, 14.0, "interface", "address") == [Broken("am", 8, "interface, address", replug=True)]
+
+
+def test_what_a_push_does_not_help_is_pushed_ever_more_seldom():
+    drifts = Drifts(INTERVAL)
+    among(drifts, 0.0, "files")
+    at, pushes = 4.0, []
+    while at < 1000.0:
+        found = among(drifts, at, "files")
+        if found:
+            drifts.settled(found, at)
+            pushes.append(at)
+        at += 3.0
+    gaps = [later - before for before, later in pairwise(pushes)]
+    assert gaps[0] >= 30.0
+    assert all(later >= 1.8 * before for before, later in pairwise(gaps))
+    assert 5 <= len(pushes) <= 7
+
+
+def test_one_that_serves_another_generation_than_it_confirmed_is_somebody_elses_matter():
+    drifts = Drifts(INTERVAL)
+    for at in (10.0, 14.0, 18.0):
+        assert among(drifts, at, "files", generation=7) == []
+        assert among(drifts, at, "files", generation=0, confirmed=0) == []
+
+
+def test_one_that_is_well_again_is_forgotten_after_a_while():
+    drifts = Drifts(INTERVAL)
+    among(drifts, 0.0, "files")
+    drifts.settled(among(drifts, 4.0, "files"), 4.0)
+    assert among(drifts, 7.0) == []
+    assert among(drifts, 10.0, "files") == [], "it is the same trouble"
+    assert among(drifts, 100.0) == []
+    assert among(drifts, 101.0, "files") == []
+    assert len(among(drifts, 105.0, "files")) == 1
+
+
+def test_what_was_found_is_told_once():
+    drifts = Drifts(INTERVAL)
+    said = heard(10.0, drifted=Drifted(at=1000000000.0, what=("eth1 is down",), mended=True))
+    assert drifts.news(said) == {"am": "2001-09-09 01:46:40 UTC, mended by its agent: eth1 is down"}
+    drifts.told(said)
+    assert drifts.news(said) == {}
+    assert drifts.news(heard(10.0)) == {}
+    strange = heard(11.0, drifted=Drifted(at=1e300, what=("x",), mended=False))
+    assert drifts.news(strange) == {"am": "some time, could not be mended by its agent: x"}
+    drifts.keep(set())
+    assert drifts.news(said) != {}

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A health manager proves that it hears, and only then; the proof is no heartbeat, and cannot be forged."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import StoreError
+from amphora_driver.health.hearing import Hearing
+from amphora_driver.health.receiver import Receiver
+from amphora_driver.store.fleet_tables import process
+
+
+@contextmanager
+def receiving(host="127.0.0.1", **options):
+    received = []
+    made = Receiver(host, 0, lambda _: None, received.append, **options)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    try:
+        yield made, received
+    finally:
+        made.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_what_it_sends_itself_comes_back(host):
+    with receiving(host) as (receiver, received):
+        assert receiver.hears(10)
+        assert receiver.hears(10)
+        assert (received, receiver.accepted, dict(receiver.refused)) == ([], 0, {}), "and is no heartbeat"
+
+
+def test_without_the_thread_that_receives_it_does_not_hear():
+    receiver = Receiver("127.0.0.1", 0, lambda _: None, lambda _: None)
+    try:
+        assert not receiver.hears(0.05)
+    finally:
+        receiver.close()
+    assert not receiver.hears(0.05), "nor without a socket"
+
+
+def test_nobody_else_can_say_that_it_hears():
+    """What looks like a proof and is not the one that was sent a moment ago is a datagram like any other."""
+    with receiving() as (receiver, _):
+        assert receiver.hears(10)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for forged in (b"AHM1" + bytes(32), b"AHM1", b"AHM1" + bytes(200)):
+                before = receiver.refused.total()
+                stranger.sendto(forged, ("127.0.0.1", receiver.port))
+                deadline = time.monotonic() + 10
+                while receiver.refused.total() == before:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.005)
+        assert not receiver._came_back.is_set() or receiver._own == b""
+
+
+def beat(database):
+    rows = database.read(lambda c: c.execute(sa.select(process)).all())
+    return [(row.name, row.kind, row.beat) for row in rows]
+
+
+def test_the_beat_grows_only_if_it_hears_and_has_written(database):
+    hears = [True]
+    hearing = Hearing(database, "me", lambda _: hears[0], every=0.01, patience=60.0)
+    hearing.prove()
+    assert beat(database) == [("me", "health-manager", 0)], "nothing was written down yet"
+    hearing.written()
+    hearing.prove()
+    hearing.prove()
+    assert beat(database) == [("me", "health-manager", 2)]
+    hears[0] = False
+    hearing.prove()
+    assert beat(database) == [("me", "health-manager", 2)]
+    hears[0] = True
+    hearing.prove()
+    assert beat(database) == [("me", "health-manager", 3)]
+
+
+def test_what_was_written_long_ago_proves_nothing(database, caplog):
+    hearing = Hearing(database, "me", lambda _: True, every=0.01, patience=0.0)
+    hearing.written()
+    time.sleep(0.01)
+    hearing.prove()
+    assert beat(database) == [("me", "health-manager", 0)]
+    assert "nothing is written down" in caplog.text
+
+
+@pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("nobody thought of it")])
+def test_it_lives_through_trouble(database, monkeypatch, error):
+    hearing = Hearing(database, "me", lambda _: True, every=0.001, patience=60.0)
+    hearing.written()
+    trouble = [error]
+
+    def write(work, real=database.write):
+        if trouble:
+            raise trouble.pop()
+        return real(work)
+
+    monkeypatch.setattr(database, "write", write)
+    stopping = threading.Event()
+    thread = threading.Thread(target=hearing.run, args=(stopping,))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not (beat(database) and beat(database)[0][2] > 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    stopping.set()
+    thread.join()
+    assert beat(database) == [], "who ends well leaves no row"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections of the dead leave the sums, whoever counted them."""
+
+import sqlalchemy as sa
+
+from amphora_driver.health import statistics
+from amphora_driver.health.leftovers import Leftovers
+from amphora_driver.store.tables import amphora_seen, listener_statistics
+
+EXPIRY = 15.0
+
+
+def counted(database, **connections):
+    rows = [
+        statistics.Row(
+            listener_id="l",
+            amphora_id=one,
+            load_balancer_id="lb",
+            active_connections=number,
+            bytes_in=7,
+            bytes_out=8,
+            request_errors=9,
+            total_connections=10,
+        )
+        for one, number in connections.items()
+    ]
+    database.write(lambda c: statistics.store(c, rows))
+
+
+def heard(database, name, sequence):
+    def write(connection):
+        connection.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id == name))
+        row = {"amphora_id": name, "seen_at": 1.0, "epoch": 1, "sequence": sequence}
+        connection.execute(amphora_seen.insert().values(**row))
+
+    database.write(write)
+
+
+def look(leftovers, database, now, *speaking):
+    assert leftovers.due(now)
+    found = database.read(lambda c: leftovers.among(c, set(speaking)))
+    database.write(lambda c: statistics.store(c, found))
+    leftovers.looked(now)
+    return {row.amphora_id for row in found}
+
+
+def active(database):
+    query = sa.select(listener_statistics.c.amphora_id, listener_statistics.c.active_connections)
+    return dict(database.read(lambda c: c.execute(query).tuples().all()))
+
+
+def test_who_is_silent_from_one_look_to_the_next_has_no_connections(database):
+    """A health manager that was restarted knows nothing of what it wrote before."""
+    counted(database, dead=5, lives=6, gone=7)
+    heard(database, "dead", 1)
+    heard(database, "lives", 1)
+    leftovers = Leftovers(EXPIRY)
+    assert not leftovers.due(0.0), "nobody could be heard yet"
+    assert look(leftovers, database, 15.0, "lives") == set()
+    assert not leftovers.due(29.0)
+    assert look(leftovers, database, 30.0, "lives") == {"dead", "gone"}
+    assert active(database) == {"dead": 0, "lives": 6, "gone": 0}
+    assert not leftovers.due(89.0)
+    assert look(leftovers, database, 90.0, "lives") == set()
+    row = database.read(
+        lambda c: c.execute(sa.select(listener_statistics).where(listener_statistics.c.active_connections == 0)).first()
+    )
+    assert (row.bytes_in, row.bytes_out, row.request_errors, row.total_connections) == (7, 8, 9, 10), "totals stay"
+
+
+def test_whom_another_health_manager_hears_is_left_alone(database):
+    counted(database, theirs=5)
+    heard(database, "theirs", 1)
+    leftovers = Leftovers(EXPIRY)
+    leftovers.due(0.0)
+    look(leftovers, database, 15.0)
+    heard(database, "theirs", 2)
+    assert look(leftovers, database, 30.0) == set()
+    assert active(database) == {"theirs": 5}
+    assert look(leftovers, database, 90.0) == {"theirs"}, "until that one does not hear it any more either"
+
+
+def test_who_was_silent_for_a_moment_is_left_alone(database):
+    counted(database, one=5)
+    heard(database, "one", 1)
+    leftovers = Leftovers(EXPIRY)
+    leftovers.due(0.0)
+    look(leftovers, database, 15.0)
+    assert look(leftovers, database, 30.0, "one") == set()
+    assert look(leftovers, database, 90.0) == set(), "counted anew"

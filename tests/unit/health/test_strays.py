@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heartbeats under ids that nobody has: bounded, seldom written, and told by which rule they are removed or not."""
+
+import socket
+import struct
+import threading
+import time
+import uuid
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.health.receiver import Receiver
+from amphora_driver.health.strays import Strays
+from amphora_driver.store import zombies
+from amphora_driver.store.fleet_tables import zombie
+from amphora_driver.store.tables import amphora, orphan
+from amphora_driver.store.zombies import MOST, Stray
+
+STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
+
+
+def strays(**more):
+    return Strays(at_least=15.0, every=10.0, wall_clock=lambda: 100_000.0, **more)
+
+
+def test_one_that_is_heard_for_long_enough_is_told():
+    heard = strays()
+    heard.hear("a", "203.0.113.9", 100.0)
+    heard.hear("a", "203.0.113.9", 110.0)
+    assert heard.due(111.0) == [], "an amphora that was just removed still speaks"
+    heard.hear("a", "203.0.113.10", 116.0)
+    assert heard.due(120.0) == [Stray(amphora_id="a", address="203.0.113.10", first_at=99_980.0, last_at=99_996.0)]
+
+
+def test_it_is_told_seldom_and_only_if_it_was_heard_again():
+    heard = strays()
+    heard.hear("a", "x", 100.0)
+    heard.hear("a", "x", 116.0)
+    heard.told(heard.due(120.0), 120.0)
+    heard.hear("a", "x", 121.0)
+    assert heard.due(125.0) == [], "not that soon"
+    assert [one.amphora_id for one in heard.due(130.0)] == ["a"]
+    heard.told(heard.due(130.0), 130.0)
+    assert heard.due(145.0) == [], "it was not heard again"
+
+
+def test_memory_is_bounded_and_room_is_made():
+    heard = strays()
+    for index in range(10 * MOST):
+        heard.hear(f"a{index}", "x", 100.0)
+        heard.hear(f"a{index}", "x", 116.0)
+    assert len(heard.due(116.0)) == MOST
+    assert len(heard.due(300.0)) == 0, "nobody of them was heard any more"
+    heard.hear("genuine", "x", 300.0)
+    heard.hear("genuine", "x", 320.0)
+    assert [one.amphora_id for one in heard.due(321.0)] == ["genuine"]
+
+
+def test_the_receiver_tells_of_them_with_the_senders_address():
+    told = []
+    receiver = Receiver("127.0.0.1", 0, lambda _: None, lambda _: None, on_unknown=lambda *one: told.append(one))
+    thread = threading.Thread(target=receiver.run)
+    thread.start()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            deadline = time.monotonic() + 10
+            while len(told) < 2:
+                assert time.monotonic() < deadline
+                content = b"AHB1" + uuid.UUID(STRANGER).bytes + struct.pack("!QQ", 1, 1) + bytes(40)
+                sender.sendto(content, ("127.0.0.1", receiver.port))
+                time.sleep(0.01)
+    finally:
+        receiver.stop()
+        thread.join()
+    assert set(told) == {(STRANGER, "127.0.0.1")}
+
+
+def stray(name, at=1000.0):
+    return Stray(amphora_id=name, address="203.0.113.9", first_at=at - 20, last_at=at)
+
+
+def rows(database):
+    return {row.amphora_id: row for row in database.read(zombies.every)}
+
+
+def test_rows_are_bounded(database):
+    many = [stray(f"a{index}") for index in range(MOST + 20)]
+    assert database.write(lambda c: zombies.note(c, many, 1000.0)) == 20
+    assert len(rows(database)) == MOST
+    assert database.write(lambda c: zombies.note(c, [stray("late")], 1000.0)) == 1
+    later = 1000.0 + 86_401
+    assert database.write(lambda c: zombies.note(c, [stray("late", later)], later)) == 0, "old ones make room"
+    assert list(rows(database)) == ["late"]
+
+
+def test_one_that_is_heard_again_keeps_its_row(database):
+    database.write(lambda c: zombies.note(c, [stray("a", 1000.0)], 1000.0))
+    database.write(lambda c: zombies.note(c, [stray("a", 2000.0)], 2000.0))
+    (row,) = rows(database).values()
+    assert (row.first_at, row.last_at) == (980.0, 2000.0)
+
+
+def test_who_has_a_row_by_now_is_no_zombie(database):
+    values = {
+        "id": "a",
+        "load_balancer_id": "lb",
+        "role": "r",
+        "state": "booting",
+        "heartbeat_key": b"",
+        "created_at": 1,
+    }
+    database.write(lambda c: c.execute(amphora.insert().values(**values)))
+    assert database.write(lambda c: zombies.note(c, [stray("a")], 1000.0)) == 0
+    assert rows(database) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (None, "only reported: no compute backend of ours lists its machine"),
+        ("ports", "only reported"),
+        ("machine", "its machine is with netns and belongs to nobody: housekeeping removes it"),
+    ],
+)
+def test_the_verdict_names_the_rule(database, kind, words):
+    database.write(lambda c: zombies.note(c, [stray("a")], 1000.0))
+    if kind is not None:
+        found = {"kind": kind, "backend": "netns", "id": "a", "found_at": 1.0}
+        database.write(lambda c: c.execute(orphan.insert().values(**found)))
+    said = database.read(lambda c: zombies.judge(c, 900.0))
+    assert words in said["a"]
+    database.write(lambda c: zombies.write_verdicts(c, said))
+    assert database.read(lambda c: zombies.judge(c, 900.0)) == {}, "it is said once"
+    assert words in database.read(lambda c: c.execute(sa.select(zombie.c.verdict)).scalar_one())

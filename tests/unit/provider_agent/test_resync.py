@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia has lost something, or says something else than we do: an operator has it read and told anew."""
+
+import threading
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_sockets import OctaviaSockets
+
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
+from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
+from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.store import resyncs, statuses, wanted
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import status, work
+
+# octavia_lib leaves the socket of a refused connection to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+LISTENER = Listener(
+    id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80, default_pool_id="po"
+)
+MEMBER = Member(id="me", pool_id="po", address="192.0.2.1", protocol_port=80, weight=1)
+POOL = Pool(
+    id="po", loadbalancer_id="lb", protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN, members=(MEMBER,)
+)
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), pools=(POOL,))
+KEPT_MEMBER = {"member_id": "me", "pool_id": "po", "address": "192.0.2.1", "protocol_port": 80, "weight": 1}
+
+
+def kept(*members):
+    pool = {
+        "pool_id": "po",
+        "loadbalancer_id": "lb",
+        "protocol": "HTTP",
+        "lb_algorithm": "ROUND_ROBIN",
+        "members": list(members),
+    }
+    listener = {
+        "listener_id": "li",
+        "loadbalancer_id": "lb",
+        "protocol": "HTTP",
+        "protocol_port": 80,
+        "default_pool_id": "po",
+        "l7policies": [],
+    }
+    return {
+        "loadbalancer_id": "lb",
+        "project_id": "demo",
+        "name": "web",
+        "vip_address": "198.51.100.10",
+        "vip_subnet_id": "s1",
+        "vip_network_id": "n1",
+        "vip_port_id": "p1",
+        "pools": [pool],
+        "listeners": [listener],
+    }
+
+
+@pytest.fixture
+def more_options():
+    # What was changed is not compared by itself meanwhile.
+    return "audit_after = 3600"
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.trees["lb"] = kept(KEPT_MEMBER)
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def intents(database):
+    intents = Intents(database, lambda node: None)
+    intents.create_load_balancer(msgspec.structs.replace(TREE, name="web"), read_back=False)
+    return intents
+
+
+@pytest.fixture
+def reporter(conf, database, octavia, intents):
+    """Everything is served, and Octavia was told all of it."""
+    reporter = Reporter(conf, database)
+    reporter.turn()
+    serve(database)
+    seen = [
+        statuses.Observation(object_id=one, kind=kind, operating=Operating.ONLINE)
+        for one, kind in (("lb", Kind.LOAD_BALANCER), ("me", Kind.MEMBER))
+    ]
+    database.write(lambda c: statuses.observe(c, "lb", seen))
+    reporter.turn()
+    octavia.statuses.clear()
+    octavia.asked.clear()
+    return reporter
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+def serve(database, generation=None):
+    def write(connection):
+        now = row(database).generation if generation is None else generation
+        connection.execute(work.update().values(applied=now, dirty=False))
+        statuses.confirm(connection, "lb", now, {})
+
+    database.write(write)
+
+
+def ask(database, *ids, **more):
+    database.write(lambda c: resyncs.ask(c, ids or ("lb",), database.now(), "me@here", **more))
+
+
+def outcome(database, load_balancer_id="lb"):
+    (found,) = database.read(lambda c: resyncs.of(c, [load_balancer_id]))
+    return found.outcome, found.detail
+
+
+def said(octavia):
+    """What Octavia heard, call by call: id, provisioning status, operating status."""
+    return [
+        [
+            (one["id"], one.get("provisioning_status"), one.get("operating_status"))
+            for rows in document.values()
+            for one in rows
+        ]
+        for document in octavia.statuses
+    ]
+
+
+def members(database):
+    return {one.id for one in database.read(lambda c: wanted.load_tree(c, "lb")).pools[0].members}
+
+
+def test_everything_is_said_again_while_nobody_can_change_it(database, reporter, octavia):
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    locked, *others = said(octavia)
+    assert locked == [("lb", "PENDING_UPDATE", None)], "first of all"
+    (everything,) = others
+    assert sorted(everything) == [
+        ("lb", "ACTIVE", "ONLINE"),
+        ("li", "ACTIVE", None),
+        ("me", "ACTIVE", "ONLINE"),
+        ("po", "ACTIVE", None),
+    ]
+    assert list(octavia.statuses[-1])[-1] == "loadbalancers", "it is opened again last"
+    assert outcome(database) == ("done", None)
+    assert row(database).generation == 1, "nothing is pushed for that"
+    octavia.statuses.clear()
+    reporter.turn()
+    assert octavia.statuses == [], "once"
+
+
+def test_what_octavia_has_is_wanted_and_is_not_active_before_it_is_served(database, reporter, octavia):
+    octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7}, {**KEPT_MEMBER, "member_id": "back", "address": "::1"})
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    assert members(database) == {"me", "back"}
+    found = {one[0]: one[1] for one in said(octavia)[-1]}
+    assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}, "operating statuses only of these two"
+    assert outcome(database) == ("done", "member back is there; member me differs in weight")
+    assert (row(database).generation, row(database).dirty) == (2, True)
+    serve(database)
+    reporter.turn()
+    assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE", "back": "ACTIVE"}
+
+
+def test_what_was_never_confirmed_waits_for_a_confirmation(database, reporter, octavia):
+    """Its row was lost, or written by hand: that it is served is not known."""
+    database.write(lambda c: c.execute(status.update().where(status.c.object_id == "me").values(provisioning=None)))
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    found = {one[0]: one[1] for one in said(octavia)[-1]}
+    assert found == {"li": "ACTIVE", "po": "ACTIVE", "lb": None, "me": None}
+    assert (row(database).generation, row(database).committed, row(database).dirty) == (2, 2, True)
+    serve(database)
+    reporter.turn()
+    assert {one[0]: one[1] for one in said(octavia)[-1]} == {"lb": "ACTIVE", "me": "ACTIVE"}
+
+
+def test_what_octavia_has_lost_is_not_wanted_any_more(database, reporter, octavia):
+    octavia.trees["lb"] = kept()
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    assert members(database) == set()
+    assert all(one[0] != "me" for call in said(octavia) for one in call), "Octavia would refuse it"
+    assert outcome(database) == ("done", "member me is not there")
+
+
+def test_one_that_is_being_changed_is_left_alone_until_that_is_done(database, reporter, octavia, intents):
+    octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
+    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    ask(database)
+    reporter.turn()
+    assert all(one[1] is None for call in said(octavia) for one in call), "barriers only: it is PENDING there"
+    assert outcome(database)[0] is None
+    assert "waits until what its users have asked for" in outcome(database)[1]
+    serve(database)
+    reporter.turn()
+    octavia.statuses.clear()
+    reporter._resyncer._later.clear()
+    reporter.turn()
+    reporter.turn()
+    assert outcome(database) == ("done", None)
+    assert said(octavia)[0][0] == ("lb", "PENDING_UPDATE", None)
+    assert ("me", "ACTIVE", "ONLINE") in said(octavia)[-1]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database, reporter, octavia, intents, differs):
+    """Octavia's transaction is open while we put it PENDING: our call waits for it, and finds it in our rows."""
+
+    class Late:
+        def __init__(self, library):
+            self.library = library
+            self.once = True
+
+        def __getattr__(self, name):
+            return getattr(self.library, name)
+
+        def update_loadbalancer_status(self, document):
+            if self.once and document["loadbalancers"][0].get("provisioning_status") == "PENDING_UPDATE":
+                self.once = False
+                intents.update(Kind.MEMBER, "me", {"weight": 7})
+                octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
+            return self.library.update_loadbalancer_status(document)
+
+    if differs:
+        octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 3})
+    reporter._library = Late(reporter.library)
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    assert [one for call in said(octavia) for one in call if one[1] not in (None, "PENDING_UPDATE")] == []
+    assert outcome(database)[0] is None
+    assert row(database).generation == 2, "the user's"
+    serve(database)
+    reporter._resyncer._later.clear()
+    for _ in range(3):
+        reporter.turn()
+    assert outcome(database) == ("done", None)
+    assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
+
+
+def test_a_crash_after_the_lock_leaves_nothing_locked(conf, database, reporter, octavia):
+    class Died(BaseException):
+        pass
+
+    class Dying:
+        def __init__(self, library):
+            self.library = library
+            self.reads = 0
+
+        def __getattr__(self, name):
+            return getattr(self.library, name)
+
+        def get_loadbalancer(self, one):
+            self.reads += 1
+            if self.reads == 2:
+                raise Died
+            return self.library.get_loadbalancer(one)
+
+    reporter._library = Dying(reporter.library)
+    ask(database)
+    with pytest.raises(Died):
+        reporter.turn()
+    assert said(octavia) == [[("lb", "PENDING_UPDATE", None)]]
+    # The one in its place has its name, and so its duty.
+    another = Reporter(conf, database, reporter._name)
+    another.turn()
+    another.turn()
+    assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
+
+
+def test_what_is_not_handed_over_is_said_again_all_the_same(database, reporter, octavia):
+    class Silent:
+        def __init__(self, library):
+            self.library = library
+
+        def __getattr__(self, name):
+            return getattr(self.library, name)
+
+        def get_loadbalancer(self, _):
+            raise octavia_errors.DriverAgentTimeout(fault_string="no answer in 30 s")
+
+    reporter._library = Silent(reporter.library)
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
+    assert outcome(database)[0] == "unread"
+    assert "every secret" in outcome(database)[1]
+
+
+def test_one_that_octavia_does_not_know_stays_unless_it_is_to_go(database, reporter, octavia):
+    del octavia.trees["lb"]
+    ask(database)
+    reporter.turn()
+    assert outcome(database)[0] == "unknown"
+    assert row(database).op == "apply"
+    ask(database, remove_unknown=True)
+    reporter.turn()
+    assert outcome(database)[0] == "removed"
+    assert (row(database).op, row(database).dirty) == ("delete", True)
+    ask(database)
+    reporter.turn()
+    assert outcome(database)[0] == "going"
+
+
+def test_one_that_is_not_recorded_is_told_of(database, reporter, octavia):
+    octavia.trees["other"] = {**kept(KEPT_MEMBER), "loadbalancer_id": "other"}
+    ask(database, "other", "nobody")
+    reporter.turn()
+    assert outcome(database, "other")[0] == "unrecorded"
+    assert "name web, VIP 198.51.100.10" in outcome(database, "other")[1]
+    assert outcome(database, "nobody")[0] == "nowhere"
+    assert said(octavia) == [], "nothing is locked that nobody would open again"
+    ask(database, "other", remove_unknown=True)
+    reporter.turn()
+    assert outcome(database, "other")[0] == "removed"
+    (gone,) = said(octavia)
+    assert {one[:2] for one in gone} == {(one, "DELETED") for one in ("me", "po", "li", "other")}
+    assert next(reversed(octavia.statuses[0])) == "loadbalancers"
+
+
+def test_one_that_octavia_has_not_committed_waits(database, reporter, octavia):
+    database.write(lambda c: c.execute(work.update().values(committed=0)))
+    reporter._resyncer.turn()
+    ask(database)
+    reporter._resyncer.turn()
+    assert outcome(database) == (None, "waits until Octavia has committed its creation")
+
+
+def test_octavia_that_is_away_is_asked_again(database, reporter, octavia):
+    octavia.stop()
+    ask(database)
+    reporter._resyncer.turn()
+    found = outcome(database)
+    assert found[0] is None
+    assert "tried again" in found[1]
+    octavia.start()
+    reporter._resyncer._later.clear()
+    reporter._resyncer.turn()
+    assert outcome(database) == ("done", None)
+
+
+def test_hands_do_it_one_after_the_other(conf, database, reporter, octavia):
+    """While one is read, what comes next is not begun by anybody else."""
+    begun = []
+
+    class Hands:
+        def submit(self, work, *arguments):
+            begun.append(threading.Thread(target=work, args=arguments))
+
+    reporter._resyncer._hands = Hands()
+    ask(database)
+    reporter.turn()
+    reporter.turn()
+    assert len(begun) == 1
+    begun[0].start()
+    begun[0].join()
+    assert outcome(database)[0] == "done"
+
+
+def test_a_reporter_without_the_duty_says_nothing(database, reporter, octavia):
+    ask(database)
+    reporter._held_until = 0.0
+    reporter._resyncer.turn()
+    assert (said(octavia), outcome(database)[0]) == ([], None)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Confirmations that are taken back, and generations that overtake somebody else's."""
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
+from amphora_driver.store import amphorae, drifts
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import amphora, work
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+@pytest.fixture
+def database(any_database):
+    """Statements that set one column from another mean something else on MariaDB."""
+    return any_database
+
+
+@pytest.fixture
+def served(database):
+    """A load balancer whose two amphorae have confirmed generation 3."""
+    intents = Intents(database, lambda node: None)
+    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+
+    def write(connection):
+        for one in ("a", "b"):
+            amphorae.record(connection, one, "lb", "STANDALONE", b"")
+            amphorae.change(connection, one, state="ready", confirmed=3, confirmed_at=50.0)
+        connection.execute(
+            work.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, free_at=900.0)
+        )
+
+    database.write(write)
+    return database
+
+
+def row(database):
+    return database.read(lambda c: c.execute(sa.select(work)).one())
+
+
+def of(database, one):
+    return database.read(lambda c: c.execute(sa.select(amphora).where(amphora.c.id == one)).one())
+
+
+def test_what_was_taken_back_is_due_once(served):
+    assert served.write(lambda c: drifts.take_back(c, "a", 3, "files")) is True
+    assert (of(served, "a").confirmed, of(served, "a").drift, of(served, "b").confirmed) == (2, "files", 3)
+    assert (row(served).dirty, row(served).free_at, row(served).generation) == (True, 0.0, 3)
+    assert served.write(lambda c: drifts.take_back(c, "a", 3, "again")) is False, "it is another one by now"
+    served.write(lambda c: amphorae.change(c, "b", state="retiring"))
+    assert served.write(lambda c: drifts.take_back(c, "b", 3, "late")) is False
+
+
+def test_its_ports_are_forgotten_only_if_an_interface_is_gone(served):
+    served.write(lambda c: c.execute(amphora.update().values(plugged="[]")))
+    served.write(lambda c: drifts.take_back(c, "a", 3, "files"))
+    served.write(lambda c: drifts.take_back(c, "b", 3, "interface", replug=True))
+    assert (of(served, "a").plugged, of(served, "b").plugged) == ("[]", None)
+
+
+def test_all_of_one_load_balancer(served):
+    assert served.write(lambda c: drifts.take_back_all(c, "lb", "operator")) == ["a", "b"]
+    assert row(served).dirty
+
+
+@pytest.mark.parametrize(("beyond", "committed", "after"), [(8, 3, (9, 9)), (1, 3, (4, 4)), (8, 2, (9, 2))])
+def test_a_generation_beyond_somebody_elses(served, beyond, committed, after):
+    served.write(lambda c: c.execute(work.update().values(committed=committed)))
+    assert served.write(lambda c: drifts.overtake(c, "lb", 3, beyond)) is True
+    assert (row(served).generation, row(served).committed) == after
+    assert row(served).dirty
+    assert served.write(lambda c: drifts.overtake(c, "lb", 3, beyond)) is False, "something is being done to it"
+
+
+def test_who_is_compared_next(served):
+    def candidates(before, limit=10):
+        return [one.amphora_id for one in served.read(lambda c: drifts.candidates(c, before, limit))]
+
+    assert served.read(drifts.count) == 2
+    assert candidates(40.0) == [], "they have only just confirmed"
+    assert candidates(60.0) == ["a", "b"]
+    served.write(lambda c: drifts.audited(c, ["a"], 55.0, "renderer"))
+    assert of(served, "a").drift == "renderer"
+    assert candidates(60.0) == ["b", "a"]
+    assert candidates(60.0, 1) == ["b"]
+    served.write(lambda c: drifts.audited(c, ["a"], 70.0))
+    assert (of(served, "a").drift, candidates(60.0)) == ("renderer", ["b"])
+    served.write(lambda c: c.execute(work.update().values(dirty=True)))
+    assert candidates(60.0) == [], "something is being done to it"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of the control plane say of themselves, and what is said to them."""
+
+import socket
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.store import processes
+from amphora_driver.store.fleet_tables import process
+from amphora_driver.store.processes import Kind, Registry
+
+HOST = socket.gethostname()
+
+
+def rows(database, kind=None):
+    return {one.name: one for one in database.read(lambda c: processes.every(c, kind))}
+
+
+def test_a_process_says_that_it_lives(any_database):
+    one = Registry(any_database, "one", Kind.CONTROLLER)
+    Registry(any_database, "two", Kind.HEALTH_MANAGER).sign()
+    assert one.sign(jobs=3) is False
+    assert one.sign(jobs=2, does_its_duty=False) is False
+    row = rows(any_database, Kind.CONTROLLER)["one"]
+    assert (row.jobs, row.beat, row.host, row.draining) == (2, 1, HOST, False)
+    one.leave()
+    assert set(rows(any_database)) == {"two"}
+
+
+def test_only_controllers_drain(database):
+    one, two = Registry(database, "one", Kind.CONTROLLER), Registry(database, "two", Kind.HEALTH_MANAGER)
+    one.sign(), two.sign()
+    assert database.write(lambda c: processes.drain(c, "one", draining=True))
+    assert not database.write(lambda c: processes.drain(c, "two", draining=True))
+    assert (one.sign(), two.sign()) == (True, False)
+    database.write(lambda c: processes.drain(c, "one", draining=False))
+    assert one.sign() is False
+
+
+def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
+    one = Registry(any_database, "one", Kind.CONTROLLER)
+    one.sign()
+
+    def drain(draining, host=HOST):
+        return any_database.write(lambda c: processes.drain_host(c, host, "admin", draining=draining))
+
+    assert drain(draining=True)
+    assert not drain(draining=True)
+    assert one.sign() is True
+    one.leave()
+    later = Registry(any_database, "later", Kind.CONTROLLER)
+    assert later.sign() is True
+    assert set(any_database.read(processes.drained_hosts)) == {HOST}
+    assert drain(draining=False)
+    assert later.sign() is False
+    assert drain(draining=True, host="elsewhere")
+    assert later.sign() is False
+
+
+def test_duties_by_who_has_them(any_database):
+    for name in ("b", "a"):
+        hold_duty(any_database, name, "one", 60)
+    hold_duty(any_database, "over", "two", -1)
+    assert any_database.read(processes.duties) == {"one": ["a", "b"]}
+
+
+@pytest.mark.parametrize("way", ["forgotten", "buried"])
+def test_the_dead_are_forgotten(database, way):
+    for name in ("dead", "alive"):
+        Registry(database, name, Kind.CONTROLLER).sign()
+    if way == "forgotten":
+        database.write(lambda c: c.execute(sa.update(process).where(process.c.name == "dead").values(seen_at=1.0)))
+        database.write(lambda c: processes.tidy(c, time.time()))
+    else:
+        hold_duty(database, "a duty", "dead", 60)
+        database.write(lambda c: processes.forget(c, "dead"))
+        assert hold_duty(database, "a duty", "alive", 60), "it is free before it runs out"
+    assert set(rows(database)) == {"alive"}

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written down of rotations: one at a time, by ids, and what pausing, resuming and aborting do to it."""
+
+import threading
+import time
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import Conflict, UnknownObject
+from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
+from amphora_driver.store import rotations, wanted
+from amphora_driver.store.rotations import ItemState, Selection, State
+from amphora_driver.store.spares import Spec
+from amphora_driver.store.tables import amphora, work
+
+EVERYTHING = Selection(everything=True)
+NOW = time.time()
+
+
+def load_balancer(connection, name, *machines, op="apply", **more):
+    """One with amphorae: (id, state, image, age) each."""
+    values = {"generation": 1, "committed": 1, "applied": 1, "dirty": False, "topology": "SINGLE", **more}
+    connection.execute(work.insert().values(load_balancer_id=name, op=op, **values))
+    for one, state, image, age in machines:
+        connection.execute(
+            amphora.insert().values(
+                id=one,
+                load_balancer_id=name,
+                role="STANDALONE",
+                state=state,
+                confirmed=1,
+                heartbeat_key=b"",
+                created_at=NOW - age,
+                image=image,
+            )
+        )
+
+
+def fleet(connection):
+    load_balancer(connection, "b", ("b1", "ready", "old", 1000))
+    load_balancer(connection, "a", ("a1", "ready", "old", 100), ("a2", "ready", "new", 10), project_id="mine")
+    load_balancer(connection, "c", ("c1", "ready", None, 2000), topology="ACTIVE_STANDBY")
+    load_balancer(connection, "d", ("d1", "retiring", "old", 2000))
+    load_balancer(connection, "e", ("e1", "ready", "old", 2000), op="delete")
+
+
+def asked(database, selection=EVERYTHING, most=1):
+    return database.write(lambda c: rotations.ask(c, selection, most, "admin@host"))
+
+
+def items(database, rotation_id):
+    return {one.load_balancer_id: one for one in database.read(lambda c: rotations.items(c, rotation_id))}
+
+
+def states(database, rotation_id):
+    return {name: one.state for name, one in items(database, rotation_id).items()}
+
+
+@pytest.mark.parametrize(
+    ("selection", "found"),
+    [
+        (EVERYTHING, {"a": ("a1", "a2"), "b": ("b1",), "c": ("c1",)}),
+        (Selection(image="new"), {"a": ("a1",), "b": ("b1",), "c": ("c1",)}),
+        (Selection(older_than=500.0), {"b": ("b1",), "c": ("c1",)}),
+        (Selection(everything=True, load_balancers=("c", "a")), {"c": ("c1",), "a": ("a1", "a2")}),
+        (Selection(image="new", project="mine"), {"a": ("a1",)}),
+        (Selection(image="new", topology="ACTIVE_STANDBY"), {"c": ("c1",)}),
+        (Selection(everything=True, load_balancers=("e",)), {}),
+    ],
+)
+def test_which_amphorae_are_meant(any_database, selection, found):
+    any_database.write(fleet)
+    chosen = any_database.read(lambda c: rotations.choose(c, selection, NOW))
+    assert chosen == found
+    assert list(chosen) == list(found), "in this order"
+
+
+def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
+    def fill(connection):
+        for name, flavor in (("small", "1"), ("large", "8"), ("usual", None)):
+            vip = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
+            tree = LoadBalancer(id=name, project_id="p", vip=vip, profile=Profile(compute_flavor=flavor))
+            wanted.insert(connection, name, 1, list(wanted.flatten(tree)))
+            load_balancer(connection, name, (f"{name}-1", "ready", "old", 10))
+
+    any_database.write(fill)
+    chosen = Selection(everything=True, compute_flavor="8")
+    assert any_database.read(lambda c: rotations.choose(c, chosen, NOW)) == {"large": ("large-1",)}
+
+
+def test_a_rotation_is_written_down_with_its_amphorae(any_database):
+    any_database.write(fleet)
+    made = asked(any_database, Selection(image="new"), 2)
+    assert (made.state, made.max_unavailable, made.asked_by) == (State.RUNNING, 2, "admin@host")
+    assert made.wanted == Selection(image="new")
+    assert {name: (one.place, one.amphorae) for name, one in items(any_database, made.id).items()} == {
+        "a": (1, ("a1",)),
+        "b": (2, ("b1",)),
+        "c": (3, ("c1",)),
+    }
+    assert any_database.read(rotations.active) == made
+    assert any_database.read(lambda c: rotations.counts(c, made.id)) == {"waiting": 3}
+
+
+def test_one_at_a_time_and_never_for_nothing(database):
+    with pytest.raises(Conflict, match="every amphora is as wanted already"):
+        asked(database)
+    database.write(fleet)
+    made = asked(database)
+    with pytest.raises(Conflict, match=f"rotation {made.id} goes on, and there is one at a time"):
+        asked(database)
+    with pytest.raises(UnknownObject, match="nothing is recorded under this id"):
+        database.read(lambda c: rotations.choose(c, Selection(everything=True, load_balancers=("x",)), NOW))
+    assert len(database.read(lambda c: rotations.newest(c, 9))) == 1
+
+
+def test_two_who_ask_in_the_same_moment(any_database):
+    any_database.write(fleet)
+    outcomes = []
+
+    def go():
+        try:
+            outcomes.append(asked(any_database).state)
+        except Exception as error:  # noqa: BLE001 - whichever way it is refused
+            outcomes.append(type(error))
+
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(State.RUNNING) == 1
+    assert len(any_database.read(lambda c: rotations.newest(c, 9))) == 1
+
+
+def begun(database, rotation_id, name):
+    one = items(database, rotation_id)[name]
+    database.write(lambda c: rotations.begin(c, rotation_id, one, "ONLINE"))
+
+
+def finished(database, rotation_id, name, state, reason=None):
+    one = items(database, rotation_id)[name]
+    database.write(lambda c: rotations.finish(c, rotation_id, one, state, reason))
+
+
+def test_paused_and_resumed(any_database):
+    any_database.write(fleet)
+    made = asked(any_database)
+    begun(any_database, made.id, "a")
+    any_database.write(lambda c: rotations.pause(c, made.id, "admin paused it"))
+    with pytest.raises(Conflict, match="it is paused"):
+        any_database.write(lambda c: rotations.pause(c, made.id, "again"))
+    paused = any_database.read(lambda c: rotations.get(c, made.id))
+    assert (paused.state, paused.reason) == (State.PAUSED, "admin paused it")
+    finished(any_database, made.id, "a", ItemState.FAILED, "no machine")
+    any_database.write(lambda c: rotations.resume(c, made.id))
+    resumed = any_database.read(lambda c: rotations.get(c, made.id))
+    assert (resumed.state, resumed.reason) == (State.RUNNING, None)
+    assert states(any_database, made.id)["a"] is ItemState.RUNNING, "it is watched again"
+    with pytest.raises(Conflict, match="it is running"):
+        any_database.write(lambda c: rotations.resume(c, made.id))
+
+
+def test_resumed_without_those_that_failed(database):
+    database.write(fleet)
+    made = asked(database)
+    begun(database, made.id, "a")
+    finished(database, made.id, "a", ItemState.FAILED, "no machine")
+    database.write(lambda c: rotations.pause(c, made.id, "a failed"))
+    database.write(lambda c: rotations.resume(c, made.id, leave_failed=True))
+    left = items(database, made.id)["a"]
+    assert (left.state, left.reason) == (ItemState.SKIPPED, "left as it was: no machine")
+
+
+def test_one_that_failed_with_a_wrong_image_has_another_turn(database):
+    database.write(fleet)
+    made = asked(database, Selection(image="new"))
+    begun(database, made.id, "b")
+    finished(database, made.id, "b", ItemState.FAILED, "booted from old")
+    database.write(lambda c: rotations.pause(c, made.id, "b failed"))
+    database.write(lambda c: c.execute(amphora.update().where(amphora.c.id == "b1").values(id="b2")))
+    database.write(lambda c: rotations.resume(c, made.id))
+    again = items(database, made.id)["b"]
+    assert (again.state, again.amphorae, again.begun_at) == (ItemState.WAITING, ("b1", "b2"), None)
+
+
+def test_aborted_it_ends_when_what_was_begun_has(any_database):
+    any_database.write(fleet)
+    made = asked(any_database)
+    begun(any_database, made.id, "b")
+    any_database.write(lambda c: rotations.abort(c, made.id))
+    assert states(any_database, made.id) == {
+        "a": ItemState.SKIPPED,
+        "b": ItemState.RUNNING,
+        "c": ItemState.SKIPPED,
+    }
+    with pytest.raises(Conflict, match="has been aborted, and finishes what it has begun"):
+        asked(any_database)
+    finished(any_database, made.id, "b", ItemState.DONE)
+    any_database.write(lambda c: rotations.end(c, made.id, State.ABORTED))
+    with pytest.raises(Conflict, match="it is aborted"):
+        any_database.write(lambda c: rotations.abort(c, made.id))
+    any_database.write(lambda c: c.execute(amphora.delete().where(amphora.c.id == "b1")))
+    rest = asked(any_database, Selection(left_of=made.id))
+    assert set(items(any_database, rest.id)) == {"a", "c"}
+
+
+def test_aborted_before_anything_has_begun_it_has_ended(database):
+    database.write(fleet)
+    made = asked(database)
+    database.write(lambda c: rotations.abort(c, made.id))
+    assert database.read(rotations.active) is None
+    assert database.read(lambda c: rotations.get(c, made.id)).ended_at is not None
+
+
+def test_spares_that_are_as_old_are_not_used(database):
+    spec = Spec(number=2)
+
+    def fill(connection):
+        fleet(connection)
+        load_balancer(
+            connection,
+            spec.id,
+            ("s1", "ready", "old", 1000),
+            ("s2", "ready", "new", 1),
+            op="spares",
+            spares=msgspec.json.encode(spec).decode(),
+        )
+
+    database.write(fill)
+    made = asked(database, Selection(older_than=500.0))
+    found = sa.select(amphora.c.id, amphora.c.state).where(amphora.c.load_balancer_id == spec.id)
+    assert dict(database.read(lambda c: c.execute(found).tuples().all())) == {"s1": "retiring", "s2": "ready"}
+    assert spec.id not in items(database, made.id)
+
+
+def test_how_long_it_will_take():
+    def item(state, begun_at=None, ended_at=None):
+        return rotations.Item(
+            load_balancer_id="x", place=1, state=state, amphorae=(), begun_at=begun_at, ended_at=ended_at
+        )
+
+    done = [item(ItemState.DONE, 10.0, 30.0), item(ItemState.DONE, 10.0, 50.0)]
+    left = [item(ItemState.WAITING), item(ItemState.RUNNING, 60.0), item(ItemState.WAITING), item(ItemState.SKIPPED)]
+    assert rotations.estimate([*done, *left], 1) == 90.0
+    assert rotations.estimate([*done, *left], 3) == 30.0
+    assert rotations.estimate(left, 1) is None
+
+
+def test_rotations_of_long_ago_are_forgotten(database):
+    database.write(fleet)
+    old = asked(database)
+    database.write(lambda c: rotations.abort(c, old.id))
+    new = asked(database)
+    database.write(lambda c: rotations.tidy(c, time.time() + 60))
+    assert [one.id for one in database.read(lambda c: rotations.newest(c, 9))] == [new.id]
+    assert items(database, old.id) == {}

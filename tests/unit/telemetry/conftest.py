@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A database with the real schema, for what is read from rows."""
+
+import pytest
+
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+
+
+@pytest.fixture
+def url(tmp_path):
+    found = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrate.upgrade(found)
+    return found
+
+
+@pytest.fixture
+def database(url):
+    made = Database(url, durable=False)
+    yield made
+    made.dispose()

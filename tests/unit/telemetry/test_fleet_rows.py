@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fleet as it is read from the rows."""
+
+import time
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from some_fleet import NOW, identifier, rows, write
+
+from amphora_driver.errors import StoreError
+from amphora_driver.telemetry import fleet as reading
+from amphora_driver.telemetry.attention import Level, notices, worst
+from amphora_driver.telemetry.looking import Looking, read_only
+
+
+def seen(database):
+    return reading.read(database)
+
+
+def test_nothing_is_there(database):
+    found = seen(database)
+    assert found.balancers == found.amphorae == found.failovers == found.pools == ()
+    assert found.breaker.state == "closed"
+    assert (found.outbox.waiting, found.outbox.oldest, found.orphans) == (0, None, 0)
+
+
+def test_a_pair_that_serves(database):
+    write(database, rows(1))
+    found = seen(database)
+    (balancer,) = found.balancers
+    master, backup = found.amphorae
+    assert (balancer.name, balancer.addresses, balancer.state) == ("shop-1", ("198.51.0.1",), "ACTIVE")
+    assert (balancer.operating, balancer.holders, balancer.accepted_at) == ("ONLINE", (master.id,), None)
+    assert (master.role, master.wanted, master.confirmed, master.holds_vip) == ("MASTER", 5, 5, True)
+    assert backup.holds_vip is False
+    assert 0 < found.at - master.heard_at < 600
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "expected"),
+    [
+        ({}, {}, "ACTIVE"),
+        ({}, {"provisioning": "ERROR"}, "ERROR"),
+        ({}, {"provisioning": "ERROR", "pending": 6}, "ERROR"),
+        ({}, {"pending": 6}, "PENDING_UPDATE"),
+        ({"applied": 0}, {"provisioning": None, "pending": 1}, "PENDING_CREATE"),
+        ({"applied": 0}, {"provisioning": None}, "PENDING_CREATE"),
+        ({"op": "delete"}, {}, "PENDING_DELETE"),
+    ],
+)
+def test_states(database, work, status, expected):
+    found = rows(1)
+    found["work"][0] |= work
+    found["status"][0] |= status
+    write(database, found)
+    assert seen(database).balancers[0].state == expected
+
+
+def test_who_waits_since_when(database):
+    found = rows(2)
+    found["work"][0] |= {"generation": 8, "applied": 6, "dirty": True}
+    common = {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1)}
+    found["request"] = [
+        # Answered long ago; never answered but behind what is applied; two that are waited for.
+        common | {"generation": 4, "accepted_at": NOW - 99, "applied_at": NOW - 98},
+        common | {"generation": 5, "accepted_at": NOW - 90, "applied_at": None},
+        common | {"generation": 7, "accepted_at": NOW - 20, "applied_at": None},
+        common | {"generation": 8, "accepted_at": NOW - 10, "applied_at": None},
+    ]
+    write(database, found)
+    one, other = seen(database).balancers
+    assert (one.accepted_at, other.accepted_at) == (NOW - 20, None)
+    assert (one.due, other.due) == (True, False)
+
+
+def test_a_lease_that_has_run_out_is_nobodys(database):
+    found = rows(2, now=time.time())
+    found["work"][0] |= {"owner": "me", "leased_until": time.time() + 600, "dirty": True}
+    found["work"][1] |= {"owner": "dead", "leased_until": time.time() - 600, "dirty": True}
+    write(database, found)
+    assert [one.owner for one in seen(database).balancers] == ["me", None]
+
+
+def test_pools_of_spares_are_no_load_balancers(database):
+    found = rows(1)
+    pool = identifier(77)
+    found["work"].append({**found["work"][0], "load_balancer_id": pool, "op": "spares", "spares": '{"number": 3}'})
+    unused = identifier(80)
+    found["work"].append({**found["work"][0], "load_balancer_id": unused, "op": "spares", "spares": "{}"})
+    found["work"][0]["spare_pool"] = pool
+    spare = {**found["amphora"][0], "load_balancer_id": pool, "role": "SPARE"}
+    found["amphora"] += [spare | {"id": identifier(78)}, spare | {"id": identifier(79), "state": "booting"}]
+    write(database, found)
+    read = seen(database)
+    assert [one.id for one in read.balancers] == [identifier(1)]
+    told, other = read.pools
+    assert (other.id, other.wanted) == (unused, 0)
+    assert (told.id, told.wanted, told.booted, told.ready) == (pool, 3, 2, 1)
+    assert {one.wanted for one in read.amphorae if one.role == "SPARE"} == {0}
+
+
+def test_fail_overs_that_go_on_come_first_with_their_last_word(database):
+    found = rows(1)
+    common = {"load_balancer_id": identifier(1), "amphora_id": identifier(2), "cause": "silent", "begun_at": NOW}
+    done = {"ended_at": NOW + 60, "served_at": NOW + 9, "outcome": "done", "silent_since": NOW - 7}
+    found["failover"] = [common | {"id": 1} | done, common | {"id": 2} | done | {"ended_at": NOW + 70}]
+    found["failover"].append(common | {"id": 3} | dict.fromkeys(done))
+    words = ["begun", "recorded", "booted"]
+    found["failover_event"] = [
+        {"failover_id": number, "at": NOW + place, "word": word}
+        for number in (1, 3)
+        for place, word in enumerate(words)
+    ]
+    write(database, found)
+    told = seen(database).failovers
+    assert [(one.id, one.step, one.step_at) for one in told] == [
+        (3, "booted", NOW + 2),
+        (2, None, None),
+        (1, None, None),
+    ]
+
+
+def test_everything_else(database):
+    found = rows(1)
+    amphora = found["amphora"][1]["id"]
+    found["amphora"][1]["drift"] = "haproxy.cfg"
+    found["silence"] = [
+        {"amphora_id": amphora, "load_balancer_id": identifier(1), "kind": "mute", "since": NOW, "verdict": "answers"}
+    ]
+    found["breaker"] = [{"name": "b", "state": "open", "since": NOW, "silent": 9, "watched": 10, "reason": "many"}]
+    found["zombie"] = [{"amphora_id": identifier(5), "address": "192.0.2.9", "first_at": NOW, "last_at": NOW}]
+    found["orphan"] = [{"kind": "port", "backend": "local", "id": "x", "found_at": NOW}]
+    found["authority"] = [
+        {"kind": "amphora", "state": state, "certificate": "x", "created_at": NOW, "changed_at": NOW, "expires_at": NOW}
+        for state in ("gone", "current", "next")
+    ]
+    found["status"][0]["version"] = 4
+    found["rotation"] = [
+        {"state": "paused", "wanted": "{}", "max_unavailable": 2, "created_at": NOW, "changed_at": NOW}
+    ]
+    write(database, found)
+    read = seen(database)
+    by_role = sorted(read.amphorae, key=lambda one: one.role, reverse=True)
+    assert [(one.silence, one.verdict, one.drift) for one in by_role] == [
+        (None, None, None),
+        ("mute", "answers", "haproxy.cfg"),
+    ]
+    assert (read.breaker.state, read.breaker.silent, read.breaker.reason) == ("open", 9, "many")
+    assert [one.address for one in read.zombies] == ["192.0.2.9"]
+    assert read.orphans == 1
+    assert [one.state for one in read.authorities] == ["current", "next"]
+    assert read.outbox.waiting == 1
+    assert [(one.state, one.done) for one in read.rotations] == [("paused", 0)]
+    assert worst(notices(read, 3.0)) is Level.TROUBLE
+    # It can all be said to a program, and read by it again.
+    assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
+
+
+def test_a_body_that_is_none_hides_nothing(database):
+    found = rows(2)
+    found["wanted_object"][0]["body"] = '{"name": 7}'
+    write(database, found)
+    assert [one.name for one in seen(database).balancers] == [None, "shop-2"]
+
+
+def statements(database):
+    counted = []
+
+    def count(*said):
+        counted.append(said[2])
+
+    sa.event.listen(database.engine, "before_cursor_execute", count)
+    seen(database)
+    sa.event.remove(database.engine, "before_cursor_execute", count)
+    return counted
+
+
+def test_looking_takes_as_many_statements_for_many_as_for_one(database):
+    many = rows(30)
+    write(database, rows(1))
+    few = statements(database)
+    one = rows(1)
+    write(database, {name: ones[len(one[name]) :] for name, ones in many.items()})
+    assert len(seen(database).balancers) == 30
+    assert len(statements(database)) == len(few)
+
+
+def test_large_tables_are_reached_by_a_key(database):
+    """All that may be long is found by an index: who has a history of years is looked at as quickly as who has none."""
+    found = []
+    sa.event.listen(
+        database.engine, "before_cursor_execute", lambda _c, _k, text, bound, *_: found.append((text, bound))
+    )
+    write(database, rows(1) | {"failover": [{"load_balancer_id": "x", "cause": "silent", "begun_at": NOW}]})
+    found.clear()
+    seen(database)
+    with database.engine.connect() as connection:
+        raw = connection.connection.driver_connection
+        for text, bound in found:
+            if not text.startswith("SELECT"):
+                continue
+            plan = [row[3] for row in raw.execute(f"EXPLAIN QUERY PLAN {text}", bound)]
+            scanned = [line for line in plan if line.startswith("SCAN ")]
+            # One row for each load balancer or amphora, or few by nature; `status` is one row for each object, which
+            # whoever reports to Octavia reads in the same way each second.
+            few = {"work", "amphora", "status", "process", "breaker", "orphan", "zombie", "authority", "rotation"}
+            few |= {"rotation_item"} if "failover" not in text else set()
+            assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)
+
+
+def test_nothing_can_be_written_by_who_looks(url):
+    found = read_only(url)
+    try:
+        with pytest.raises(StoreError, match="readonly"):
+            found.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
+        assert reading.read(found).balancers == ()
+    finally:
+        found.dispose()
+
+
+def test_all_who_look_cost_one_look(url):
+    now = [100.0]
+    looking = Looking(read_only(url), 3.0, 0, lambda: now[0])
+    try:
+        first = looking.view()
+        assert all(looking.view() is first for _ in range(100))
+        now[0] += 1.5
+        assert looking.view().number == first.number + 1
+    finally:
+        looking.close()
+
+
+def test_while_the_database_is_away_what_was_seen_last_is_shown(url, tmp_path):
+    now = [100.0]
+    looking = Looking(read_only(url), 3.0, 0, lambda: now[0])
+    try:
+        before = looking.view()
+        looking.close()
+        for path in tmp_path.glob("driver.sqlite*"):
+            path.unlink()
+        (tmp_path / "driver.sqlite").write_bytes(b"this is no database, and long enough to be looked at" * 100)
+        now[0] += 1.5
+        after = looking.view()
+        assert after.trouble is not None
+        assert after.fleet == before.fleet
+        assert after.number > before.number
+    finally:
+        looking.close()
+
+
+@pytest.mark.quiet
+def test_a_thousand_load_balancers_are_read_in_a_fifth_of_a_second(database):
+    found = rows(1000)
+    found["status"] += [
+        {**one, "object_id": identifier(1_000_000 + place * 10 + child), "kind": "members"}
+        for place, one in enumerate(list(found["status"]))
+        for child in range(10)
+    ]
+    write(database, found)
+    times = []
+    for _ in range(5):
+        begun = time.thread_time()
+        read = seen(database)
+        notices(read, 3.0)
+        times.append(time.thread_time() - begun)
+    assert (len(read.balancers), len(read.amphorae)) == (1000, 2000)
+    # Processor time, the best of five: others on the machine make caches cold.
+    assert min(times) < 0.2, times

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same statements on servers, where some mean something else."""
+
+import os
+import shutil
+
+import mariadb
+import postgresql
+import pytest
+import sqlalchemy as sa
+from some_fleet import NOW, identifier, rows, write
+
+from amphora_driver.errors import StoreError
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+from amphora_driver.telemetry import fleet as reading
+from amphora_driver.telemetry.looking import read_only
+
+
+@pytest.fixture(scope="module", params=["mariadb", "postgresql"])
+def server_url(request):
+    if request.param == "mariadb":
+        if os.geteuid() != 0 or not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")):
+            pytest.skip("needs root and mariadbd")
+        with mariadb.server("telemetry") as (url,):
+            yield url
+        return
+    if postgresql.missing():
+        pytest.skip(postgresql.missing())
+    with postgresql.server("telemetry") as (url,):
+        yield url
+
+
+def test_the_fleet_is_read_and_nothing_can_be_written(server_url):
+    migrate.upgrade(server_url)
+    found = rows(3)
+    found["work"][0] |= {"generation": 6}
+    found["request"] = [
+        {"load_balancer_id": identifier(1), "action": "update", "object_id": identifier(1), "generation": 6}
+        | {"accepted_at": NOW}
+    ]
+    found["failover"] = [{"load_balancer_id": identifier(1), "cause": "silent", "begun_at": NOW}]
+    found["failover_event"] = [{"failover_id": 1, "at": NOW, "word": "begun"}]
+    writer = Database(server_url)
+    looking = read_only(server_url)
+    try:
+        write(writer, found)
+        told = reading.read(looking)
+        assert (len(told.balancers), len(told.amphorae)) == (3, 6)
+        assert [one.accepted_at for one in told.balancers] == [NOW, None, None]
+        assert [one.step for one in told.failovers] == ["begun"]
+        assert reading.ended(looking, 0.0)[0] == ()
+        with pytest.raises(StoreError, match=r"(?i)read.?only"):
+            looking.write(lambda connection: connection.execute(sa.text("DELETE FROM work")))
+    finally:
+        looking.dispose()
+        writer.dispose()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page as text: what is written there, and what can never be."""
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+from some_fleet import INTERVAL, NOW, balancer, fleet, identifier, machine, process
+from test_attention import AUTHORITY, GOING, ROTATION, ZOMBIE
+
+from amphora_driver.telemetry import page
+from amphora_driver.telemetry.attention import notices
+from amphora_driver.telemetry.facts import Breaker, Pool
+from amphora_driver.telemetry.looking import View
+
+WHO = page.Who(kind="controller", name="ctl:1", version="1", interval=3.0, silent_after=7.0)
+EMPTY = {"meta", "link", "input", "br", "img", "rect"}
+HOSTILE = "\"'><script>alert(1)</script><!--/balancers--><!--notices--><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
+
+
+def view(found, **more):
+    return View(number=1, fleet=found, notices=notices(found, INTERVAL), **more)
+
+
+class Reading(HTMLParser):
+    """Elements as a browser makes them, and whether each one that is opened is closed."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.text, self.attributes = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(text):
+    reading = Reading()
+    reading.feed(text.decode())
+    assert reading.open == []
+    return reading
+
+
+def hostile(kind, value):
+    """The same with every text in it made hostile."""
+    words = {field.name: HOSTILE for field in msgspec.structs.fields(kind) if field.type in (str, str | None)}
+    for kept in ("state", "silence", "role"):
+        if kept in words and getattr(value, kept) is not None:
+            words.pop(kept)
+    return msgspec.structs.replace(value, **words)
+
+
+def everything_hostile():
+    bad = machine(state="ready", silence="silent", silent_since=NOW - 5)
+    return fleet(
+        balancers=(
+            msgspec.structs.replace(hostile(type(balancer()), balancer()), addresses=(HOSTILE,), state="ERROR"),
+        ),
+        amphorae=(msgspec.structs.replace(hostile(type(bad), bad), load_balancer_id=HOSTILE),),
+        failovers=(hostile(type(GOING), GOING), msgspec.structs.replace(GOING, ended_at=NOW, outcome=HOSTILE)),
+        breaker=Breaker(state="open", reason=HOSTILE),
+        processes=(hostile(type(process("x")), process("x")),),
+        pools=(Pool(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
+        rotations=(hostile(type(ROTATION), ROTATION),),
+        authorities=(hostile(type(AUTHORITY), AUTHORITY),),
+        zombies=(hostile(type(ZOMBIE), ZOMBIE),),
+    )
+
+
+def test_hostile_text_stays_text_wherever_it_stands():
+    seen = view(everything_hostile(), trouble=HOSTILE)
+    whole = page.document(seen, WHO, HOSTILE)
+    # What is asked for is repeated in the field only; everything else is listed without it.
+    for text in (whole, page.document(view(everything_hostile()), WHO, "")):
+        reading = read(text)
+        assert reading.tags.count("script") == 1
+        assert "img" not in reading.tags
+        assert not [name for name in reading.attributes if name.startswith("on")]
+        assert b"49" not in text.split(b"</style>")[1].split(b"<script>")[0].replace(b"49%", b"")
+        parts = msgspec.json.decode(page.refreshed(seen, text))["parts"]
+        assert set(parts) == {"verdict", "notices", "vitals", "failovers", "balancers", "plane", "footer"}
+        for part in parts.values():
+            assert "<script" not in part
+            read(part.encode())
+    assert HOSTILE in "".join(read(page.document(view(everything_hostile()), WHO, "")).text)
+
+
+def test_only_our_style_and_script_may_run():
+    text = page.document(view(fleet()), WHO).decode()
+    for tag in ("style", "script"):
+        (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in page.POLICY
+    assert "default-src 'none'" in page.POLICY
+    assert "unsafe" not in page.POLICY
+    # Nothing is fetched from anywhere, and no attribute brings a style that the policy would refuse.
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#|status\.json|metrics)", text)
+    assert " style=" not in text
+
+
+@pytest.mark.parametrize("found", [None, fleet(), fleet(balancers=(), amphorae=(), processes=())])
+def test_it_can_always_be_shown(found):
+    seen = View(number=1, fleet=None, trouble="Could not read") if found is None else view(found)
+    text = read(page.document(seen, WHO)).text
+    assert ("The database does not answer" in " ".join(text)) == (found is None)
+
+
+def test_what_is_seen_first():
+    well = "".join(read(page.document(view(fleet()), WHO)).text)
+    assert "All is well" in well
+    bad = page.document(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), WHO).decode()
+    assert "1 thing needs you" in bad
+    assert 'data-level="trouble"' in bad
+    assert bad.index("no quota") < bad.index('id="h-vitals"')
+
+
+def test_load_balancers_are_found_by_name_address_and_id():
+    many = tuple(balancer(number, addresses=(f"198.51.100.{number}",)) for number in range(1, 240))
+    seen = view(fleet(balancers=many, amphorae=(machine(5000, of=7),)))
+    for query, expected in (("SHOP-17", 11), ("198.51.100.239", 1), (identifier(5000)[-6:], 1), ("nothing", 0)):
+        rows = page.document(seen, WHO, query).decode().split('class="balancers"')[-1]
+        assert rows.count('data-label="VIP"') == expected, query
+    whole = page.document(seen, WHO).decode()
+    assert whole.count('data-label="VIP"') == page.MOST_ROWS
+    assert "139 more" in whole
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (None, "never"),
+        (-1, "0 s"),
+        (0.01, "0 s"),
+        (4.26, "4.3 s"),
+        (75, "75 s"),
+        (600, "10 min"),
+        (7200, "2 h"),
+        (5e5, "6 d"),
+    ],
+)
+def test_lengths_of_time(seconds, words):
+    assert page.age(seconds) == words
+
+
+def luminance(colour):
+    """WCAG 2.2, relative luminance."""
+    digits = colour.lstrip("#")
+    digits = "".join(2 * one for one in digits) if len(digits) == 3 else digits
+    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read(scheme):
+    """Contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3), by day and by night."""
+    style = page._STYLE
+    day, night = style.split("@media (prefers-color-scheme: dark)", 1)
+    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", day if scheme == "light" else night.split("* {")[0]))
+    pairs = [
+        (ink, paper) for ink in ("ink", "soft", "well", "watch", "trouble", "busy") for paper in ("paper", "sheet")
+    ]
+    for ink, paper in [*pairs, ("band-watch-ink", "band-watch"), ("band-trouble-ink", "band-trouble")]:
+        bright, dim = sorted((luminance(found[ink]), luminance(found[paper])), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, (scheme, ink, paper)

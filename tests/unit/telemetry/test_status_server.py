@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server: what it answers, to whom, and that nobody can hold it up."""
+
+import gzip
+import http.client
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from some_fleet import rows, write
+
+from amphora_driver import config
+from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.store.processes import Kind
+from amphora_driver.telemetry import metrics, server
+from amphora_driver.telemetry.server import NoServer, StatusServer, Telemetry
+
+# Seconds: the machine may be busy.
+PATIENCE = 60
+
+
+def options(url, **status):
+    conf = config.load([])
+    conf.set_override("connection", url, "store")
+    for name, value in {"bind_port": 1, **status}.items():
+        conf.set_override(name, value, "status")
+    return conf
+
+
+@contextmanager
+def running(url, duty=lambda: True, **status):
+    telemetry = Telemetry(options(url, **status), Kind.CONTROLLER, "ctl:1", duty)
+    telemetry.server.port = 0
+    with telemetry:
+        assert telemetry.server.listening(PATIENCE)
+        yield telemetry.server.port
+
+
+def asked(port, path="/", method="GET", context=None, **headers):
+    kind = http.client.HTTPConnection if context is None else http.client.HTTPSConnection
+    more = {} if context is None else {"context": context}
+    connection = kind("127.0.0.1", port, timeout=PATIENCE, **more)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers
+    finally:
+        connection.close()
+
+
+def test_what_can_be_asked_for(url, database):
+    write(database, rows(3))
+    with running(url) as port:
+        status, body, headers = asked(port)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert b"shop-2" in body
+        for name, value in (("X-Frame-Options", "DENY"), ("Cache-Control", "no-store"), ("Connection", "close")):
+            assert headers[name] == value
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        parts = json.loads(asked(port, "/page.json?q=shop-3")[1])["parts"]
+        assert "shop-3" in parts["balancers"]
+        assert "shop-2" not in parts["balancers"]
+        facts = json.loads(asked(port, "/status.json")[1])
+        assert (len(facts["fleet"]["balancers"]), facts["answered_by"]["kind"]) == (3, "controller")
+        assert asked(port, "/nothing")[0] == 404
+        packed = asked(port, accept_encoding="gzip")
+        assert packed[2]["Content-Encoding"] == "gzip"
+        assert b"shop-2" in gzip.decompress(packed[1])
+        head = asked(port, method="HEAD")
+        assert head[1] == b""
+        assert int(head[2]["Content-Length"]) > 1000
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            status, _, headers = asked(port, method=method)
+            assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_metrics_together_and_apart(url, database):
+    write(database, rows(2))
+    with running(url) as port:
+        whole, own, fleet = (
+            asked(port, path)[1].decode() for path in ("/metrics", "/metrics/process", "/metrics/fleet")
+        )
+        assert 'amphora_fleet_load_balancers{status="ACTIVE"} 2.0' in fleet
+        assert "amphora_jobs_total" not in fleet
+        assert 'amphora_jobs_total{outcome="finished"}' in own
+        assert "amphora_fleet_" not in own
+        assert "amphora_fleet_up 1.0" in whole
+        assert "amphora_jobs_total" in whole
+        assert "_created" not in whole
+        told = asked(port, "/metrics", accept="application/openmetrics-text; version=1.0.0")
+        assert told[2]["Content-Type"].startswith("application/openmetrics-text")
+        assert told[1].endswith(b"# EOF\n")
+
+
+def test_the_token_may_change_and_must_be_there(url, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("first\nnot this\n")
+    with running(url, token_file=str(token)) as port:
+        status, body, headers = asked(port)
+        assert (status, headers["WWW-Authenticate"]) == (401, 'Basic realm="amphorae", charset="UTF-8"')
+        assert b"first" not in body
+        assert asked(port, authorization="Bearer first")[0] == 200
+        # Under any name, since the token says who it is.
+        assert asked(port, authorization="Bearer first", host="status.example")[0] == 200
+        assert asked(port, "/metrics")[0] == 401
+        assert asked(port, "/healthz")[0] == 200
+        token.write_text("second\n")
+
+        os.utime(token, (1, 1))
+        assert asked(port, authorization="Bearer first")[0] == 401
+        assert asked(port, authorization="Bearer second")[0] == 200
+        token.write_text("\n")
+        os.utime(token, (2, 2))
+        # Nobody is let in by mistake: neither without a token nor with an empty one.
+        assert [asked(port)[0], asked(port, authorization="Bearer ")[0]] == [503, 503]
+        token.unlink()
+        assert asked(port, authorization="Bearer second")[0] == 503
+
+
+def test_other_names_are_not_answered_without_a_token(url):
+    with running(url) as port:
+        assert asked(port, host="evil.example")[0] == 403
+        assert asked(port, host=f"localhost:{port}")[0] == 200
+
+
+def test_whether_it_does_its_duty_is_told_to_everybody(url):
+    well = [True]
+    with running(url, duty=lambda: well[0]) as port:
+        assert asked(port, "/healthz", host="any.example")[:2] == (200, b"ok\n")
+        well[0] = False
+        assert asked(port, "/healthz")[:2] == (503, b"not at work\n")
+
+
+def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
+    certificate, key = create_authority("of a test")
+    authority = Authority(certificate, key)
+    path = tmp_path / "status.pem"
+
+    def fingerprint(port):
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as plain:
+            context = ssl._create_unverified_context()
+            with context.wrap_socket(plain) as secure:
+                return secure.getpeercert(binary_form=True)
+
+    path.write_bytes(authority.issue_client("status", 1).bundle().reveal())
+    with running(url, certificate=str(path)) as port:
+        assert asked(port, context=ssl._create_unverified_context())[0] == 200
+        first = fingerprint(port)
+        path.write_bytes(authority.issue_client("status", 1).bundle().reveal())
+        os.utime(path, (1, 1))
+        assert fingerprint(port) != first
+        # Who speaks no TLS is not answered, and does no harm.
+        with pytest.raises((http.client.HTTPException, OSError)):
+            asked(port)
+        assert asked(port, context=ssl._create_unverified_context())[0] == 200
+
+
+def test_nobody_who_is_slow_keeps_others_waiting(url, monkeypatch):
+    monkeypatch.setattr(server, "_LONGEST", 1.0)
+    with running(url) as port:
+        slow = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * server._MOST)]
+        try:
+            for one in slow[-server._MOST :]:
+                one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+            assert asked(port, "/healthz")[0] == 200
+            assert sum(one.name == "status" for one in threading.enumerate()) <= server._MOST + 4
+            # All of them are let go, although some say a little now and then.
+            for one in slow:
+                one.settimeout(PATIENCE)
+                while True:
+                    try:
+                        if not one.recv(4096):
+                            break
+                    except OSError:
+                        break
+        finally:
+            for one in slow:
+                one.close()
+        assert asked(port)[0] == 200
+
+
+def test_heads_without_end_are_refused(url):
+    with running(url) as port, socket.create_connection(("127.0.0.1", port), PATIENCE) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * 9000)
+        assert one.recv(4096).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
+    monkeypatch.setattr(server, "_BIND_AGAIN", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Telemetry(options(url, bind_port=port), Kind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
+            assert not telemetry.server.listening(0.5)
+            assert [one.message for one in caplog.records if "no status page" in one.message][1:] == [], "said once"
+            taken.close()
+            assert telemetry.server.listening(PATIENCE)
+            assert asked(port, "/healthz")[0] == 200
+
+
+def test_without_a_port_there_is_none(url):
+    with Telemetry(options(url, bind_port=0), Kind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
+        assert isinstance(telemetry.server, NoServer)
+    conf = options(url, bind_port=0, health_bind_port=1)
+    assert isinstance(Telemetry(conf, Kind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
+
+
+def test_while_the_database_is_away_it_is_said(tmp_path):
+    with running(f"sqlite:///{tmp_path}/none/at/all.sqlite") as port:
+        status, body, _ = asked(port)
+        assert status == 200
+        assert b"The database does not answer" in body
+        assert json.loads(asked(port, "/status.json")[1])["level"] == "trouble"
+        told = asked(port, "/metrics")[1].decode()
+        assert "amphora_fleet_up 0.0" in told
+        assert "amphora_fleet_load_balancers" not in told
+        assert "amphora_jobs_total" in told
+        assert 'amphora_database_failures_total{kind="read"} 0.0' not in told
+
+
+def test_fail_overs_that_end_are_counted_once(url, database):
+    now = time.time()
+    ended = {"load_balancer_id": "x", "cause": "silent", "begun_at": now - 5, "silent_since": now - 12}
+    before = {**ended, "served_at": now, "ended_at": now - 1, "outcome": "done"}
+
+    def counted(name, *labels):
+        return metrics.OURS.registry.get_sample_value(name, dict(labels)) or 0.0
+
+    labels = ("cause", "silent"), ("outcome", "done")
+    first = counted("amphora_failovers_total", *labels)
+    seconds = counted("amphora_failover_seconds_sum", labels[0])
+    write(database, {"failover": [before]})
+    with running(url) as port:
+        asked(port, "/metrics")
+        assert counted("amphora_failovers_total", *labels) == first, "what ended before it looked is not its to count"
+        write(database, {"failover": [{**before, "ended_at": time.time()}]})
+        deadline = time.monotonic() + PATIENCE
+        while counted("amphora_failovers_total", *labels) == first and time.monotonic() < deadline:
+            asked(port, "/metrics")
+        for _ in range(3):
+            time.sleep(1.1)
+            asked(port, "/metrics")
+    assert counted("amphora_failovers_total", *labels) == first + 1
+    assert counted("amphora_failover_seconds_sum", labels[0]) - seconds == pytest.approx(12, abs=0.1)
