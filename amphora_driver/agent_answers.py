@@ -7,8 +7,12 @@ Invariant: unknown keys are passed over, so that an agent of a newer version is 
 from __future__ import annotations
 
 import datetime as dt
+from typing import Annotated
 
 import msgspec
+
+Generation = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""What every database can hold, and go on counting from: an agent may say anything."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +25,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle is served: `how` is start, unchanged, runtime, reload or stop, `reason` says why not less."""
 
-    generation: int
+    generation: Generation
     how: str
     reason: str = ""
     loaded: Loaded = Loaded()
@@ -30,7 +34,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 class BundleState(msgspec.Struct, frozen=True, kw_only=True):
     """The last confirmed bundle; all None before the first one."""
 
-    generation: int | None = None
+    generation: Generation | None = None
     applied_at: dt.datetime | None = None
     digest: str | None = None
 
@@ -43,7 +47,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     haproxy_version: str | None = None
     keepalived_version: str | None = None
     hostname: str | None = None
-    generation: int | None = None
+    generation: Generation | None = None
     holds_vip: bool | None = None
     certificate_expires_at: dt.datetime | None = None
     capabilities: tuple[str, ...] = ()

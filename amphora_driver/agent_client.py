@@ -26,7 +26,7 @@ import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-from amphora_driver.agent_answers import Applied, BundleState, Info, Loaded, Renewed, Vrrp
+from amphora_driver.agent_answers import Applied, BundleState, Generation, Info, Loaded, Renewed, Vrrp
 from amphora_driver.agent_identity import EXCHANGE, Exchange, Identity
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
@@ -74,7 +74,7 @@ class _ErrorWords(msgspec.Struct):
 class _ErrorDocument(msgspec.Struct):
     error: _ErrorWords
     object_id: str | None = None
-    generation: int | None = None
+    generation: Generation | None = None
 
 
 class AgentClient:
@@ -117,10 +117,32 @@ class AgentClient:
         call = _Call("GET", "/v2/bundle", f"ask amphora {amphora_id} what it serves")
         return _decode(self._request(amphora_id, address, call, deadline), BundleState, call)
 
-    def info(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> Info:
-        """Versions and capabilities."""
+    def prepare(self) -> ssl.SSLContext:
+        """What of our own a call needs; it may take as long as the database does.
+
+        Raises:
+            CertificateError: our certificate or the authority's cannot be read.
+            StoreError: the authorities are not known, or a key cannot be opened.
+        """
+        return self._identity.context()
+
+    def info(
+        self,
+        amphora_id: str,
+        address: str,
+        *,
+        prepared: ssl.SSLContext | None = None,
+        deadline: Deadline | None = None,
+    ) -> Info:
+        """Versions and capabilities.
+
+        Args:
+            prepared: from `prepare`: nothing of ours is waited for then, and no connection is used that was there.
+        """
         call = _Call("GET", "/v2/info", f"ask amphora {amphora_id} for its versions")
-        return _decode(self._request(amphora_id, address, call, deadline), Info, call)
+        if prepared is None:
+            return _decode(self._request(amphora_id, address, call, deadline), Info, call)
+        return _decode(self._alone(prepared, amphora_id, address, call, deadline), Info, call)
 
     def expect_vips(self, amphora_id: str, address: str, seconds: float, *, deadline: Deadline | None = None) -> None:
         """Have the amphora be ready for its partner's VIPs, and hand on what belongs to connections of that one."""
@@ -179,11 +201,7 @@ class AgentClient:
         document = {name: pem.decode() for name, pem in authorities.items() if pem is not None}
         body = msgspec.json.encode({"certificate": certificate.reveal().decode(), **document})
         call = _Call("PUT", "/v2/certificate", f"renew the certificate of amphora {amphora_id}", body=body)
-        pool = self._connect(self._identity.tolerant(), amphora_id, address)
-        try:
-            return _decode(self._ask(lambda: pool, address, call, deadline), Renewed, call)
-        finally:
-            pool.close()
+        return _decode(self._alone(self._identity.tolerant(), amphora_id, address, call, deadline), Renewed, call)
 
     def prove(self, amphora_id: str, address: str, fingerprint: str, *, deadline: Deadline | None = None) -> None:
         """Make sure that new connections show this certificate, and that we are answered on them.
@@ -203,11 +221,7 @@ class AgentClient:
         if shown != fingerprint:
             raise AgentUntrusted(call.wanted, f"{address} shows another one")
         # Whether ours is accepted is told only after the handshake (TLS 1.3), and on a connection that is new too.
-        pool = self._connect(self._identity.context(), amphora_id, address)
-        try:
-            self._ask(lambda: pool, address, call, limit)
-        finally:
-            pool.close()
+        self._alone(self._identity.context(), amphora_id, address, call, limit)
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
         """Ask the agent of a booting amphora, again while its port listens but nothing stands behind it yet.
@@ -250,6 +264,16 @@ class AgentClient:
     def _request(self, amphora_id: str, address: str, call: _Call, deadline: Deadline | None) -> bytes:
         there = partial(self._shakes_hands, amphora_id, address)
         return self._ask(lambda: self._pool(amphora_id, address), address, call, deadline, there)
+
+    def _alone(
+        self, context: ssl.SSLContext, amphora_id: str, address: str, call: _Call, deadline: Deadline | None
+    ) -> bytes:
+        """Over a connection of its own."""
+        pool = self._connect(context, amphora_id, address)
+        try:
+            return self._ask(lambda: pool, address, call, deadline)
+        finally:
+            pool.close()
 
     def _shakes_hands(self, amphora_id: str, address: str, deadline: Deadline) -> bool:
         try:
@@ -337,8 +361,9 @@ class AgentClient:
         return content
 
     def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
+        # Before the lock: who waits for the database must not keep from calling who need not.
+        context = self._identity.context()
         with self._lock:
-            context = self._identity.context()
             if context is not self._context:
                 self._drop_all()
                 self._context = context

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import threading
 import time
 from contextvars import ContextVar
 from pathlib import Path
@@ -132,10 +133,16 @@ class Identity:
         self._instead = instead or Instead
         self._marks: tuple[object, ...] = ()
         self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context. While new files cannot be read (half written, say) the last good one stays."""
+        """The TLS context, for any thread. While new files cannot be read (half written) the last good one stays."""
+        # Not under the lock: it may take long, and others need not wait for it.
         instead = self._chosen()
+        with self._lock:
+            return self._of(instead)
+
+    def _of(self, instead: Instead | None) -> ssl.SSLContext:
         if instead is None:
             assert self._context is not None  # noqa: S101 (for the type checker: otherwise it would have raised)
             return self._context

@@ -3,8 +3,9 @@
 
 Invariant: what is used for a handshake or a boot is never older than a few seconds by this process's own clock, also
 after it was stopped for a while; a rotation waits for longer than that after each of its steps. While the database is
-away, what was read last is used. The private key of the client certificate that a process issues to itself is in its
-memory only.
+away, what was read last is used. Nobody waits for a slow database but the one who reads, and whoever knows nothing that
+is new enough. The private key of the client certificate that a process issues to itself is in its memory only, as are
+those of authorities in use.
 
 Before the first rotation of a kind, the files of the configuration are what counts; they are read whenever they change.
 """
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Seconds for which what was read is used, at the most, and the part of a rotation's shortest step that this may be.
 _FRESH, _OF_A_STEP = 5.0, 0.25
+# So many times longer it is used by the others while one reads anew: three quarters of a step, and never longer than
+# 15 s. A read that took longer than this many seconds was not slow: this process was stopped.
+_MEANWHILE = 3
+_LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
 
@@ -72,9 +77,14 @@ class Trust:
         self._fresh = min(_FRESH, _OF_A_STEP * conf.certificates.settle)
         self._database = database
         self._vault = vault
+        # Held for moments: what is known, and what follows from it. The other one is held by who reads.
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._recorded: tuple[Recorded, ...] | None = None
-        self._read_at = 0.0
+        # Since when what is recorded counts as known, by `time.monotonic()`.
+        self._known_at = 0.0
+        # Until when nobody asks again who knows nothing, and why.
+        self._away: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._of_files: tuple[object, Authority] | None = None
         # The client certificate of this process, who issued it, and when it is issued anew (by the wall clock).
@@ -87,8 +97,9 @@ class Trust:
             CertificateError: the key of an authority is not what it should be.
             StoreError: it cannot be opened, or nothing was ever read.
         """
+        self._refresh()
         with self._lock:
-            recorded = self._now()
+            recorded = self._recorded or ()
             anchors = _certificates(recorded, Kind.AMPHORA, TRUSTED)
             shown = self._client_certificate(_current(recorded, Kind.CONTROLLER))
             mark = (anchors, None if shown is None else shown.certificate)
@@ -101,8 +112,9 @@ class Trust:
             CertificateError: a file cannot be read, or a key is not what it should be.
             StoreError: a key cannot be opened, or nothing was ever read.
         """
+        self._refresh()
         with self._lock:
-            recorded = self._now()
+            recorded = self._recorded or ()
             signer, controllers = _current(recorded, Kind.AMPHORA), _ids(recorded, Kind.CONTROLLER)
             client_ca = _certificates(recorded, Kind.CONTROLLER, TRUSTED) or _file(self._options.client_ca, "client_ca")
             server_ca = _certificates(recorded, Kind.AMPHORA, {State.NEXT, State.CURRENT})
@@ -116,21 +128,50 @@ class Trust:
                 issuer=self._issuer(signer),
             )
 
-    def _now(self) -> tuple[Recorded, ...]:
-        """What is recorded, read again if that is too long ago."""
-        now = time.monotonic()
-        if self._recorded is not None and now - self._read_at < self._fresh:
-            return self._recorded
+    def _refresh(self) -> None:
+        """See to it that what is recorded is known, and new enough.
+
+        Raises:
+            StoreError: nothing was ever read.
+        """
+        if self._is_known_for(self._fresh):
+            return
+        # While somebody reads, the others go on with what they have; not with what is too old for that.
+        if not self._reading.acquire(blocking=not self._is_known_for(_MEANWHILE * self._fresh)):
+            return
         try:
-            self._recorded = self._database.read(authorities.every)
+            if not self._is_known_for(self._fresh):
+                self._read()
+        finally:
+            self._reading.release()
+
+    def _is_known_for(self, seconds: float) -> bool:
+        """Whether what is known became known no longer ago than that."""
+        with self._lock:
+            return self._recorded is not None and time.monotonic() - self._known_at < seconds
+
+    def _read(self) -> None:
+        begun = time.monotonic()
+        if self._away is not None and begun < self._away[0]:
+            raise StoreError(self._away[1].wanted, self._away[1].happened)
+        try:
+            found = self._database.read(authorities.every)
         except StoreError as error:
-            if self._recorded is None:
-                raise
-            # Nothing can be written down either: whatever is begun now comes to nothing.
+            with self._lock:
+                if self._recorded is None:
+                    self._away = time.monotonic() + self._fresh, error
+                    raise
+                # Nothing can be written down either: whatever is begun now comes to nothing. A database that is slow
+                # to say no is not asked by everybody, one after the other: so from the end.
+                ended = time.monotonic()
+                self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning("the authorities in use are kept: %s", error)
-        # From the beginning of reading, not from its end.
-        self._read_at = now
-        return self._recorded
+            return
+        with self._lock:
+            # From the beginning of reading, not from its end.
+            self._recorded, self._known_at, self._away = found, begun, None
+            in_use = {one.id for one in found if one.state is not State.GONE}
+            self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
 
     def _issuer(self, signer: Recorded | None) -> Authority:
         if signer is None or signer.sealed_key is None:

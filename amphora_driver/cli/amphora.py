@@ -105,6 +105,7 @@ def _shown(row: Any) -> dict[str, Any]:
         "Certificate authority": Plain(row.certificate_authority),
         "Trusts": Plain(row.trusts),
         "Compared": Age(row.audited_at),
+        "Drifts": bool(row.drifts),
         "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
         "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+# Characters the columns for this have.
+_LONGEST_NAME = 128
 _NEXT = (
     "A controller boots {them}, has {it} serve, and removes the old {ones} after that. What it does is shown by: "
     "amphoractl failover show {failover}"
@@ -101,7 +104,7 @@ def _write(command: Command, begin: Callable[[sa.Connection], str]) -> None:
 
 
 def _begin(connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str], reason: str) -> str:
-    why = failovers.Why(cause=failovers.Cause.OPERATOR, reason=reason, asked_by=_who())
+    why = failovers.Why(cause=failovers.Cause.OPERATOR, reason=reason, asked_by=who())
     failovers.begin(connection, load_balancer_id, amphora_ids, why, time.time())
     newest = max(row.id for row in failovers.open_of(connection, load_balancer_id))
     one = len(amphora_ids) == 1
@@ -136,9 +139,17 @@ def _going_on(connection: sa.Connection, load_balancer_id: str, amphora_id: str 
     return f"it is being replaced already (fail-over {mine[0].id}, begun {ago:.0f} s ago because of {cause})"
 
 
-def _who() -> str:
-    """The operating system's user, as well as it is known."""
+def who() -> str:
+    """The operating system's user, as well as it is known, in at most 128 characters.
+
+    A process may run under a number that has no entry among the users.
+    """
     try:
-        return getpass.getuser()[:128]
+        return getpass.getuser()[:_LONGEST_NAME]
     except (KeyError, OSError):
         return "unknown"
+
+
+def who_where() -> str:
+    """The same, and on which host, in at most 128 characters."""
+    return f"{who()}@{socket.gethostname()}"[:_LONGEST_NAME]

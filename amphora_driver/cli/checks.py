@@ -108,7 +108,9 @@ def of_processes(rows: Sequence[Any], now: float, installed: str) -> list[Check]
             since = stopped if last is None else f"the last one was seen {lasting(now - last)} ago"
             found.append(failure(name, f"none is alive: {since}. {remedy}"))
         elif all(row.draining for row in alive):
-            found.append(failure(name, f"all are draining: {hosts}. Run: amphoractl controller resume HOST."))
+            found.append(
+                failure(name, f"all are draining: {hosts}. Run: amphoractl controller resume NAME, or --host HOST.")
+            )
         elif gone:
             lost = ", ".join(f"{row.host} (seen {lasting(now - row.seen_at)} ago)" for row in gone)
             found.append(
@@ -206,6 +208,23 @@ def of_breaker(rows: Mapping[str, breakers.Row]) -> Check:
     return well("Breaker", "closed")
 
 
+def of_witnesses(witnesses: Sequence[str], machines: Sequence[Any]) -> Check:
+    """Whether somebody can say that the way to the amphorae is there, where nobody is heard.
+
+    Args:
+        witnesses: option of [failover].
+        machines: rows of `recorded.amphorae`.
+    """
+    if witnesses:
+        return well("Witnesses", f"{len(witnesses)} are configured")
+    if not machines:
+        return well("Witnesses", "none is configured, and there are no amphorae")
+    words = (
+        "none is configured: where no amphora at all is heard, dead ones are replaced late, or taken for dead wrongly"
+    )
+    return warning("Witnesses", f"{words}. Set [failover] witnesses (docs/failover.md).")
+
+
 def of_silence(machines: Sequence[Any], now: float, patience: float) -> Check:
     """Amphorae nobody hears.
 
@@ -222,10 +241,10 @@ def of_silence(machines: Sequence[Any], now: float, patience: float) -> Check:
 
 
 def of_drift(machines: Sequence[Any]) -> Check:
-    """Amphorae that are not as wanted."""
-    differing = [one for one in machines if one.drift]
+    """Amphorae that are not as wanted now."""
+    differing = [one for one in machines if one.drifts]
     if differing:
-        words = "; ".join(f"{one.id}: {one.drift}" for one in differing[:_NAMED])
+        words = "; ".join(f"{one.id}: {one.drift or 'nobody has said in what'}" for one in differing[:_NAMED])
         return warning("Drift", f"{len(differing)}: {words}. Run: amphoractl loadbalancer diff ID, repair ID.")
     return well("Drift", f"none of {len(machines)} amphorae differs")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that read differently for a person and for a program.
 
-Invariant: JSON and YAML get numbers, lists and ISO 8601 times that can be computed with; a table gets words.
+Invariant: JSON and YAML get numbers, lists and ISO 8601 times that can be computed with; a table gets words that can be
+printed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cliff.columns import FormattableColumn
+
+from amphora_driver.cli.screen import plain
 
 # Longest line of a request's outcome in a table; the whole text is in JSON.
 _LONGEST = 100
@@ -79,7 +82,7 @@ class Plain(FormattableColumn):
     """A word or a number, or None: an empty field for a person."""
 
     def human_readable(self) -> str:
-        return "" if self._value is None else str(self._value)
+        return "" if self._value is None else plain(str(self._value), "\n")
 
     def machine_readable(self) -> Any:
         return self._value
@@ -89,7 +92,7 @@ class Listed(FormattableColumn):
     """Several words."""
 
     def human_readable(self) -> str:
-        return ", ".join(str(one) for one in self._value)
+        return ", ".join(plain(str(one)) for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
@@ -109,7 +112,7 @@ class Partners(FormattableColumn):
     """The amphorae that one knows to be its partners."""
 
     def human_readable(self) -> str:
-        return "\n".join(f"{one.get('id')} at {one.get('address')}" for one in self._value)
+        return "\n".join(plain(f"{one.get('id')} at {one.get('address')}") for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
@@ -120,7 +123,7 @@ class Requests(FormattableColumn):
 
     def human_readable(self) -> str:
         rows: Sequence[Mapping[str, Any]] = self._value
-        return "\n".join(_request(row) for row in rows)
+        return "\n".join(plain(_request(row)) for row in rows)
 
     def machine_readable(self) -> list[dict[str, Any]]:
         return [_timed(row, "accepted_at", "applied_at") for row in self._value]
@@ -130,7 +133,7 @@ class Machines(FormattableColumn):
     """The amphorae of a load balancer as dictionaries, the oldest first."""
 
     def human_readable(self) -> str:
-        return "\n".join(_machine(row) for row in self._value) or "none"
+        return "\n".join(plain(_machine(row)) for row in self._value) or "none"
 
     def machine_readable(self) -> list[dict[str, Any]]:
         return [_timed(row, "certificate_expires_at", "seen_at", "audited_at") for row in self._value]
@@ -140,7 +143,7 @@ class Failovers(FormattableColumn):
     """Fail-overs that go on, as dictionaries, the oldest first."""
 
     def human_readable(self) -> str:
-        return "\n".join(_failover(row) for row in self._value) or "none"
+        return "\n".join(plain(_failover(row)) for row in self._value) or "none"
 
     def machine_readable(self) -> list[dict[str, Any]]:
         return [_timed(row, "silent_since", "begun_at", "served_at", "ended_at") for row in self._value]
@@ -160,7 +163,7 @@ class Chosen(FormattableColumn):
     """What flavor and availability zone chose, by name."""
 
     def human_readable(self) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self._value.items()) or "as configured"
+        return "\n".join(plain(f"{name}: {value}") for name, value in self._value.items()) or "as configured"
 
     def machine_readable(self) -> dict[str, Any]:
         return dict(self._value)
@@ -170,7 +173,7 @@ class Ports(FormattableColumn):
     """What an amphora is plugged into, as recorded."""
 
     def human_readable(self) -> str:
-        return "\n".join(_port(one.get("port", {})) for one in self._value)
+        return "\n".join(plain(_port(one.get("port", {}))) for one in self._value)
 
     def machine_readable(self) -> list[Any]:
         return list(self._value)
@@ -204,7 +207,10 @@ def _machine(row: Mapping[str, Any]) -> str:
         f"{row['id']} {row['role']} {row['state']}" + (holds if row["has_vips"] else ""),
         f"{generation}, heard {Age(row['seen_at']).human_readable()}",
     ]
-    words += [f"{name}: {row[name]}" for name in ("silent", "verdict", "drift", "reason") if row[name]]
+    words += [f"{name}: {row[name]}" for name in ("silent", "verdict") if row[name]]
+    # What was found stays: whether it still is so is another question.
+    words += [f"{'drift' if row['drifts'] else 'last drift'}: {row['drift']}"] if row["drift"] else []
+    words += [f"reason: {row['reason']}"] if row["reason"] else []
     words += [f"agent {row['agent_version']}"] if row["agent_version"] else []
     words += [f"image {row['image']}"] if row["image"] else []
     return ", ".join(words)

@@ -8,8 +8,6 @@ is written down, and obeyed by the controller itself within a few seconds.
 from __future__ import annotations
 
 import argparse
-import getpass
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ import sqlalchemy as sa
 from cliff.command import Command
 from cliff.lister import Lister
 
+from amphora_driver.cli.asking import who_where
 from amphora_driver.cli.columns import Age, Listed, Moment
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import processes
@@ -77,7 +76,7 @@ class _Draining(Command):
         processes.drain(connection, name, draining=self.draining)
 
     def _host(self, connection: sa.Connection, host: str) -> None:
-        processes.drain_host(connection, host, f"{getpass.getuser()}@{socket.gethostname()}", draining=self.draining)
+        processes.drain_host(connection, host, who_where(), draining=self.draining)
 
 
 class DrainController(_Draining):

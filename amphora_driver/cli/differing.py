@@ -2,7 +2,8 @@
 """What an amphora would be given beside what it says it has, as lines for a person.
 
 Invariant: pure, and no secret is in what comes out: of files only names and digests are compared, and words of a
-configuration whose value is a secret are hidden on both sides before they are.
+configuration whose value is a secret are hidden on both sides before they are. What cannot be printed is escaped, and
+a line is one line: what an amphora says makes no others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import ipaddress
 import json
 import re
 from typing import Any
+
+from amphora_driver.cli.screen import plain
 
 # The agent hides the same words (docs/agent-api.md, `GET /v2/diagnostics`).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
@@ -58,7 +61,7 @@ def differences(amphora_id: str, wanted: dict[str, Any], said: dict[str, Any]) -
     if isinstance(drift, dict) and drift.get("left"):
         told = (drift.get("last") or {}).get("what") or drift["left"]
         lines += [f"its agent cannot mend: {one}" for one in told]
-    return lines
+    return [plain(line, "\t") for line in lines]
 
 
 def _unified(what: str, amphora_id: str, wanted: str, said: str) -> list[str]:

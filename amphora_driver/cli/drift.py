@@ -20,6 +20,7 @@ from amphora_driver.agent_client import AgentClient
 from amphora_driver.backends import Catalogue
 from amphora_driver.certificates.trust import Trust
 from amphora_driver.cli import differing, prefixes
+from amphora_driver.cli.screen import plain
 from amphora_driver.controller.auditing import record_of
 from amphora_driver.controller.expected import bodies
 from amphora_driver.deadline import Deadline
@@ -43,7 +44,7 @@ class DiffLoadBalancer(Command):
     """Compare what is wanted of a load balancer with what each of its amphorae runs.
 
     A unified diff of HAProxy's configuration and of everything else that an amphora is given. The exit status is 0
-    where nothing differs, 1 where something does, 2 where an amphora did not answer.
+    where nothing differs, 1 where something does, 2 where an amphora did not answer, whatever the others have said.
     """
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
@@ -67,12 +68,12 @@ class DiffLoadBalancer(Command):
                 try:
                     said = _said(agents, one.id, one.management_address)
                 except AgentError as error:
-                    self.app.stderr.write(f"{error}\n")
-                    status = status or SILENT
+                    self.app.stderr.write(f"{plain(str(error))}\n")
+                    status = max(status, SILENT)
                     continue
                 lines = differing.differences(one.id, wanted[one.id], said)
                 self.app.stdout.writelines(f"{line}\n" for line in lines)
-                status = DIFFERENT if lines else status
+                status = max(status, DIFFERENT if lines else 0)
         finally:
             agents.close()
         return status
@@ -130,7 +131,7 @@ class DiagnoseAmphora(Command):
                 found = agents.diagnostics(chosen, row["management_address"], deadline=deadline)
         except AgentError as error:
             found = None
-            self.app.stderr.write(f"{error}\n")
+            self.app.stderr.write(f"{plain(str(error))}\n")
         finally:
             agents.close()
         if found is None:

@@ -8,7 +8,6 @@ does what it says, whether or not any other process of ours is alive.
 from __future__ import annotations
 
 import argparse
-import getpass
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,9 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.columns import Age, Moment, Span
+from amphora_driver.cli.asking import who
+from amphora_driver.cli.columns import Age, Moment, Plain, Span
+from amphora_driver.cli.screen import plain
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import breakers, clock, failovers, silences, zombies
 from amphora_driver.store.fleet_tables import failover
@@ -37,7 +38,7 @@ class TimeLine(FormattableColumn):
 
     def human_readable(self) -> str:
         begin = self._value[0].at if self._value else 0.0
-        return "\n".join(_line(row, row.at - begin) for row in self._value)
+        return "\n".join(plain(_line(row, row.at - begin)) for row in self._value)
 
     def machine_readable(self) -> list[dict[str, Any]]:
         return [
@@ -56,8 +57,10 @@ class Silent(FormattableColumn):
 
     def human_readable(self) -> str:
         return "\n".join(
-            f"{row.amphora_id} of {row.load_balancer_id}: {row.kind.replace('_', ' ')} since "
-            f"{Moment(row.since).human_readable()}; {row.verdict}"
+            plain(
+                f"{row.amphora_id} of {row.load_balancer_id}: {row.kind.replace('_', ' ')} since "
+                f"{Moment(row.since).human_readable()}; {row.verdict}"
+            )
             for row in self._value
         )
 
@@ -115,8 +118,9 @@ class ShowFailover(ShowOne):
         if row is None:
             raise UnknownObject(f"show fail-over {number}", "there is none with this number", "See failover list.")
         times = tuple(Moment(at) for at in (row.silent_since, row.begun_at, row.served_at, row.ended_at))
-        who = (row.id, row.load_balancer_id, row.amphora_id, row.cause, row.reason, row.asked_by, row.rotation_id)
-        return _SHOWN, (*who, *times, row.outcome, TimeLine(sorted(events, key=lambda one: (one.at, one.id))))
+        why = (row.cause, Plain(row.reason), Plain(row.asked_by), row.rotation_id)
+        which = (row.id, row.load_balancer_id, row.amphora_id)
+        return _SHOWN, (*which, *why, *times, row.outcome, TimeLine(sorted(events, key=lambda one: (one.at, one.id))))
 
 
 class FailoverStatus(ShowOne):
@@ -140,10 +144,10 @@ class FailoverStatus(ShowOne):
         automatic, sight = rows.get(breakers.AUTOMATIC), rows.get(breakers.SIGHT)
         state = automatic.state if automatic is not None else breakers.CLOSED
         values = {
-            "Allowed now": allowed(detector, rows, automatic=self.app.conf.failover.automatic),
+            "Allowed now": Plain(allowed(detector, rows, automatic=self.app.conf.failover.automatic)),
             "Breaker": f"held {breakers.OPEN}" if breakers.OPERATOR in rows else state,
             "Since": Moment(getattr(rows.get(breakers.OPERATOR) or automatic, "since", None)),
-            "Reason": getattr(rows.get(breakers.OPERATOR) or automatic, "reason", None),
+            "Reason": Plain(getattr(rows.get(breakers.OPERATOR) or automatic, "reason", None)),
             "Next trial": Moment(automatic.trial_at if automatic is not None and state == breakers.OPEN else None),
             "Detector": detector,
             "Watched": sight.watched if sight is not None else None,
@@ -165,7 +169,7 @@ class OpenBreaker(Command):
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         """Write it down."""
         database = self.app.database
-        reason = ": ".join(part for part in (_who(), parsed_args.reason) if part)
+        reason = ": ".join(part for part in (who(), parsed_args.reason) if part)
         database.write(lambda connection: breakers.hold(connection, reason, database.now()))
         self.app.stdout.write("The breaker is held open: no amphora is replaced unasked.\n")
 
@@ -176,7 +180,7 @@ class CloseBreaker(Command):
     def take_action(self, _parsed_args: argparse.Namespace) -> None:
         """Write it down."""
         database = self.app.database
-        reason = f"closed by {_who()}"
+        reason = f"closed by {who()}"
         database.write(lambda connection: breakers.close(connection, reason, database.now()))
         self.app.stdout.write("The breaker is closed.\n")
 
@@ -189,7 +193,7 @@ class ListZombies(Lister):
         head = ("Amphora", "Address", "First heard", "Last heard", "Verdict")
         rows = self.app.read(zombies.every)
         return head, (
-            (row.amphora_id, row.address, Moment(row.first_at), Age(row.last_at), row.verdict) for row in rows
+            (row.amphora_id, row.address, Moment(row.first_at), Age(row.last_at), Plain(row.verdict)) for row in rows
         )
 
 
@@ -230,11 +234,3 @@ def _line(row: Any, after: float) -> str:
     words = f"{after:+8.2f} s {row.word.replace('_', ' ')}"
     amphora = f" {row.amphora_id}" if row.amphora_id else ""
     return f"{words}{amphora}{': ' + row.detail if row.detail else ''}"
-
-
-def _who() -> str:
-    """The operating system's user, as well as it is known."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"

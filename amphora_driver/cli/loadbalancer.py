@@ -32,6 +32,7 @@ from amphora_driver.cli.columns import (
     Requests,
 )
 from amphora_driver.cli.recorded import Balancer
+from amphora_driver.cli.screen import plain
 from amphora_driver.cli.work import waits_for
 from amphora_driver.controller import configured, vips
 from amphora_driver.errors import UnknownObject
@@ -147,7 +148,7 @@ class RenderLoadBalancer(Command):
         rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
         for refusal in rendered.refused:
-            self.app.stderr.write(f"{refusal}\n")
+            self.app.stderr.write(f"{plain(str(refusal))}\n")
         return 1 if rendered.refused else 0
 
 
@@ -214,7 +215,7 @@ def _machine(row: Any, one: Balancer) -> dict[str, Any]:
         *("id", "role", "state", "management_address", "confirmed", "heard", "seen_at", "certificate_expires_at"),
         *("image", "agent_version", "drift", "audited_at", "reason"),
     )
-    silent = {"silent": row.silent, "verdict": row.verdict}
+    silent = {"silent": row.silent, "verdict": row.verdict, "drifts": bool(row.drifts)}
     return {
         **{name: getattr(row, name) for name in names},
         "has_vips": row.id == recorded.holder(one.amphorae),

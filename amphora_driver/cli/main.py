@@ -3,7 +3,7 @@
 
 Invariant: what is shown is read from the database: it says the same whether or not any other process of ours is alive.
 Only the commands whose name is a verb of change write (`database upgrade`, `secrets reseal`), and they may be repeated.
-No secret is ever shown, sealed or open.
+No secret is ever shown, sealed or open. Strangers' words reach a terminal only as printable text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import sqlalchemy as sa
 from cliff.app import App
@@ -22,6 +22,7 @@ from oslo_config.cfg import ConfigOpts
 from sqlalchemy.exc import DBAPIError
 
 from amphora_driver import config
+from amphora_driver.cli.screen import screened
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.store import schema
 from amphora_driver.store.engine import Database, parsed
@@ -43,6 +44,9 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
+        # Also what a logger or a formatter of cliff's writes goes through these.
+        self.stdout: TextIO = screened(streams.get("stdout") or sys.stdout)
+        self.stderr: TextIO = screened(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
         self._database: Database | None = None
 

@@ -7,8 +7,6 @@ Invariant: this writes down what is asked for, and nothing else: the provider ag
 from __future__ import annotations
 
 import argparse
-import getpass
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 
 from amphora_driver.cli import prefixes
+from amphora_driver.cli.asking import who_where
 from amphora_driver.cli.columns import Moment, Plain
 from amphora_driver.errors import RequestError, UnknownObject
 from amphora_driver.queue import doorbell
@@ -67,7 +66,7 @@ class ResyncLoadBalancer(Lister):
 
     def _ask(self, chosen: list[str], *, remove_unknown: bool) -> None:
         database = self.app.database
-        now, by = database.now(), f"{getpass.getuser()}@{socket.gethostname()}"
+        now, by = database.now(), who_where()
         database.write(lambda connection: resyncs.ask(connection, chosen, now, by, remove_unknown=remove_unknown))
         doorbell.ring(self.app.conf.queue.doorbell_dir, doorbell.REPORTER)
 

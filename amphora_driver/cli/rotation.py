@@ -8,8 +8,6 @@ asked for is done by whichever controller lives, now or later.
 from __future__ import annotations
 
 import argparse
-import getpass
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +18,8 @@ from cliff.lister import Lister
 from cliff.show import ShowOne
 
 from amphora_driver.cli import prefixes
-from amphora_driver.cli.columns import Counts, Left, Moment, Span
+from amphora_driver.cli.asking import who_where
+from amphora_driver.cli.columns import Counts, Left, Moment, Plain, Span
 from amphora_driver.errors import Conflict
 from amphora_driver.store import rotations
 from amphora_driver.store.rotations import Item, ItemState, Rotation, Selection, State
@@ -70,7 +69,7 @@ class Rotate(ShowOne):
 
         def write(connection: sa.Connection) -> dict[str, Any]:
             wanted = _selection(connection, parsed_args)
-            asked = rotations.ask(connection, wanted, parsed_args.max_unavailable, _asked_by())
+            asked = rotations.ask(connection, wanted, parsed_args.max_unavailable, who_where())
             return _shown(connection, asked)
 
         shown = self.app.database.write(write)
@@ -137,7 +136,7 @@ class PauseRotation(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         """Write it down."""
-        reason = f"{_asked_by()} paused it"
+        reason = f"{who_where()} paused it"
         self.app.database.write(_on(parsed_args, lambda c, rotation_id: rotations.pause(c, rotation_id, reason)))
 
 
@@ -212,7 +211,7 @@ def _shown(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
     return {
         "ID": found.id,
         "State": found.state.value,
-        "Reason": found.reason,
+        "Reason": Plain(found.reason),
         "Wanted": _words(found.wanted),
         "Max unavailable": found.max_unavailable,
         "Asked by": found.asked_by,
@@ -255,25 +254,15 @@ def _listed(one: Rotation, counts: dict[str, int]) -> tuple[Any, ...]:
     numbers = (counts.get(ItemState.DONE.value, 0), sum(counts.values()))
     return (
         *(one.id, one.state.value, *numbers),
-        *(one.asked_by, Moment(one.created_at), Moment(one.ended_at), one.reason),
+        *(one.asked_by, Moment(one.created_at), Moment(one.ended_at), Plain(one.reason)),
     )
 
 
 def _item(one: Item) -> tuple[Any, ...]:
     return (
         *(one.place, one.load_balancer_id, one.state.value),
-        *(Moment(one.begun_at), Span(_took(one)), len(one.amphorae), one.reason),
+        *(Moment(one.begun_at), Span(_took(one)), len(one.amphorae), Plain(one.reason)),
     )
-
-
-def _asked_by() -> str:
-    """Who sits at the keyboard, as far as this host knows."""
-    try:
-        who = getpass.getuser()
-    except (OSError, KeyError):
-        # A process whose user nobody has named.
-        who = "somebody"
-    return f"{who}@{socket.gethostname()}"[:128]
 
 
 def _number(text: str) -> int:

@@ -18,6 +18,7 @@ from cliff.lister import Lister
 
 from amphora_driver.cli import checks, prefixes, recorded, surroundings
 from amphora_driver.cli.checks import Check, Result, failure, warning, well
+from amphora_driver.cli.columns import Plain
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import breakers, failovers, processes, resyncs, schema
 from amphora_driver.store.fleet_tables import authority, process, rotation, zombie
@@ -37,12 +38,12 @@ class CheckStatus(Lister):
         parser.add_argument("--problems", action="store_true", help="Only what is not as it should be.")
         return parser
 
-    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
+    def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         found = list(self._all())
         self.worst = max((one.result for one in found), default=Result.SUCCESS)
         shown = (one for one in found if one.result or not parsed_args.problems)
-        return HEAD, ((one.name, one.result.word, one.details) for one in shown)
+        return HEAD, ((one.name, one.result.word, Plain(one.details)) for one in shown)
 
     def run(self, parsed_args: argparse.Namespace) -> int:
         """Print, and say with the exit status how bad it is."""
@@ -121,6 +122,7 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Authorities": lambda: surroundings.authorities(conf, rows.authorities, now),
         "Certificates": lambda: checks.of_certificates(rows.machines, now),
         "Breaker": lambda: checks.of_breaker(rows.breaker),
+        "Witnesses": lambda: checks.of_witnesses(conf.failover.witnesses, rows.machines),
         "Silent amphorae": lambda: checks.of_silence(rows.machines, now, conf.failover.silent_after),
         "Fail-overs": lambda: checks.of_failovers(
             [one for one in rows.failovers if one.load_balancer_id in known], now, conf.rotation.patience

@@ -6,6 +6,9 @@ one that was looked at, and the plan does the rest. An amphora that has another 
 once. One that has the right generation with another content was rendered by another version of us, or with other
 options: of these load balancers one after the other is due, with pauses, so that an upgrade of the controllers pushes
 nothing but one load balancer at a time; and none twice for the same reason.
+
+Whatever is wrong with one load balancer, or one amphora says, costs the others nothing: it is put off, and they go on.
+A round ends after its time, whoever does not answer, and at once when this controller stops or drains.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import hashlib
 import logging
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.controller import vips
@@ -25,7 +29,7 @@ from amphora_driver.controller.expected import Recorded, bodies
 from amphora_driver.controller.left_out import left_out_of
 from amphora_driver.controller.reconcile import networks
 from amphora_driver.deadline import Deadline
-from amphora_driver.errors import AgentError, AmphoraDriverError
+from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.secrets import used_in
 from amphora_driver.model.vocabulary import Provisioning
 from amphora_driver.queue.jobs import drop_duty, hold_duty
@@ -34,7 +38,8 @@ from amphora_driver.store.tables import status
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from amphora_driver.agent_client import BundleState
     from amphora_driver.controller.steps import Backends
@@ -53,6 +58,14 @@ _SPARE = 1.5
 _PATIENCE = 5.0
 _AGAIN = 60.0
 _MOST_REMEMBERED = 10_000
+# Seconds for which a round begins with further amphorae, and between two looks whether it is to end; and how long the
+# duty is ours without being renewed, and when it is.
+_LONGEST, _SLICE = 20.0, 0.2
+_HELD, _RENEWED = 60.0, 10.0
+# Amphorae of a round that wait for a thread, for each thread.
+_QUEUED = 2
+# What no amphora comes to have: generations beyond ours. Who says so is not believed, and nothing counts from there.
+_FAR = 2**31
 
 
 class Verdict(str, Enum):
@@ -61,6 +74,7 @@ class Verdict(str, Enum):
     SAME = "same"
     BEHIND = "behind"
     AHEAD = "ahead"
+    FAR = "far"
     RENDERER = "renderer"
 
 
@@ -74,8 +88,8 @@ def judge(generation: int, digest: str, said: BundleState) -> Verdict:
     """
     if (said.generation or 0) < generation:
         return Verdict.BEHIND
-    if said.generation != generation:
-        return Verdict.AHEAD
+    if said.generation is not None and said.generation > generation:
+        return Verdict.FAR if said.generation - generation > _FAR else Verdict.AHEAD
     return Verdict.SAME if said.digest == digest else Verdict.RENDERER
 
 
@@ -125,6 +139,21 @@ def _in_error(connection: sa.Connection, load_balancer_id: str) -> dict[str, str
     return {row.object_id: row.reason or "" for row in rows}
 
 
+class _Target(msgspec.Struct, frozen=True):
+    """An amphora that is compared: with what is recorded, and the digest of what it would be given now."""
+
+    recorded: Recorded
+    amphora: Amphora
+    digest: str
+
+
+class _End(Enum):
+    END = "end"
+
+
+_END = _End.END
+
+
 class Auditing:
     """Looks at some amphorae now and then, so that each has its turn once in an interval.
 
@@ -151,28 +180,57 @@ class Auditing:
         self._pushed_at = time.monotonic()
         # What they would have been given when they were pushed because of that.
         self._pushed: dict[str, str] = {}
+        # When the duty was renewed last.
+        self._held_at = 0.0
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
         """Look until told to stop; while `draining` is set another controller does."""
-        with ThreadPoolExecutor(self._most, "audit") as pool:
+        pool = ThreadPoolExecutor(self._most, "audit")
+        try:
             while not stopping.wait(self._round):
                 try:
                     if draining.is_set():
                         drop_duty(self._database, DUTY, self._owner)
-                    elif hold_duty(self._database, DUTY, self._owner, max(10 * self._round, 30.0)):
-                        self.audit(pool)
+                    elif self._holds(at_once=True):
+                        self.audit(pool, self._while(stopping, draining))
                 except AmphoraDriverError as error:
                     LOG.warning("audit: %s", error)
                 except Exception:
                     # Without this thread nothing would be compared any more, and nobody would notice.
                     LOG.exception("audit failed, and goes on")
+        finally:
+            pool.shutdown(cancel_futures=True)
         try:
             drop_duty(self._database, DUTY, self._owner)
         except AmphoraDriverError as error:
             LOG.info("the duty of auditing runs out: %s", error)
 
-    def audit(self, pool: ThreadPoolExecutor) -> int:
-        """One round; returns how many amphorae were compared."""
+    def _while(self, stopping: threading.Event, draining: threading.Event) -> Callable[[], bool]:
+        """Says whether a round that begins now goes on."""
+        ends = time.monotonic() + _LONGEST
+
+        def goes_on() -> bool:
+            ended = stopping.is_set() or draining.is_set() or time.monotonic() >= ends
+            return not ended and self._holds()
+
+        return goes_on
+
+    def _holds(self, *, at_once: bool = False) -> bool:
+        """Whether the duty is ours; it is renewed now and then."""
+        begun = time.monotonic()
+        if at_once or begun >= self._held_at + _RENEWED:
+            if not hold_duty(self._database, DUTY, self._owner, _HELD):
+                return False
+            self._held_at = begun
+        return True
+
+    def audit(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """One round; returns how many amphorae were compared.
+
+        Args:
+            pool: asks agents.
+            goes_on: asked between two amphorae.
+        """
         now, moment = self._database.now(), time.monotonic()
         self._later = {one: at for one, at in self._later.items() if at > moment}
 
@@ -185,48 +243,91 @@ class Auditing:
         by_balancer: dict[str, list[Candidate]] = {}
         for one in due:
             by_balancer.setdefault(one.load_balancer_id, []).append(one)
-        done = sum(self._compare(pool, of, found) for of, found in by_balancer.items())
-        self._rerender(pool)
+        done = self._compare(pool, self._targets(by_balancer.values()), goes_on)
+        if goes_on():
+            self._rerender(pool)
         return done
 
-    def _compare(self, pool: ThreadPoolExecutor, load_balancer_id: str, due: Sequence[Candidate]) -> int:
-        """Compare some amphorae of one load balancer."""
+    def _compare(self, pool: ThreadPoolExecutor, targets: Iterator[_Target | None], goes_on: Callable[[], bool]) -> int:
+        """Have amphorae asked side by side, whosoever they are, and write down what they say."""
+        asked: dict[Future[BundleState | AmphoraDriverError], _Target] = {}
+        done, more = 0, True
+        try:
+            while goes_on() and (asked or more):
+                if more and len(asked) < _QUEUED * self._most:
+                    target = next(targets, _END)
+                    more = target is not _END
+                    if isinstance(target, _Target):
+                        asked[pool.submit(self._ask, target.amphora)] = target
+                    if more:
+                        continue
+                for answer in wait(asked, _SLICE, FIRST_COMPLETED).done:
+                    done += self._heard(asked.pop(answer), answer)
+        finally:
+            for answer, target in asked.items():
+                # Who is being asked has not answered in a while, perhaps; the others come first in the next round.
+                if answer.done():
+                    done += self._heard(target, answer)
+                elif not answer.cancel():
+                    self._put_off([target.amphora.id])
+        return done
+
+    def _targets(self, due: Iterable[list[Candidate]]) -> Iterator[_Target | None]:
+        """What to ask, of one load balancer after the other; None where there is nothing, so that others may go on."""
+        for found in due:
+            try:
+                yield from self._of_one(found)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others are compared
+                _complain(f"load balancer {found[0].load_balancer_id}", error)
+                self._put_off(one.amphora_id for one in found)
+            yield None
+
+    def _of_one(self, due: list[Candidate]) -> Iterator[_Target]:
+        load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(
             lambda connection: record_of(connection, load_balancer_id, self._backends.catalogue)
         )
         if recorded is None or recorded.generation != due[0].generation:
-            return 0
-        wanted_by = {one.amphora_id for one in due}
-        targets = [one for one in recorded.amphorae if one.id in wanted_by]
+            # It is changed just now, or its addresses are not known yet.
+            self._put_off(ids)
+            return
+        expected = self._expected(recorded)
+        for one in recorded.amphorae:
+            if one.id in ids:
+                yield _Target(recorded=recorded, amphora=one, digest=expected[one.id])
+
+    def _expected(self, recorded: Recorded) -> dict[str, str]:
+        made = bodies(recorded, self._backends.conf, self._backends.vault)
+        return {one: _digest(body) for one, body in made.items()}
+
+    def _heard(self, target: _Target, answer: Future[BundleState | AmphoraDriverError]) -> int:
+        """Write down what an amphora said; returns how many were compared."""
         try:
-            expected = {
-                one: _digest(body) for one, body in bodies(recorded, self._backends.conf, self._backends.vault).items()
-            }
-        except AmphoraDriverError as error:
-            LOG.info("load balancer %s is not compared: %s", load_balancer_id, error)
-            self._put_off(targets)
-            return 0
-        done = 0
-        for one, said in zip(targets, pool.map(self._ask, targets), strict=True):
-            if isinstance(said, AgentError):
-                LOG.info("amphora %s is not compared: %s", one.id, said)
-                self._put_off([one])
-                continue
-            done += 1
-            self._note(recorded, one, judge(recorded.generation, expected[one.id], said), said)
-        return done
+            said = answer.result()
+            if isinstance(said, AmphoraDriverError):
+                return self._unheard(target, said)
+            verdict = judge(target.recorded.generation, target.digest, said)
+            self._note(target.recorded, target.amphora, verdict, said)
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - as above
+            return self._unheard(target, error)
+        return 1
 
-    def _put_off(self, targets: Sequence[Amphora]) -> None:
+    def _unheard(self, target: _Target, error: BaseException) -> int:
+        _complain(f"amphora {target.amphora.id}", error)
+        self._put_off([target.amphora.id])
+        return 0
+
+    def _put_off(self, amphora_ids: Iterable[str]) -> None:
         at = time.monotonic() + min(_AGAIN, self._interval)
-        self._later |= dict.fromkeys((one.id for one in targets), at)
+        self._later |= dict.fromkeys(amphora_ids, at)
 
-    def _ask(self, amphora: Amphora) -> BundleState | AgentError:
+    def _ask(self, amphora: Amphora) -> BundleState | AmphoraDriverError:
         try:
             deadline = Deadline(_PATIENCE, f"compare amphora {amphora.id}")
             found: BundleState = self._backends.agents.bundle_state(
                 amphora.id, str(amphora.management_address), deadline=deadline
             )
-        except AgentError as error:
+        except AmphoraDriverError as error:
             return error
         return found
 
@@ -248,8 +349,16 @@ class Auditing:
             self._database.write(lambda connection: drifts.audited(connection, [amphora.id], now, why))
             return
         why = f"generation: it confirmed {generation} and says that it has {said.generation}"
+        if verdict is Verdict.FAR:
+            why = (
+                f"{why}, which nobody has given it; it takes nothing any more, and is to be replaced (amphora failover)"
+            )
+            self._database.write(lambda connection: drifts.audited(connection, [amphora.id], now, why))
+            LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
+            return
 
         def write(connection: sa.Connection) -> bool:
+            drifts.hold(connection, [amphora.id])
             drifts.audited(connection, [amphora.id], now, why)
             if verdict is Verdict.AHEAD:
                 return drifts.overtake(connection, of, generation, said.generation or 0)
@@ -265,18 +374,22 @@ class Auditing:
             return
         of = next(iter(self._waiting))
         del self._waiting[of]
+        try:
+            self._rerender_one(pool, of)
+        except Exception as error:  # noqa: BLE001 - as above: it is found again
+            _complain(f"load balancer {of}", error)
+
+    def _rerender_one(self, pool: ThreadPoolExecutor, of: str) -> None:
         recorded = self._database.read(lambda connection: record_of(connection, of, self._backends.catalogue))
         if recorded is None:
             return
         # A change that came meanwhile has brought what differed: ask again before anything is pushed.
-        expected = {
-            one: _digest(body) for one, body in bodies(recorded, self._backends.conf, self._backends.vault).items()
-        }
+        expected = self._expected(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = [
             one
             for one, said in zip(ready, pool.map(self._ask, ready), strict=True)
-            if not isinstance(said, AgentError)
+            if not isinstance(said, AmphoraDriverError)
             and judge(recorded.generation, expected[one.id], said) is Verdict.RENDERER
         ]
         if not different:
@@ -291,6 +404,13 @@ class Auditing:
         if self._database.write(lambda connection: drifts.take_back(connection, first.id, recorded.generation, why)):
             LOG.info("load balancer %s is rendered in another way now, and is pushed", of)
             self._due()
+
+
+def _complain(what: str, error: BaseException) -> None:
+    if isinstance(error, AmphoraDriverError):
+        LOG.info("%s is not compared: %s", what, error)
+    else:
+        LOG.error("%s is not compared", what, exc_info=error)
 
 
 def _digest(body: bytes) -> str:

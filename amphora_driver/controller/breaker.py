@@ -8,7 +8,7 @@ dead. An operator can hold it open, or close it. Every time here is on `time.mon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 import msgspec
@@ -48,6 +48,23 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     watched: int
     silent: int
     recent: int
+
+
+def resumed(state: State, reason: str, limits: Limits, now: float, remaining: float | None) -> Breaker:
+    """What another process has left.
+
+    Args:
+        state: as it was left.
+        reason: why.
+        limits: when it opens and closes.
+        now: the moment.
+        remaining: seconds until its trial by what that one wrote; None if it did not. A clock that was moved makes it
+            neither longer than a whole wait nor shorter than none.
+    """
+    waited = 0.0
+    if state is State.OPEN and remaining is not None:
+        waited = limits.trial - min(max(remaining, 0.0), limits.trial)
+    return Breaker(state=state, since=now - waited, reason=reason)
 
 
 def too_many(number: int, watched: int, limits: Limits) -> str:
@@ -166,15 +183,20 @@ class Pauses:
         pause = min(self._first * 2.0 ** min(times - 1, 60), self._most)
         self._past[load_balancer_id] = _Past(times, now, pause, frozenset(there))
 
-    def resume(self, ages: Mapping[str, Sequence[float]], now: float) -> None:
-        """Learn of earlier ones, begun so many seconds ago, by load balancer.
+    def resume(self, load_balancer_id: str, ages: Iterable[float], there: Collection[str], now: float) -> None:
+        """Learn of earlier ones.
 
         What a clock that was moved says wrong is bounded by the pause itself.
+
+        Args:
+            load_balancer_id: whose.
+            ages: how many seconds ago each began.
+            there: the amphorae that were there when the last one began.
+            now: the moment.
         """
-        self._past.clear()
-        for load_balancer_id, known in ages.items():
-            for age in sorted(known, reverse=True):
-                self.begun(load_balancer_id, (), now - max(age, 0.0))
+        self._past.pop(load_balancer_id, None)
+        for age in sorted(ages, reverse=True):
+            self.begun(load_balancer_id, there, now - max(age, 0.0))
 
     def left(self, load_balancer_id: str, amphora_id: str, now: float) -> float:
         """Seconds an amphora has to wait."""

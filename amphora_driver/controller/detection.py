@@ -4,7 +4,8 @@
 Invariant: blind is never dead. An amphora's silence is the time for which this process has looked at its place in the
 row of heartbeats without a pause, has found it unchanged, and has known that some health manager hears. Whatever breaks
 that (a gap between two looks, no health manager that proves its hearing, a duty just taken) has everybody counted anew
-from zero. No date and no other process's clock is compared with anything.
+from zero. No date and no other process's clock is compared with anything. And where nobody at all is heard, somebody
+else has to say that the way to the amphorae is there (`doubt`): a switch that is gone says nothing to this machine.
 """
 
 from __future__ import annotations
@@ -28,19 +29,37 @@ _LEAST_GAP = 1.0
 _LEAST_DEAF = 1.5
 # Seconds for which an answer is good, or twice the time it may take.
 _FRESH = 8.0
+# Seconds between a heartbeat and its place being seen here, beside the flush: health managers write places down once a
+# second, and a look comes every half.
+_SEEN_LATE = 1.5
+# Of an interval: a heartbeat that comes later than that was not sent, or was lost.
+_JITTER = 1.25
+_MISSED = 1.5
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of [failover], in seconds."""
+    """Options of [failover], in seconds; the last two are of [health]."""
 
     silent_after: float = 7.0
     mute_after: float = 120.0
     probe_timeout: float = 2.0
+    interval: float = 3.0
+    flush: float = 0.5
 
     @property
     def late_after(self) -> float:
-        """From when on somebody is late: suspected, but not silent yet."""
+        """From when on somebody is late: suspected and asked, but not silent yet."""
         return self.silent_after * _LATE
+
+    @property
+    def quiet_after(self) -> float:
+        """From when on somebody has missed a heartbeat, and may be the next of many to fall silent."""
+        return min(_MISSED * self.interval + self.flush + _SEEN_LATE, self.late_after)
+
+    @property
+    def due_again(self) -> float:
+        """After so long the next heartbeat would have been seen: whoever is heard from then on was heard after it."""
+        return _JITTER * self.interval + self.flush + _SEEN_LATE
 
     @property
     def gap(self) -> float:
@@ -76,6 +95,10 @@ class Watch:
 
     Args:
         limits: how long is long.
+
+    Attributes:
+        moved_at: when anybody's heartbeat was seen last, on the clock that `look` is given.
+        blind: why it sees nobody; empty while it sees.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -85,13 +108,14 @@ class Watch:
         self._looked: float | None = None
         self._heard: float | None = None
         self._sees_since: float | None = None
+        self.moved_at: float | None = None
         self.blind = "it has just begun to look"
 
     def forget(self, why: str) -> None:
         """Count everybody anew: something else than amphorae was the matter."""
         self._quiet.clear()
         self._beats.clear()
-        self._looked = self._heard = self._sees_since = None
+        self._looked = self._heard = self._sees_since = self.moved_at = None
         self.blind = why
 
     def look(self, orders: Mapping[str, Order], beats: Mapping[str, int], now: float) -> None:
@@ -117,6 +141,8 @@ class Watch:
             self._quiet.clear()
             self._sees_since, self.blind = now, ""
         before = self._quiet
+        if any((known := before.get(one)) is not None and known.order != order for one, order in orders.items()):
+            self.moved_at = now
         self._quiet = {
             amphora_id: known
             if (known := before.get(amphora_id)) is not None and known.order == order
@@ -189,13 +215,56 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     stale: bool = False
 
 
+class Company(msgspec.Struct, frozen=True, kw_only=True):
+    """What else is known of the way to the amphorae than that one of them is silent.
+
+    Attributes:
+        watched: how many amphorae there are to be heard.
+        heard_at: when anybody's heartbeat was seen last; None if never.
+        answered_at: when an agent that answered was asked, the last time; None if none did.
+        witnesses: there are some, so that no agent counts as not answering while none of them can be reached.
+    """
+
+    watched: int
+    heard_at: float | None = None
+    answered_at: float | None = None
+    witnesses: bool = False
+
+
+def doubt(quiet: Quiet, company: Company, now: float, limits: Limits) -> str:
+    """Why it may be the way to all amphorae that is gone, and not this one; empty if somebody shows that it is there.
+
+    What is silent and does not answer looks the same in both cases. Heard by then has to be somebody after this one's
+    next heartbeat was due: the last one of another may be of just before the way was gone.
+    """
+    since = quiet.since + limits.due_again
+    shown = any(at is not None and at >= since for at in (company.heard_at, company.answered_at))
+    if shown or company.witnesses:
+        return ""
+    # Of one on its own nobody else can be heard. The old one goes only when the new one serves.
+    patience = 2 * limits.silent_after
+    if company.watched > 1:
+        patience = max(limits.mute_after, patience)
+    if now - quiet.since >= patience:
+        return ""
+    return f"nobody at all is heard, and [failover] witnesses is empty: it is believed after {patience:g} s of silence"
+
+
 def is_good(answer: Answer | None, quiet: Quiet, now: float, limits: Limits) -> bool:
     """Whether an answer says something of this silence, and is not too old."""
     return answer is not None and answer.at >= quiet.since and now - answer.at <= limits.fresh
 
 
-def judge(quiet: Quiet, answer: Answer | None, now: float, limits: Limits) -> Judgement:
-    """What to think of an amphora that has been silent for long enough."""
+def judge(quiet: Quiet, answer: Answer | None, now: float, limits: Limits, doubted: str = "") -> Judgement:
+    """What to think of an amphora that has been silent for long enough.
+
+    Args:
+        quiet: its silence.
+        answer: what came of asking it.
+        now: the moment.
+        limits: how long is long.
+        doubted: why it may be the way to it (`doubt`); empty if it is not.
+    """
     kind = Kind.SILENT if quiet.spoke else Kind.NEVER_SPOKE
     if answer is None or answer.at < quiet.since:
         return Judgement(kind=kind, words="its agent is being asked")
@@ -204,13 +273,16 @@ def judge(quiet: Quiet, answer: Answer | None, now: float, limits: Limits) -> Ju
         return Judgement(kind=kind, words=f"nothing follows: its agent cannot be asked from here ({answer.words})")
     if answer.how is How.ANSWERS:
         kind = Kind.MUTE if quiet.spoke else Kind.NEVER_SPOKE
-        cause = Cause.MUTE if quiet.spoke else Cause.NEVER_SPOKE
         over = now - quiet.since >= limits.mute_after
-        words = f"its agent answers; it is replaced after {limits.mute_after:g} s of silence"
-        return Judgement(kind=kind, words=words, cause=cause if over else None, stale=stale)
+        said = f"its agent answers ({answer.words})" if answer.words else "its agent answers"
+        words = f"{said}; it is replaced after {limits.mute_after:g} s of silence"
+        # Also one that was never heard: it may well serve, and must not be taken for dead.
+        return Judgement(kind=kind, words=words, cause=Cause.MUTE if over else None, stale=stale)
     if answer.blind_at is not None and now - answer.blind_at < limits.silent_after:
         # Who has just got its own network back hears nobody yet, and reaches nobody either.
         return Judgement(kind=kind, words="nothing follows yet: a moment ago its agent could not be asked from here")
+    if doubted:
+        return Judgement(kind=kind, words=f"nothing follows yet: its agent does not answer, but {doubted}")
     cause = Cause.SILENT if quiet.spoke else Cause.NEVER_SPOKE
     words = f"its agent does not answer ({answer.words})"
     return Judgement(kind=kind, words=words, cause=cause, dead=not stale, stale=stale)

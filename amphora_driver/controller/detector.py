@@ -17,8 +17,19 @@ import msgspec
 
 from amphora_driver import points
 from amphora_driver.controller import breaker as breaking
-from amphora_driver.controller.breaker import Allowance, Breaker, Count, Fallen, Pauses, too_many
-from amphora_driver.controller.detection import Judgement, Kind, Limits, Quiet, Watch, is_good, judge
+from amphora_driver.controller.breaker import Allowance, Breaker, Count, Fallen, Pauses, resumed, too_many
+from amphora_driver.controller.detection import (
+    Company,
+    How,
+    Judgement,
+    Kind,
+    Limits,
+    Quiet,
+    Watch,
+    doubt,
+    is_good,
+    judge,
+)
 from amphora_driver.controller.findings import Findings
 from amphora_driver.controller.witnesses import Witnesses
 from amphora_driver.errors import AmphoraDriverError
@@ -49,6 +60,8 @@ _DUTY = 6.0
 _RENEWED_EVERY = 1.5
 # Seconds after something went wrong that nobody thought of.
 _TROUBLE = 1.0
+# Load balancers whose status is written in one turn: each is a transaction, in which nobody looks.
+_MOST_SAID = 20
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +94,8 @@ class Detector:
             silent_after=options.silent_after,
             mute_after=max(options.mute_after, options.silent_after),
             probe_timeout=options.probe_timeout,
+            interval=conf.health.interval,
+            flush=conf.health.flush_interval,
         )
         self._breaking = breaking.Limits(
             percent=options.breaker_percent,
@@ -95,6 +110,7 @@ class Detector:
         self._tell = tell
         self._every = min(_LOOK_EVERY, options.silent_after / 8)
         self._history: float = max(4 * options.pause_most, 60.0)
+        self._witnessed = bool(options.witnesses)
         self._watch = Watch(self._limits)
         self._witnesses = Witnesses(agents, options.probe_timeout, options.witnesses)
         self._pauses = Pauses(options.pause_first, options.pause_most)
@@ -103,6 +119,10 @@ class Detector:
         self._findings = Findings(database, conf.controller.orphan_grace)
         self._renew_at = 0.0
         self._mine = False
+        # The duty's, when it was ours last: as long as it stays nobody else has had it.
+        self._epoch: int | None = None
+        # Why nobody is believed to be dead now, though somebody is silent.
+        self._doubted = ""
         # When this process saw a fail-over first, and for which load balancer the one on trial is.
         self._going: dict[int, float] = {}
         self._trial: tuple[str, float] | None = None
@@ -163,7 +183,7 @@ class Detector:
             self._lose("another controller has the duty")
             return
         if not self._mine:
-            self._take_up(rows)
+            self._take_up(look, rows)
         self._watch.look({one.amphora_id: one.order for one in look.amphorae}, look.beats, time.monotonic())
         self._decide(look, rows, begun)
 
@@ -172,21 +192,40 @@ class Detector:
         self._renew_at = max(self._renew_at, time.monotonic() + self._every)
         self._watch.forget(why)
 
-    def _take_up(self, rows: dict[str, Row]) -> None:
-        """Begin with the duty: what another one has found is known, how long anybody is silent is not."""
-        LOG.info("this controller looks for silent amphorae now")
-        ages = self._database.read(lambda connection: silences.begun(connection, self._history))
-        now = time.monotonic()
-        self._pauses.resume(ages, now)
+    def _take_up(self, look: Look, rows: dict[str, Row]) -> None:
+        """Begin with the duty: how long anybody is silent is not known.
+
+        What the one before has found is. Who had it himself until a moment ago forgets nothing else: what an operator
+        has accepted, and what is on trial.
+        """
+        mine = self._epoch == look.epoch
         self._watch.forget("it has just begun to look")
+        if not mine:
+            LOG.info("this controller looks for silent amphorae now")
+            self._learn(look, rows)
+        self._findings.take_up(None if mine else rows)
+        self._epoch, self._mine = look.epoch, True
+
+    def _learn(self, look: Look, rows: dict[str, Row]) -> None:
+        """What the one before has found."""
+        self._pauses.keep(())
+        begun = self._database.read(lambda connection: silences.begun(connection, self._history))
+        now = time.monotonic()
+        for load_balancer_id, known in begun.items():
+            self._pauses.resume(load_balancer_id, known.ages, known.there, now)
         self._fallen = Fallen(self._breaking.window)
         self._going.clear()
         self._trial = None
-        known = rows.get(breakers.AUTOMATIC)
-        state = breaking.State.CLOSED if known is None else breaking.State(known.state)
-        self._breaker = Breaker(state=state, since=now, reason=(known.reason if known else None) or "")
-        self._findings.take_up(rows)
-        self._mine = True
+        known_row = rows.get(breakers.AUTOMATIC)
+        if known_row is None:
+            self._breaker = Breaker(since=now)
+            return
+        remaining = None if known_row.trial_at is None else known_row.trial_at - look.at
+        state = breaking.State(known_row.state)
+        self._breaker = resumed(state, known_row.reason or "", self._breaking, now, remaining)
+        if state is breaking.State.TRIAL and look.going:
+            # The last one that began was let through by it: until it has ended the next one waits.
+            self._trial = max(look.going, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, look: Look, rows: dict[str, Row], now: float) -> None:
         there = {one.amphora_id: one for one in look.amphorae}
@@ -194,15 +233,17 @@ class Detector:
         late = self._watch.quiet(now, self._limits.late_after)
         self._witnesses.keep(late)
         self._ask(late, there, now)
+        company = self._company(late, len(watched))
+        self._doubted = ""
         cases = [
-            Case(sight=there[one], quiet=quiet, judgement=self._judge(there[one], quiet, now))
+            Case(sight=there[one], quiet=quiet, judgement=self._judge(there[one], quiet, company, now))
             for one, quiet in late.items()
             if now - quiet.since >= self._limits.silent_after
         ]
         silent = {case.sight.amphora_id for case in cases} & watched
-        if not self._watch.blind:
-            self._count(rows, watched, silent, cases, now)
-        only_late = len((late.keys() & watched) - silent)
+        self._count(rows, watched, silent, cases, now)
+        missing = self._watch.quiet(now, self._limits.quiet_after)
+        only_late = len((missing.keys() & watched) - silent)
         verdicts = self._act(look, cases, self._allowance(look, rows, self._fallen.of(watched), only_late, now), now)
         self._pauses.keep({one.load_balancer_id for one in look.amphorae})
         self._findings.say(verdicts, self._words(look, now, len(silent), len(watched)))
@@ -220,14 +261,33 @@ class Detector:
             if address is not None:
                 self._witnesses.ask(one, address)
 
-    def _judge(self, sight: Sight, quiet: Quiet, now: float) -> Judgement:
+    def _company(self, late: dict[str, Quiet], watched: int) -> Company:
+        """What speaks for the way to the amphorae being there."""
+        answers = [self._witnesses.answer(one) for one in late]
+        answered = [said.at for said in answers if said is not None and said.how is How.ANSWERS]
+        return Company(
+            watched=watched,
+            heard_at=self._watch.moved_at,
+            answered_at=max(answered, default=None),
+            witnesses=self._witnessed,
+        )
+
+    def _judge(self, sight: Sight, quiet: Quiet, company: Company, now: float) -> Judgement:
         if sight.address is None:
             kind = Kind.SILENT if quiet.spoke else Kind.NEVER_SPOKE
             return Judgement(kind=kind, words="nothing follows: it has no address to be asked at")
-        return judge(quiet, self._witnesses.answer(sight.amphora_id), now, self._limits)
+        answer = self._witnesses.answer(sight.amphora_id)
+        doubted = doubt(quiet, company, now, self._limits)
+        if doubted and answer is not None and answer.how is How.UNANSWERED:
+            self._doubted = doubted
+        return judge(quiet, answer, now, self._limits, doubted)
 
     def _count(self, rows: dict[str, Row], watched: set[str], silent: set[str], cases: list[Case], now: float) -> None:
         """Have the breaker open and close."""
+        if not self._sees_enough(now):
+            # Nobody can be silent yet: that is no calm, nobody who was silent before was heard, and whom an operator
+            # takes for dead is not known again.
+            return
         if self._findings.closed_by_operator(rows):
             LOG.warning("an operator has closed the breaker: those that are silent now are replaced")
             self._fallen.accept(silent)
@@ -235,9 +295,6 @@ class Detector:
             self._trial = None
         recent = self._fallen.note(silent, watched, now)
         count = Count(watched=self._fallen.of(watched), silent=self._fallen.open_count(silent), recent=recent)
-        if self._breaker.state is not breaking.State.CLOSED and self._watch.sees_for(now) < self._limits.silent_after:
-            # Nobody can be silent yet; that is no calm.
-            return
         before = self._breaker
         self._breaker = breaking.after(before, count, self._breaking, now, trial=self._tried(cases, now))
         if self._breaker.state is before.state:
@@ -251,6 +308,10 @@ class Detector:
             self._fallen.forgive()
             self._trial = None
             LOG.warning("the breaker is closed again: %s", self._breaker.reason)
+
+    def _sees_enough(self, now: float) -> bool:
+        """Whether it has seen for so long that somebody could be silent."""
+        return not self._watch.blind and self._watch.sees_for(now) >= self._limits.silent_after
 
     def _tried(self, cases: list[Case], now: float) -> bool | None:
         """How the fail-over on trial ended; None while it goes on, or where there is none."""
@@ -273,7 +334,8 @@ class Detector:
         self._going = {one.id: self._going.get(one.id, now) for one in look.going}
         # One that does not come to its end holds up the others for so long only.
         going = {one.load_balancer_id for one in look.going if now - self._going[one.id] < self._patience}
-        if self._trial is not None and self._trial[0] not in going:
+        goes_on = {one.load_balancer_id for one in look.going}
+        if self._trial is not None and self._trial[0] not in goes_on and self._sees_enough(now):
             LOG.warning("the fail-over on trial has ended well: load balancer %s", self._trial[0])
             self._trial = None
         held = rows.get(breakers.OPERATOR)
@@ -289,7 +351,7 @@ class Detector:
 
     def _act(self, look: Look, cases: list[Case], allowance: Allowance, now: float) -> list[Silence]:
         """Begin what may begin; returns what is to be shown of everybody who is silent."""
-        said = []
+        said, told = [], 0
         by_load_balancer: dict[str, list[Case]] = {}
         for case in cases:
             by_load_balancer.setdefault(case.sight.load_balancer_id, []).append(case)
@@ -301,12 +363,15 @@ class Detector:
             dead = _all_dead(look, load_balancer_id, mine)
             if due and self._begin(look, load_balancer_id, due, dead, now):
                 allowance = allowance.taken(1)
-            elif ready and dead and not due and self._breaker.state is breaking.State.CLOSED and not allowance.late:
-                self._findings.not_served(
-                    load_balancer_id, self._owner, {c.sight.amphora_id: c.quiet.order for c in ready}, dead
-                )
+            elif ready and dead and not due and told < _MOST_SAID and self._is_believed(allowance):
+                orders = {case.sight.amphora_id: case.quiet.order for case in ready}
+                told += self._findings.not_served(load_balancer_id, self._owner, orders, dead)
             said += [_shown(case, refusals[case.sight.amphora_id], look, now) for case in ready]
         return said
+
+    def _is_believed(self, allowance: Allowance) -> bool:
+        """Whether those that are silent are dead, and not everybody behind something that is gone."""
+        return self._breaker.state is breaking.State.CLOSED and not allowance.late
 
     def _refusal(self, case: Case, allowance: Allowance, now: float) -> str:
         """Why an amphora that is to be replaced is not, yet; empty if it is."""
@@ -364,7 +429,7 @@ class Detector:
         """The rows of the breaker, as they are to be."""
         since = look.at - (now - self._breaker.since)
         trial = since + self._breaking.trial if self._breaker.state is breaking.State.OPEN else None
-        blind = self._watch.blind
+        blind = self._watch.blind or self._doubted
         counts = {"silent": silent, "watched": watched}
         return [
             breakers.Row(

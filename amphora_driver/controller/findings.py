@@ -2,7 +2,8 @@
 """What the detector has found, on its way to the tables people look at.
 
 Invariant: written only where something changed: a quiet fleet costs no writes. What an operator wrote meanwhile is
-never written over without having been taken in.
+never written over without having been taken in. However many are silent, one turn writes a bounded number of rows: the
+rest follows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # Seconds between two writes of numbers alone, and between two looks at zombies.
 _NUMBERS_EVERY = 5.0
 _ZOMBIES_EVERY = 10.0
+# Rows of who is silent that are written down at once: while it is written nobody looks.
+_MOST_WRITTEN = 200
 # Moments this close are the same one: each look computes them anew.
 _SAME = 2.0
 
@@ -48,9 +51,14 @@ class Findings:
         # By load balancer: the places of its amphorae at which its status was written.
         self._told: dict[str, dict[str, tuple[int, int] | None]] = {}
 
-    def take_up(self, rows: dict[str, Row]) -> None:
-        """Begin: what others wrote is known."""
-        self._rows = dict(rows)
+    def take_up(self, rows: dict[str, Row] | None) -> None:
+        """Begin: what others wrote is known.
+
+        Args:
+            rows: the breaker's; None if nobody else had the duty meanwhile, so that what an operator wrote is news.
+        """
+        if rows is not None:
+            self._rows = dict(rows)
         self._silent.clear()
         self._told.clear()
         self._known = {row.amphora_id for row in self._database.read(silences.every)}
@@ -71,8 +79,8 @@ class Findings:
         """
         now = time.monotonic()
         wanted = {one.amphora_id: self._steady(one) for one in silent}
-        changed = [one for key, one in wanted.items() if self._silent.get(key) != one]
-        gone = self._known - wanted.keys()
+        gone = sorted(self._known - wanted.keys())[:_MOST_WRITTEN]
+        changed = [one for key, one in wanted.items() if self._silent.get(key) != one][: _MOST_WRITTEN - len(gone)]
         numbers = now - self._numbers_at >= _NUMBERS_EVERY
         differing = [row for row in rows if _differs(self._rows.get(row.name), row, numbers=numbers)]
         if changed or gone or differing:
@@ -89,7 +97,9 @@ class Findings:
             self._rows.update({row.name: row for row in written})
         if differing:
             self._numbers_at = now
-        self._silent, self._known = wanted, set(wanted)
+        self._silent |= {one.amphora_id: one for one in changed}
+        self._known = (self._known | self._silent.keys()) - set(gone)
+        self._silent = {one: row for one, row in self._silent.items() if one in wanted}
         quiet = {one.load_balancer_id for one in silent}
         self._told = {one: orders for one, orders in self._told.items() if one in quiet}
         if now - self._zombies_at >= _ZOMBIES_EVERY:
@@ -98,10 +108,14 @@ class Findings:
 
     def not_served(
         self, load_balancer_id: str, owner: str, orders: Mapping[str, tuple[int, int] | None], reason: str
-    ) -> None:
-        """Nobody serves a load balancer and nothing begins: its status says so, once for each silence."""
+    ) -> bool:
+        """Nobody serves a load balancer and nothing begins: its status says so, once for each silence.
+
+        Returns:
+            Whether it was not said before.
+        """
         if self._told.get(load_balancer_id) == orders:
-            return
+            return False
 
         def write(connection: sa.Connection) -> None:
             if silences.unchanged(connection, load_balancer_id, orders, owner) == set(orders):
@@ -109,6 +123,7 @@ class Findings:
 
         self._database.write(write)
         self._told[load_balancer_id] = dict(orders)
+        return True
 
     def _steady(self, one: Silence) -> Silence:
         """With the moment that was said of this silence before."""

@@ -16,7 +16,7 @@ from amphora_driver.controller.renewal import attended
 from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import claims, generations, processes, rotations
+from amphora_driver.store import claims, failovers, generations, processes, rotations
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -30,6 +30,8 @@ LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
 # Load balancers that take new TLS ticket keys at once: each of them is pushed.
 _MOST_ROTATED = 200
+# Transactions in which fail-overs of long ago are forgotten, each time; what is left then comes the next time.
+_MOST_CHUNKS = 100
 
 
 class Housekeeping:
@@ -109,7 +111,7 @@ class Housekeeping:
         )
 
     def tidy(self) -> None:
-        """Forget processes that went without a word, and rotations of long ago."""
+        """Forget processes that went without a word, and rotations and fail-overs of long ago."""
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
@@ -117,6 +119,9 @@ class Housekeeping:
             rotations.tidy(connection, now - self._history)
 
         self._database.write(write)
+        for _ in range(_MOST_CHUNKS):
+            if not self._database.write(lambda connection: failovers.tidy(connection, now - self._history)):
+                break
 
     def _released(self, orphan: claims.Orphan) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""

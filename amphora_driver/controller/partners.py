@@ -94,7 +94,8 @@ def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) 
         first_role: the role that counts where nobody says anything.
         quiet: those that are silent, whose last words are not believed.
     """
-    serving = [one for one in everyone if one.confirmed > 0]
+    # One that is about to go and has no port any more may say what it will: nobody hears it.
+    serving = [one for one in everyone if one.confirmed > 0 and (one.plugged or one.state is not State.RETIRING)]
     if not serving:
         return None
 

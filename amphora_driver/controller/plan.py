@@ -87,11 +87,32 @@ def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """The next steps, in order; the same question is asked again after they were taken."""
     if wanted.gone:
         return _removal(wanted, amphorae)
-    if wanted.renewals:
-        # Before anything else is asked of them: one whose certificate has expired takes nothing else.
-        return [RenewCertificate(amphora_id=one, reason=why) for one, why in sorted(wanted.renewals.items())]
-    if wanted.stock is not None:
-        return plan_pool(wanted, wanted.stock, amphorae)
+    first, later = _renewals(wanted, amphorae)
+    if first:
+        return first
+    steps = _present(wanted, amphorae) if wanted.stock is None else plan_pool(wanted, wanted.stock, amphorae)
+    # While connections end there is time enough.
+    return [*later, *steps] if not steps or isinstance(steps[0], LookAfter) else steps
+
+
+def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnyStep], list[AnyStep]]:
+    """Certificates to be given before anything else, and those that wait until there is nothing else to do.
+
+    One whose certificate has expired takes nothing else. One that is about to go may not answer any more: who comes in
+    its place is not kept waiting for that.
+    """
+    going = {one.id for one in amphorae if one.state is State.RETIRING}
+    expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= wanted.now}
+    first: list[AnyStep] = []
+    later: list[AnyStep] = []
+    for one, why in sorted(wanted.renewals.items()):
+        step = RenewCertificate(amphora_id=one, reason=why)
+        (later if one in going - expired else first).append(step)
+    return first, later
+
+
+def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
+    """The next steps for one that is to be there."""
     house = _House(wanted, amphorae)
     if house.missing and house.may_grow():
         return [_newcomer(wanted, house.next_role())]
@@ -102,7 +123,7 @@ def plan(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     waiting = [one for one in house.live if _boots(wanted, one)]
     arrived = [one for one in house.live if one not in waiting and not _arrival(wanted, one)]
     if steps and not (wanted.attempts > 0 and house.served_meanwhile(arrived)):
-        return sorted(steps, key=lambda step: _STAGES.index(type(step)))
+        return sorted(steps, key=house.turn_of)
     if waiting and not house.served_meanwhile(arrived):
         return [_patience(wanted, waiting)]
     if not wanted.readable:
@@ -118,7 +139,7 @@ def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[
     if undone:
         return [ApplyVipOptions(reason=undone)]
     if house.behind(arrived):
-        return [house.push(arrived)]
+        return house.fencing() or [house.push(arrived)]
     if house.missing:
         return house.relief()
     if wanted.applied < wanted.generation:
@@ -164,6 +185,7 @@ class _House:
         self.retiring = [one for one in amphorae if one.state is State.RETIRING]
         self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
         self._several = len(wanted.roles) > 1
+        self._without_machine = {one.id for one in self.live if one.management_address is None}
         self._quiet = partners.silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
         self._holder = partners.holder(amphorae, wanted.roles[0], self._quiet)
 
@@ -176,12 +198,40 @@ class _House:
         # One whose connections go on is in the way only where VIPs are to be handed over.
         staying = [one for one in serving if not self._drains(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
+        lost = {one.role for one in self.retiring if one.dead}
+        if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
+            # What has yet to go of somebody else, and perhaps cannot, is no reason to leave one alone.
+            return settled
         return settled and not replaced and not self._leaving()
 
     def next_role(self) -> str:
         """The role to fill first: of two that are replaced, that of the one that has no VIPs."""
         has = {one.role for one in self.retiring if one.id == self._holder}
         return min(self.missing, key=lambda role: role in has)
+
+    def turn_of(self, step: AnyStep) -> tuple[bool, int]:
+        """Which steps of those that come are taken first: by stage; once something failed, by who has a machine."""
+        late = self._wanted.attempts > 0 and getattr(step, "amphora_id", None) in self._without_machine
+        return late, _STAGES.index(type(step))
+
+    def fencing(self) -> list[AnyStep]:
+        """Remove those taken for dead before their partners forget them: they may have the VIPs still.
+
+        One whose agent ended, or whose management network did, is as silent as one that is gone. Its partner hears its
+        advertisements for as long as it knows it. This is tried once: nobody waits for a machine that cannot be
+        reached. One on its own has no partner that would take anything because of it: it is removed when its
+        replacement serves.
+        """
+        if not (self._several and self._wanted.priorities) or self._wanted.attempts > 0:
+            return []
+        known = {each.id for one in self.live for each in one.partners}
+        nobody = not any(one.confirmed for one in self.live)
+        reason = "it is silent, and might have the VIPs when its partner takes them"
+        return [
+            Release(amphora_id=one.id, reason=reason)
+            for one in self.retiring
+            if one.dead and one.confirmed > 0 and (nobody or one.id in known)
+        ]
 
     def served_meanwhile(self, arrived: Sequence[Amphora]) -> bool:
         """Whether some are to be served although others are still coming.

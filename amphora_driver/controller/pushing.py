@@ -231,7 +231,7 @@ class Pushing:
 
         def write(connection: sa.Connection) -> None:
             for one in served:
-                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now}
+                values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now, "drifts": False}
                 if round_.priorities:
                     values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)

@@ -23,7 +23,16 @@ from amphora_driver.controller.memory import Trees
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn
 from amphora_driver.controller.waiting import Awaited, WaitingRoom
-from amphora_driver.errors import AmphoraDriverError, Deadly, LeaseLost, Superseded, UnsupportedOption
+from amphora_driver.errors import (
+    AgentError,
+    AmphoraDriverError,
+    ComputeError,
+    Deadly,
+    LeaseLost,
+    NetworkError,
+    Superseded,
+    UnsupportedOption,
+)
 from amphora_driver.model.secrets import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
 from amphora_driver.store import amphorae, failovers, secrets, statuses
@@ -32,7 +41,7 @@ from amphora_driver.store.tables import work
 from amphora_driver.telemetry import logs, metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
@@ -49,6 +58,8 @@ _CROWD = 0.05
 _ADVERTS, _MOST_ADVERTS, _VIP_PATIENCE = 3, 4, 3.0
 # After so many an amphora is not waited for before its partner is served.
 _MISSED_HEARTBEATS = 3
+# Steps that have to do with one amphora's machine and ports, and with nobody else.
+_EACH_ON_ITS_OWN = (planning.Boot, planning.Plug, planning.AwaitAgent, planning.Release)
 
 
 class Reconciler:
@@ -128,12 +139,9 @@ class Reconciler:
             if seen is None:
                 raise LeaseLost(f"work on load balancer {turn.lease.load_balancer_id}", "it is not recorded any more")
             todo = planning.plan(seen, observed)
-            for step in todo:
-                if isinstance(step, planning.Await):
-                    return seen, observed, step
-                steps.take(step, seen, observed)
-            if not todo:
-                return seen, observed, None
+            awaited = _round(steps, todo, seen, observed)
+            if awaited is not None or not todo:
+                return seen, observed, awaited
             self._reported()
 
     def _give_back(
@@ -166,7 +174,8 @@ class Reconciler:
     def _look(self, turn: Turn, steps: Steps) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
         """What is wanted and what there is, of one moment."""
         now = self._database.now()
-        return self._database.read(lambda connection: self._observe(connection, turn, steps, now))
+        seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
+        return (None if seen is None else steps.sparing.judged(seen)), observed
 
     def _observe(
         self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
@@ -226,7 +235,7 @@ class Reconciler:
             replacing=turn.replacing,
             pool=row.spare_pool,
             spec=spec,
-            spares=steps.sparing.to_take(connection, spec, row.spare_pool, now) if takes else (),
+            spares=steps.sparing.to_take(connection, row.spare_pool) if takes else (),
             renewals=steps.renewal.due(observed, now),
         ), observed
 
@@ -257,7 +266,7 @@ class Reconciler:
             compute=row.compute,
             network=row.network,
             renewals=steps.renewal.due(observed, now),
-            stock=steps.sparing.stock(connection, row, now),
+            stock=steps.sparing.stock(connection, row),
         )
 
     def _failed(self, turn: Turn, error: Exception) -> None:
@@ -287,6 +296,36 @@ class Reconciler:
         except (AmphoraDriverError, OSError) as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
+
+
+def _round(
+    steps: Steps, todo: Sequence[planning.AnyStep], seen: planning.Wanted, observed: tuple[amphorae.Amphora, ...]
+) -> planning.Await | None:
+    """Take these steps; returns what is to be waited for before it is looked again.
+
+    What goes wrong with one machine keeps no other one from coming or going: what has to do with it alone is still
+    done for the others, and only then the round ends with the first error, or with one that is final.
+
+    Raises:
+        AmphoraDriverError: a step failed.
+    """
+    troubles: dict[str, AmphoraDriverError] = {}
+    for step in todo:
+        alone = step.amphora_id if isinstance(step, _EACH_ON_ITS_OWN) else None
+        if troubles and (alone is None or alone in troubles):
+            continue
+        if isinstance(step, planning.Await):
+            return step
+        try:
+            steps.take(step, seen, observed)
+        except (AgentError, ComputeError, NetworkError) as error:
+            if alone is None:
+                raise
+            LOG.warning("load balancer %s: amphora %s: %s", seen.load_balancer_id, alone, error)
+            troubles[alone] = error
+    if troubles:
+        raise next((one for one in troubles.values() if one.final), next(iter(troubles.values())))
+    return None
 
 
 def networks(

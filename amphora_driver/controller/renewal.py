@@ -3,13 +3,15 @@
 
 Invariant: what an amphora was given is written down before a boot that may succeed unnoticed, and after a renewal that
 a new connection has shown. So a row never says that an amphora trusts what it does not trust, and a rotation that
-reads these rows shuts nobody out. A renewal that fails costs no user anything: it is tried again at the next look.
+reads these rows shuts nobody out. A renewal that fails costs no user anything: it is tried again at a later look, and
+not in every turn in which somebody waits for something else.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Seconds that one renewal may take of a turn in which users may wait for something else.
 _PATIENCE = 10.0
+# Seconds for which one that could not be renewed is left alone by this process, and when that was, by amphora and
+# `time.monotonic()`.
+_LEFT_ALONE = 60.0
+_FAILED: dict[str, float] = {}
 # Load balancers that are made due at one look: a thousand amphorae do not renew at once.
 _MOST = 100
 # How many names a line of the log has.
@@ -79,11 +85,20 @@ def _held(one: Amphora) -> Held:
     )
 
 
+def _failed_lately(amphora_id: str) -> bool:
+    at = _FAILED.get(amphora_id)
+    if at is not None and time.monotonic() - at >= _LEFT_ALONE:
+        # Also of those that are gone meanwhile, sooner or later: it is a number for each that did not answer.
+        _FAILED.pop(amphora_id, None)
+        return False
+    return at is not None
+
+
 class Renewal:
     """Gives the amphorae of one load balancer their certificates, in one turn.
 
     Attributes:
-        tried: amphorae that could not be renewed in this turn.
+        tried: amphorae that are not renewed in this turn any more.
     """
 
     def __init__(
@@ -113,7 +128,8 @@ class Renewal:
         if self._wanted is None:
             return {}
         found = due(observed, self._wanted, self._terms, now)
-        return {amphora_id: why for amphora_id, why in found.items() if amphora_id not in self.tried}
+        left_alone = self.tried.union(one for one in found if _failed_lately(one))
+        return {amphora_id: why for amphora_id, why in found.items() if amphora_id not in left_alone}
 
     def for_boot(self, amphora: Amphora, *, there: Callable[[], bool]) -> tuple[Papers, Issued] | None:
         """What an amphora is booted with, written down already; None where only a test's authority is there.
@@ -167,6 +183,7 @@ class Renewal:
         except (AgentError, CertificateError) as error:
             # What was only cut short is done in another turn.
             self._turn.check()
+            _FAILED[amphora.id] = time.monotonic()
             LOG.warning("the certificate of amphora %s is not renewed yet: %s", amphora.id, error)
             return
         points.reach_in("RenewCertificate", points.Moment.DONE)

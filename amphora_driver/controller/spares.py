@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from amphora_driver.store.spares import Stock
 
 # Seconds between two looks at a pool in which nothing happens; and after which a spare that is neither heard nor
-# answers is given up. Nobody waits for it: whoever takes a spare asks it first.
+# answers, while others are heard, is given up. Nobody waits for it: whoever takes a spare asks it first.
 LOOK_PAUSE = 30.0
 _LOST = 60.0
 # Seconds for which nobody asks whether one that was just booted is what is wanted.
@@ -52,10 +52,11 @@ def plan_pool(wanted: Wanted, stock: Stock, amphorae: Sequence[Amphora]) -> list
     awaited: list[AnyStep] = [one for one in (_await(wanted, each) for each in live) if one is not None]
     gone = [Release(amphora_id=one.id, reason="it is a spare no more") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        return [*boots, *awaited, *gone]
+        # What was ordered already first, once something failed: it may have been the boot of another one.
+        return [*awaited, *gone, *boots] if wanted.attempts else [*boots, *awaited, *gone]
     if not live and not stock.users:
         return [Disband(reason="nobody takes spares from this pool")]
-    if quiet := _quiet(wanted, live):
+    if quiet := _quiet(wanted, stock, live):
         return [AskSpares(amphora_ids=quiet, reason="they are not heard")]
     booting = tuple(one.id for one in live if one.state is State.BOOTING)
     if booting:
@@ -66,13 +67,34 @@ def plan_pool(wanted: Wanted, stock: Stock, amphorae: Sequence[Amphora]) -> list
 def _marks(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> list[AnyStep]:
     """Those that are to go: unfit, lost, or too many. Of too many, those that still boot go first, then the newest."""
     why = {one.id: stock.unfit[one.id] for one in live if one.id in stock.unfit and not _is_new(wanted, one)}
-    for one in live:
-        if one.state is State.READY and one.id in wanted.absent and (one.heard_at or 0.0) < wanted.now - _LOST:
-            why[one.id] = "it is neither heard nor answers"
+    if not why and (lost := _lost(wanted, stock, live)) is not None:
+        why[lost] = "it is neither heard nor answers"
     staying = [one for one in live if one.id not in why]
     staying.sort(key=lambda one: one.state is State.BOOTING)
     why |= {one.id: f"{stock.number} spares are wanted" for one in staying[stock.number :]}
     return [Retire(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
+
+
+def _lost(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> str | None:
+    """The one that is given up, if any: the longest silent.
+
+    They are given up one by one, each when the one before has been replaced. Where we are the ones who are deaf, or
+    many fall silent at once, nobody is.
+    """
+    if not stock.sees or len(live) < stock.number or any(one.state is State.BOOTING for one in live):
+        return None
+    found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, stock, one) > _LOST]
+    return max(found, key=lambda one: _silent_for(wanted, stock, one)).id if found else None
+
+
+def _silent_for(wanted: Wanted, stock: Stock, one: Amphora) -> float:
+    """Seconds since it was heard, or since it was booted if it never was.
+
+    It is compared with when anybody was heard last: the clocks of those who listen are not the database's.
+    """
+    if one.heard_at is not None:
+        return (stock.heard or 0.0) - one.heard_at
+    return 0.0 if one.booted_at is None else wanted.now - one.booted_at
 
 
 def _is_new(wanted: Wanted, one: Amphora) -> bool:
@@ -92,12 +114,12 @@ def _await(wanted: Wanted, one: Amphora) -> AwaitAgent | None:
     return AwaitAgent(amphora_id=one.id, reason="its agent has not answered yet")
 
 
-def _quiet(wanted: Wanted, live: Sequence[Amphora]) -> tuple[str, ...]:
+def _quiet(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> tuple[str, ...]:
     """Those that wait to be taken and have not been heard lately."""
     return tuple(
         one.id
         for one in live
         if one.state is State.READY
         and one.id not in wanted.asked
-        and (one.heard_at or 0.0) < wanted.now - wanted.patience
+        and (one.heard_at is None or _silent_for(wanted, stock, one) > wanted.patience)
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from amphora_driver.controller import todo
 from amphora_driver.errors import AgentError, AmphoraDriverError
-from amphora_driver.store import failovers, spares
+from amphora_driver.store import breakers, failovers, spares
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.spares import Spare, Spec, Stock
 
@@ -56,6 +56,9 @@ class Sparing:
         self._backends = backends
         self._turn = turn
         self._write = write
+        # Those that are ready, as they were seen last; and what was found out about images in this turn.
+        self._ready: tuple[Spare, ...] = ()
+        self._images: dict[str, str | None] = {}
 
     # --- what is seen -----------------------------------------------------------------------------------------------
 
@@ -66,36 +69,51 @@ class Sparing:
         number = self._backends.conf.spares.number
         return spares.spec_of(tree.profile, row.compute, row.network, number)
 
-    def to_take(self, connection: sa.Connection, spec: Spec | None, pool_id: str | None, now: float) -> tuple[str, ...]:
-        """Ids of spares that the load balancer may take, the best first."""
-        if pool_id is None or spec is None or self.given_up:
-            return ()
-        found = spares.ready(connection, pool_id)
-        image = self._image(spec) if found else None
-        return tuple(one.id for one in found if not self._unfit(one, image, now))
+    def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
+        """Ids of spares that the load balancer could take as far as the rows say, the best first (see `judged`)."""
+        self._ready = () if pool_id is None or self.given_up else spares.ready(connection, pool_id)
+        return tuple(one.id for one in self._ready)
 
-    def stock(self, connection: sa.Connection, row: Any, now: float) -> Stock:
-        """The pool, as its own job sees it."""
+    def stock(self, connection: sa.Connection, row: Any) -> Stock:
+        """The pool, as its own job sees it; of which spares nobody is to take any more `judged` tells."""
         spec = msgspec.json.decode(row.spares, type=Spec)
         users = spares.users(connection, row.load_balancer_id)
         number = self._backends.conf.spares.number if spec.number is None else spec.number
-        found = spares.ready(connection, row.load_balancer_id)
-        image = self._image(spec) if found else None
-        unfit = {one.id: why for one in found if (why := self._unfit(one, image, now))}
-        return Stock(spec=spec, number=number if users else 0, users=users, unfit=unfit)
+        self._ready = spares.ready(connection, row.load_balancer_id)
+        return Stock(
+            spec=spec,
+            number=number if users else 0,
+            users=users,
+            heard=spares.heard(connection),
+            sees=_sees(breakers.every(connection)),
+        )
 
-    def _unfit(self, one: Spare, image: str | None, now: float) -> str | None:
+    def judged(self, wanted: todo.Wanted) -> todo.Wanted:
+        """The same, with those spares only that are what is wanted now.
+
+        Not while anything is read: what image a machine would have is asked of the compute backend, and takes time.
+        """
+        spec = wanted.spec if wanted.stock is None else wanted.stock.spec
+        if spec is None or not self._ready or not (wanted.spares or wanted.stock):
+            return wanted
+        image = self._image(spec)
         # Its certificate is renewed at half life: one that has so little left was not.
-        return spares.unfit(one, image, now, self._backends.conf.certificates.validity_days * _DAY / 3)
+        lasting = self._backends.conf.certificates.validity_days * _DAY / 3
+        unfit = {one.id: why for one in self._ready if (why := spares.unfit(one, image, wanted.now, lasting))}
+        if wanted.stock is not None:
+            return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
+        return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
 
     def _image(self, spec: Spec) -> str | None:
-        """What a machine that is booted now would have; None where nobody can say."""
-        try:
-            found: str | None = self._backends.catalogue.compute(spec.compute, spec.network).image(spec.image_tag)
-        except AmphoraDriverError as error:
-            LOG.warning("which image spares are to have is not known: %s", error)
-            return None
-        return found
+        """What a machine that is booted now would have; None where nobody can say. Asked once in a turn."""
+        if spec.id not in self._images:
+            try:
+                compute = self._backends.catalogue.compute(spec.compute, spec.network)
+                self._images[spec.id] = compute.image(spec.image_tag)
+            except AmphoraDriverError as error:
+                LOG.warning("which image spares are to have is not known: %s", error)
+                self._images[spec.id] = None
+        return self._images[spec.id]
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -154,3 +172,10 @@ class Sparing:
             LOG.warning("spare %s does not answer: %s", amphora_id, error)
             return False
         return True
+
+
+def _sees(rows: dict[str, breakers.Row]) -> bool:
+    """Whether those who are not heard are silent, as far as the detector says: it hears, and nothing is held up."""
+    sight, automatic, operator = (rows.get(one) for one in (breakers.SIGHT, breakers.AUTOMATIC, breakers.OPERATOR))
+    closed = all(one is None or one.state == breakers.CLOSED for one in (automatic, operator))
+    return sight is not None and sight.state == breakers.SEEING and closed

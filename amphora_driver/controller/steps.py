@@ -18,6 +18,7 @@ import msgspec
 from amphora_driver import points
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
+from amphora_driver.controller.leaving import Leaving
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.renewal import Renewal
 from amphora_driver.controller.sparing import Sparing
@@ -75,10 +76,6 @@ _NOT_BOOTED: dict[str, Any] = {
     "certificate_authority": None,
     "trusts": None,
 }
-# How many seconds longer than connections may go on their new amphora is ready for them.
-_DRAIN_MARGIN = 5.0
-# Seconds that one which is about to go may take to say whether it is needed.
-_FAREWELL_PATIENCE = 5.0
 
 
 class Backends(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +117,7 @@ class Steps:
         self.renewal = Renewal(self._conf, self._database, self._agents, backends.trust, turn)
         self._pushing = Pushing(backends, turn, self._write)
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
+        self._leaving = Leaving(backends, turn, self._write)
         self.sparing = Sparing(backends, turn, self._write)
         self._ways = self._ways_to()
 
@@ -161,8 +159,10 @@ class Steps:
             planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
             planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted),
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
-            planning.HandOver: lambda step, _wanted, by_id: self._hand_over(by_id[step.amphora_id], by_id[step.to]),
-            planning.LookAfter: lambda step, _wanted, by_id: self._look_after(step, by_id[step.amphora_id]),
+            planning.HandOver: lambda step, _wanted, by_id: self._leaving.hand_over(
+                by_id[step.amphora_id], by_id[step.to]
+            ),
+            planning.LookAfter: lambda step, _wanted, by_id: self._leaving.look_after(step, by_id[step.amphora_id]),
             planning.Release: lambda step, wanted, by_id: self._release(by_id[step.amphora_id], wanted),
             planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
             planning.Await: lambda _step, _wanted, _by_id: None,
@@ -364,114 +364,15 @@ class Steps:
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=left))
 
+    def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
+        self._leaving.release(amphora, wanted, self._compute, self._network)
+
     def _renew(self, wanted: planning.Wanted) -> None:
         self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))
 
     def _release_vip(self, wanted: planning.Wanted) -> None:
         self._network.release_vip(wanted.load_balancer_id)
         self._pushing.confirm(wanted)
-
-    def _hand_over(self, amphora: Amphora, partner: Amphora) -> None:
-        """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
-
-        Open connections go on by way of the partner. One that cannot let go of the VIPs keeps them until it is gone.
-        """
-        drain = float(self._conf.controller.drain_timeout)
-        try:
-            if drain:
-                address = str(partner.management_address)
-                self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
-        except AgentError as error:
-            # What was only cut short is asked again in another turn.
-            self._turn.check()
-            LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
-            drain = 0.0
-        left = self._let_go(amphora, drain)
-        self._note_handed_over(amphora, left, "its VIPs may still be there" if left is None else f"to {partner.id}")
-
-    def _note_handed_over(self, amphora: Amphora, left: float | None, detail: str) -> None:
-        until = None if left is None else self._database.now() + left
-        self._marked(
-            Event.HANDED_OVER,
-            amphora.id,
-            lambda connection: amphorae.change(connection, amphora.id, handed_over=True, drains_until=until),
-            detail,
-        )
-
-    def _let_go(self, amphora: Amphora, drain: float) -> float | None:
-        """Have it give the VIPs away, if need be without its connections.
-
-        Returns:
-            For how many seconds these may go on; None if the VIPs may still be there.
-        """
-        address, deadline = str(amphora.management_address), self._turn.deadline
-        for seconds in dict.fromkeys((drain, 0.0)):
-            self._turn.check()
-            try:
-                self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
-            except AgentError as error:
-                self._turn.check()
-                LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
-            else:
-                return seconds
-            try:
-                said = self._agents.vrrp(amphora.id, address, deadline=deadline)
-            except AgentError as error:
-                self._turn.check()
-                LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
-                return None
-            if said.holds_vip is False:
-                # They went before: what another controller began and did not write down, or the answer was lost.
-                return float(said.draining or 0.0)
-        return None
-
-    def _look_after(self, step: planning.LookAfter, amphora: Amphora) -> None:
-        """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
-        try:
-            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
-            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
-        except AgentError as error:
-            self._turn.check()
-            LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
-            over, why = step.silent, "it is neither heard nor answers"
-        else:
-            over, why = said.draining is None or bool(said.holds_vip), str(said)
-        if over:
-            LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
-            self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
-
-    def _drains_unknown(self, amphora: Amphora, wanted: planning.Wanted) -> bool:
-        """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
-        heard = amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
-        if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
-            return False
-        try:
-            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
-            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
-        except AgentError as error:
-            self._turn.check()
-            LOG.info("amphora %s is not asked for its connections: %s", amphora.id, error)
-            return False
-        if said.draining is None or said.holds_vip is not False:
-            return False
-        self._note_handed_over(amphora, said.draining, "its connections go on")
-        return True
-
-    def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
-        if self._drains_unknown(amphora, wanted):
-            return
-        self._compute.destroy(amphora.id)
-        for port in self._network.ports(amphora.id):
-            self._turn.check()
-            self._network.delete_port(port.id)
-        now = self._database.now()
-
-        def forget(connection: sa.Connection) -> None:
-            amphorae.forget(connection, amphora.id)
-            if self._turn.replacing:
-                failovers.released(connection, self._lease.load_balancer_id, amphora.id, now)
-
-        self._write(forget)
 
 
 def _machine_of(wanted: planning.Wanted) -> Profile:

@@ -2,13 +2,16 @@
 """The second witness: the agent of a silent amphora is asked itself, and the network whether it is there.
 
 Invariant: whoever decides waits for nobody here. A bounded number of threads ask, each for a bounded time; what they
-hear lies ready. Trouble of our own machine (no route, no descriptor, no certificate) is never an amphora's.
+hear lies ready. Trouble of our own (no route, no descriptor, no certificate, a database that is slow or away) is never
+an amphora's: an amphora's time begins when everything of ours is there, and only silence counts. Who shows a wrong
+certificate, or says no to ours, says something: that may be a certificate that has expired, or our clock.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from amphora_driver.controller.detection import Answer, How
 from amphora_driver.deadline import Deadline
-from amphora_driver.errors import AgentRefused, AmphoraDriverError, CertificateError, ConfigurationError
+from amphora_driver.errors import (
+    AgentRefused,
+    AgentUnreachable,
+    AgentUntrusted,
+    AmphoraDriverError,
+    ConfigurationError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -38,7 +47,17 @@ _OURS = frozenset(
 class Agents(Protocol):
     """What is needed of `AgentClient`."""
 
-    def info(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> object:
+    def prepare(self) -> ssl.SSLContext:
+        """What of our own a call needs."""
+
+    def info(
+        self,
+        amphora_id: str,
+        address: str,
+        *,
+        prepared: ssl.SSLContext | None = None,
+        deadline: Deadline | None = None,
+    ) -> object:
         """Versions and capabilities."""
 
     def forget(self, amphora_id: str) -> None:
@@ -106,11 +125,18 @@ class Witnesses:
     def _tried(self, amphora_id: str, address: str) -> tuple[How, str]:
         # Over a connection that was there before, a network that is gone looks like an agent that does not answer.
         self._agents.forget(amphora_id)
+        begun = time.monotonic()
         try:
-            self._agents.info(amphora_id, address, deadline=Deadline(self._timeout, "ask a silent amphora"))
-        except AgentRefused as error:
+            prepared = self._agents.prepare()
+            if (took := time.monotonic() - begun) > self._timeout:
+                return How.BLIND, f"our own certificates were there only after {took:.1f} s"
+            deadline = Deadline(self._timeout, "ask a silent amphora")
+            self._agents.info(amphora_id, address, prepared=prepared, deadline=deadline)
+        except (AgentRefused, AgentUntrusted) as error:
             return How.ANSWERS, error.happened
         except AmphoraDriverError as error:
+            if is_alert(error):
+                return How.ANSWERS, error.happened
             if own := our_trouble(error):
                 return How.BLIND, own
             if deaf := self._nobody_there():
@@ -130,15 +156,28 @@ class Witnesses:
 
 
 def our_trouble(error: AmphoraDriverError) -> str:
-    """What of this machine keeps it from asking; empty where that is not the reason."""
-    if isinstance(error, CertificateError):
+    """What of our own keeps us from asking; empty where that is not the reason."""
+    if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _OURS:
+        # Numbers of OpenSSL's mean something else.
+        if isinstance(seen, OSError) and not isinstance(seen, ssl.SSLError) and seen.errno in _OURS:
             return (seen.strerror or str(seen)).lower()
         seen = seen.__cause__ or seen.__context__
     return ""
+
+
+def is_alert(error: AmphoraDriverError) -> bool:
+    """Whether the other side has said in TLS that it does not talk to us: an alert (RFC 8446, section 6.2)."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # urllib3's own error carries OpenSSL's as its argument.
+        for one in (seen, *seen.args):
+            if isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or ""):
+                return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _listens(host: str, port: int, timeout: float) -> bool:

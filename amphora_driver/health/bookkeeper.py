@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.health.drifts import Broken
     from amphora_driver.health.ledger import Ledger, Seen
+    from amphora_driver.health.losses import Loss
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class _Word(msgspec.Struct, frozen=True):
     Attributes:
         reports: of all of them: whoever served requests has counted them.
         trusted: those of them whose word about members and listeners counts.
+        drifting: those that are noted not to be as wanted.
     """
 
     load_balancer_id: str
@@ -86,6 +88,7 @@ class _Word(msgspec.Struct, frozen=True):
     reports: dict[str, Report]
     trusted: tuple[str, ...]
     confirmed: dict[str, int]
+    drifting: set[str]
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -182,7 +185,7 @@ class Bookkeeper:
                 account.tree, account.served, account.written = _tree(connection, load_balancer_id), served, {}
                 account.keep(one.amphorae)
             account.doubt(load_balancer_id, one.operating)
-            words.append(_Word(load_balancer_id, account, reports, heard, one.confirmed))
+            words.append(_Word(load_balancer_id, account, reports, heard, one.confirmed, one.drifting))
         return words
 
     def _note_mute(self, load_balancer_id: str, account: _Account, silent: list[str]) -> None:
@@ -199,11 +202,12 @@ class Bookkeeper:
         losses = self._losses.among(heard, confirmed, now)
         if not losses:
             return
-        lost = self._database.write(
-            lambda connection: [
-                one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)
-            ]
-        )
+
+        def write(connection: sa.Connection) -> list[Loss]:
+            drifts.hold(connection, [one.amphora_id for one in losses])
+            return [one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)]
+
+        lost = self._database.write(write)
         for one in lost:
             LOG.warning(
                 "amphora %s confirmed generation %d and serves %d: it is given its configuration again",
@@ -219,21 +223,28 @@ class Bookkeeper:
         """Write down what amphorae found of themselves, and have those pushed again that could not mend it."""
         confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
         heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
+        marks = self._drifts.marks(heard, confirmed, {one for word in words for one in word.drifting})
         broken, news = self._drifts.among(heard, confirmed, now), self._drifts.news(heard)
-        if not (broken or news):
+        if not (broken or news or marks):
             return
 
-        def write(connection: sa.Connection) -> int:
-            for amphora_id, said in sorted(news.items()):
-                drifts.note(connection, amphora_id, _plain(said))
-            return sum(
+        def write(connection: sa.Connection) -> tuple[int, list[str]]:
+            drifts.hold(connection, [one.amphora_id for one in broken])
+            drifts.mark(connection, marks)
+            told = [
+                amphora_id
+                for amphora_id, one in sorted(news.items())
+                if drifts.note(connection, amphora_id, _plain(one.sentence), one.moment)
+            ]
+            taken = sum(
                 drifts.take_back(connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug)
                 for one in broken
             )
+            return taken, told
 
-        due = self._database.write(write)
-        for amphora_id, said in news.items():
-            LOG.warning("amphora %s was not as confirmed: %s", amphora_id, _plain(said))
+        due, told = self._database.write(write)
+        for amphora_id in told:
+            LOG.warning("amphora %s was not as confirmed: %s", amphora_id, _plain(news[amphora_id].sentence))
         for one in broken:
             LOG.warning("amphora %s is given its configuration again: %s", one.amphora_id, _plain(_why(one)))
         self._drifts.settled(broken, now)
@@ -330,7 +341,8 @@ def _entry(word: _Word) -> _Entry:
 
 
 def _why(one: Broken) -> str:
-    return f"its agent cannot mend what is not as confirmed: {one.words}"
+    why = f"its agent cannot mend what is not as confirmed: {one.words}"
+    return f"{one.moment}, {why}" if one.moment else why
 
 
 def _plain(reason: str) -> str:

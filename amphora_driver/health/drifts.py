@@ -3,7 +3,7 @@
 
 Invariant: pure memory. An amphora that mends itself is only listened to. One that cannot, and says so for longer than
 an interval, is to be given its configuration again; if that does not help, again after a pause that doubles: what an
-amphora says must not keep a controller busy.
+amphora says must not keep a controller busy. It is marked as not as wanted as long as it says so, and no longer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from amphora_driver.health.ledger import Seen
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 1800.0
@@ -24,12 +26,23 @@ _MOST_WORDS = 8
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """An amphora that is to be given its configuration again, and why; `replug` with its ports."""
+    """An amphora that is to be given its configuration again, and why; `replug` with its ports.
+
+    `moment` is when it found that, as `News` has it; empty where it did not say.
+    """
 
     amphora_id: str
     confirmed: int
     words: str
     replug: bool
+    moment: str = ""
+
+
+class News(msgspec.Struct, frozen=True):
+    """What an amphora has found of itself: when, and the whole of it, in words."""
+
+    moment: str
+    sentence: str
 
 
 class _Complaint(msgspec.Struct):
@@ -49,6 +62,8 @@ class Drifts:
         self._interval = interval
         self._complaints: dict[str, _Complaint] = {}
         self._told: dict[str, float] = {}
+        # Who has complained, until it is known that it is marked no more.
+        self._complained: set[str] = set()
 
     def among(self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], now: float) -> list[Broken]:
         """Those of the amphorae just heard that cannot mend themselves.
@@ -73,7 +88,35 @@ class Drifts:
                 self._complaints[amphora_id] = _Complaint(now)
             elif seen.monotonic > complaint.since + self._interval and self._is_due(complaint, now):
                 words = ", ".join(one[:32] for one in seen.drift[:_MOST_WORDS])
-                found.append(Broken(amphora_id, expected, words, replug=_UNPLUGGED in seen.drift))
+                moment = "" if seen.drifted is None else _moment(seen.drifted.at)
+                found.append(Broken(amphora_id, expected, words, replug=_UNPLUGGED in seen.drift, moment=moment))
+        return found
+
+    def marks(
+        self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], marked: AbstractSet[str]
+    ) -> dict[str, bool]:
+        """Whose mark is not what it says of itself, and what the mark should be.
+
+        Who has never complained here is left as it is: a controller may have found what its agent cannot know of.
+
+        Args:
+            heard: the last heartbeat of each.
+            confirmed: the newest generation each of them confirmed.
+            marked: those that are marked as not as wanted.
+        """
+        found = {}
+        for amphora_id, seen in heard.items():
+            if not seen.drift:
+                if amphora_id not in marked:
+                    self._complained.discard(amphora_id)
+                elif amphora_id in self._complained:
+                    found[amphora_id] = False
+                continue
+            self._complained.add(amphora_id)
+            complaint = self._complaints.get(amphora_id)
+            lasts = complaint is not None and seen.monotonic > complaint.since + self._interval
+            if lasts and seen.generation == confirmed.get(amphora_id, 0) and amphora_id not in marked:
+                found[amphora_id] = True
         return found
 
     @staticmethod
@@ -89,13 +132,16 @@ class Drifts:
                     complaint.pause = min(2 * complaint.pause, _LONGEST_PAUSE)
                 complaint.pushed = complaint.since = now
 
-    def news(self, heard: Mapping[str, Seen]) -> dict[str, str]:
-        """What amphorae have found of themselves that was not told before, in words, by amphora id."""
+    def news(self, heard: Mapping[str, Seen]) -> dict[str, News]:
+        """What amphorae have found of themselves that was not told before, by amphora id.
+
+        After a restart that may be something old: the row knows.
+        """
         found = {}
         for amphora_id, seen in heard.items():
             said = seen.drifted
             if said is not None and said.what and self._told.get(amphora_id) != said.at:
-                found[amphora_id] = _sentence(said.at, said.what, mended=said.mended)
+                found[amphora_id] = News(_moment(said.at), _sentence(said.at, said.what, mended=said.mended))
         return found
 
     def told(self, heard: Mapping[str, Seen]) -> None:
@@ -106,12 +152,16 @@ class Drifts:
         """Forget every amphora but these."""
         self._complaints = {one: complaint for one, complaint in self._complaints.items() if one in amphora_ids}
         self._told = {one: at for one, at in self._told.items() if one in amphora_ids}
+        self._complained &= amphora_ids
+
+
+def _moment(at: float) -> str:
+    try:
+        return dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return "some time"
 
 
 def _sentence(at: float, what: tuple[str, ...], *, mended: bool) -> str:
-    try:
-        when = dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        when = "some time"
     verdict = "mended by its agent" if mended else "could not be mended by its agent"
-    return f"{when}, {verdict}: {'; '.join(what)}"
+    return f"{_moment(at)}, {verdict}: {'; '.join(what)}"

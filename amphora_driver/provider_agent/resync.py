@@ -5,6 +5,8 @@ Invariant: a provisioning status is only said again while Octavia has the load b
 said we put it PENDING_UPDATE ourselves: that call waits for whoever is changing it, and after it nobody can, until the
 load balancer's own status is said, which is the last one. What was accepted before is in our rows by then, and then
 nothing is taken: it is done when that is. A load balancer that users are changing is left alone until it is settled.
+What Octavia hands over and we cannot take, whatever the reason, ends with what is recorded being said again: nothing
+but Octavia or the database being away keeps a load balancer PENDING.
 
 Octavia hands load balancers over by id only, and says no status: which others it has cannot be asked, and neither can
 what it believes of them. So everything is said, of those that are named.
@@ -17,10 +19,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.provider_agent import audit, taking
@@ -28,7 +31,7 @@ from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import generations, resyncs, statuses, wanted
 from amphora_driver.store.intents import Op
 from amphora_driver.store.resyncs import Outcome
-from amphora_driver.store.tables import status, work
+from amphora_driver.store.tables import AT_ONCE, status, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -38,8 +41,10 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
+    from amphora_driver.model.secrets import SecretName
     from amphora_driver.provider_agent.reading import Reader
     from amphora_driver.store.engine import Database
+    from amphora_driver.store.secrets import Sealed
 
 LOG = logging.getLogger(__name__)
 # Seconds before one that waits for its users is looked at again, and one that went wrong.
@@ -51,6 +56,14 @@ _CREATING = "waits until Octavia has committed its creation"
 _MOST_DELETED = 15
 # Sentences about what differed that are kept.
 _MOST_DETAIL = 2000
+
+
+class _Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What Octavia has: the tree, what of it differs from what is recorded, and its sealed secrets if anything does."""
+
+    tree: LoadBalancer
+    differing: tuple[str, ...]
+    contents: dict[SecretName, Sealed]
 
 
 class Resyncer:
@@ -155,14 +168,20 @@ class Resyncer:
         before = self._database.read(lambda connection: taking.settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
+        if found is not None:
+            # Tried before it is locked: what cannot be taken need not be read while users wait.
+            _, unread = self._converted(before, found)
         self._library().update_loadbalancer_status(
             {"loadbalancers": [{"id": load_balancer_id, "provisioning_status": "PENDING_UPDATE"}]}
         )
         if unread is None:
             found, unread = self._read(load_balancer_id)
-        if found is None:
+        if unread is not None or found is None:
             return self._said_again(asked, before[0], unread or "Octavia does not know it any more")
-        return self._taken(asked, before, found)
+        taken, unread = self._converted(before, found)
+        if taken is None:
+            return self._said_again(asked, before[0], unread or "")
+        return self._taken(asked, before, taken)
 
     def _read(self, load_balancer_id: str) -> tuple[Any, str | None]:
         """What Octavia has, None if it does not know it; and why it did not answer, None if it did."""
@@ -172,11 +191,24 @@ class Resyncer:
             # What is not there is answered at once.
             return None, "Octavia could not hand it over: look whether every secret it refers to can be read"
 
-    def _taken(self, asked: Any, before: tuple[Any, LoadBalancer, set[str]], found: Any) -> str | None:
-        row, recorded, leaving = before
-        tree = audit.remaining(from_octavia.load_balancer(found), leaving)
-        differing = audit.differences(recorded, tree)
-        contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found)) if differing else {}
+    def _converted(self, before: tuple[Any, LoadBalancer, set[str]], found: Any) -> tuple[_Taken | None, str | None]:
+        """What Octavia has, beside what is recorded; and why it cannot be taken, None if it can."""
+        _, recorded, leaving = before
+        try:
+            tree = audit.remaining(from_octavia.load_balancer(found), leaving)
+            differing = tuple(audit.differences(recorded, tree))
+            contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found)) if differing else {}
+        except StoreError:
+            raise
+        except Exception as error:
+            if not isinstance(error, AmphoraDriverError):
+                LOG.exception("what Octavia has of load balancer %s cannot be taken", recorded.id)
+            return None, f"what Octavia has of it cannot be taken: {error}"[:_MOST_DETAIL]
+        return _Taken(tree=tree, differing=differing, contents=contents), None
+
+    def _taken(self, asked: Any, before: tuple[Any, LoadBalancer, set[str]], taken: _Taken) -> str | None:
+        row, recorded, _ = before
+        tree, differing, contents = taken.tree, taken.differing, taken.contents
         ours, theirs = audit.nodes(recorded), audit.nodes(tree)
         gone, changed = ours.keys() - theirs.keys(), audit.changed(recorded, tree)
         now = self._database.now()
@@ -283,5 +315,5 @@ def _expect_unsaid(connection: sa.Connection, load_balancer_id: str, generation:
         generations.renew(connection, load_balancer_id, generation)
     waiting = {"pending": generation + 1}
     connection.execute(status.update().where(status.c.object_id.in_([*found, load_balancer_id])).values(**waiting))
-    due = {"dirty": True, "free_at": 0.0}
+    due = {"dirty": True, "free_at": AT_ONCE}
     connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))

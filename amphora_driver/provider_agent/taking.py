@@ -18,7 +18,7 @@ from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
 from amphora_driver.store.intents import Op
 from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import request, status, wanted_object, work
+from amphora_driver.store.tables import AT_ONCE, request, status, wanted_object, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -139,7 +139,7 @@ def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id)
-        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=0.0)
+        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=AT_ONCE)
     )
 
 
@@ -177,7 +177,7 @@ def correct(
     kept, lost = secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
     missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept]
     secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in missing})
-    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=0.0))
+    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=AT_ONCE))
     return True
 
 
@@ -244,7 +244,7 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == row.load_balancer_id)
-        .values(generation=generation, committed=generation, dirty=True, free_at=0.0)
+        .values(generation=generation, committed=generation, dirty=True, free_at=AT_ONCE)
     )
     for one in sorted(removed):
         changed = wanted_object.update().where(wanted_object.c.id == one)

@@ -283,6 +283,11 @@ def _behind() -> sa.ColumnElement[bool]:
     )
 
 
+def _leaving() -> sa.ColumnElement[bool]:
+    """An amphora is to be replaced, and is there still."""
+    return sa.exists().where(amphora.c.load_balancer_id == work.c.load_balancer_id, amphora.c.state == "retiring")
+
+
 def _due(
     now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
 ) -> tuple[sa.ColumnElement[bool], ...]:
@@ -309,6 +314,8 @@ _DUE_AGAIN = sa.or_(
     _URGENT,
     sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
 )
+# Nothing is over while one is to go: a net below what is urgent. Whoever looks again by himself comes to that anyway.
+_NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(work.c.read_back)))
 _RETURNED: list[tuple[Any, Any]] = [
     ("owner", None),
     ("leased_until", None),
@@ -318,7 +325,7 @@ _RETURNED: list[tuple[Any, Any]] = [
 ]
 _AGAIN = sa.bindparam("again", type_=sa.Double)
 # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
-_FINISH = work.update().where(*_MINE).ordered_values(("dirty", _DUE_AGAIN), ("free_at", 0.0), *_RETURNED)
+_FINISH = work.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
 _FINISH_FOR_NOW = (
     work.update()
     .where(*_MINE)

@@ -20,7 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
 from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import URGENT, amphora, amphora_seen, status, work
+from amphora_driver.store.tables import AT_ONCE, amphora, amphora_seen, status, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,12 +97,16 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, kw_only=True):
-    """A load balancer's newest wanted generation and status; its amphorae, the oldest first, what they confirmed."""
+    """A load balancer's newest wanted generation and status; its amphorae, the oldest first, what they confirmed.
+
+    `drifting` are those of them that are noted not to be as wanted now.
+    """
 
     generation: int
     operating: str | None = None
     amphorae: dict[str, State] = {}
     confirmed: dict[str, int] = {}
+    drifting: set[str] = set()
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +131,7 @@ _ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 _UNASKED = {
     *("project_id", "reread", "tickets_due", "owner", "leased_until", "free_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason"),
-    *("image", "audited_at", "drift"),
+    *("image", "audited_at", "drift", "drifts"),
 }
 _OF_WORK = [column for column in work.c if column.name not in _UNASKED]
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNASKED, *(one.name for one in work.c)}]
@@ -161,7 +165,7 @@ _WITH_WORK = (
 _OF_SAME = (
     sa.select(
         *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation),
-        status.c.operating,
+        *(status.c.operating, amphora.c.drifts),
     )
     .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
     .outerjoin(status, status.c.object_id == amphora.c.load_balancer_id)
@@ -285,20 +289,22 @@ def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
 
 def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
     """An amphora serves less than it confirmed: its load balancer is due; False if it has confirmed anew meanwhile."""
+    owner = connection.execute(sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)).scalar()
+    mine = work.c.load_balancer_id == owner
+    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    connection.execute(sa.select(work.c.epoch).where(mine).with_for_update())
     changed = connection.execute(
         amphora.update()
         .where(
             amphora.c.id == amphora_id,
+            amphora.c.load_balancer_id == owner,
             amphora.c.confirmed == confirmed,
             amphora.c.state == State.READY.value,
         )
         .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
     ).rowcount
     if changed:
-        owner = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id).scalar_subquery()
-        # What is urgent already stays so.
-        at = sa.case((work.c.free_at < 0.0, URGENT), else_=0.0)
-        connection.execute(work.update().where(work.c.load_balancer_id == owner).values(dirty=True, free_at=at))
+        connection.execute(work.update().where(mine).values(dirty=True, free_at=AT_ONCE))
     return bool(changed)
 
 
@@ -335,6 +341,8 @@ def of_same_load_balancers(connection: sa.Connection, amphora_ids: Sequence[str]
             one = found.setdefault(row.load_balancer_id, known)
             one.amphorae[row.id] = State(row.state)
             one.confirmed[row.id] = row.confirmed
+            if row.drifts:
+                one.drifting.add(row.id)
     return found
 
 

@@ -3,7 +3,8 @@
 
 Invariant: nothing is pushed from here. An amphora's confirmation is taken back, under the condition that it still is
 the one that was looked at, and its load balancer is due: the plan does the rest. `amphora.drift` says in words what was
-found last and by whom; it is for people, and nothing is decided by it.
+found last and by whom, `amphora.drifts` whether that still is so: a comparison that finds nothing, a push that is
+confirmed and an agent that has nothing more to complain of end it. Both are for people: nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from amphora_driver.store.amphorae import State
 from amphora_driver.store.tables import URGENT, amphora, work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 # Characters of what is noted.
 _LONGEST = 500
@@ -81,17 +82,59 @@ def count(connection: sa.Connection) -> int:
 
 
 def audited(connection: sa.Connection, amphora_ids: Sequence[str], now: float, drift: str | None = None) -> None:
-    """Note that amphorae were compared just now, and what was found; None leaves what was found last."""
-    values: dict[str, Any] = {"audited_at": now}
+    """Note that amphorae were compared just now, and what differs.
+
+    Args:
+        connection: of a writing transaction.
+        amphora_ids: which ones.
+        now: seconds since 1970.
+        drift: what differs, in words; None: nothing does any more, and what was found last stays as history.
+    """
+    values: dict[str, Any] = {"audited_at": now, "drifts": drift is not None}
     if drift is not None:
         values["drift"] = drift[:_LONGEST]
     for amphora_id in sorted(amphora_ids):
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values))
 
 
-def note(connection: sa.Connection, amphora_id: str, drift: str) -> None:
-    """Note what an amphora has said itself."""
-    connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(drift=drift[:_LONGEST]))
+def note(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "") -> bool:
+    """Note what an amphora has said itself; False if it is noted already.
+
+    Args:
+        connection: of a writing transaction.
+        amphora_id: which one.
+        drift: what it has found, in words.
+        moment: those of them that say when: no other finding has the same.
+    """
+    known = sa.func.coalesce(amphora.c.drift, "").contains(moment, autoescape=True) if moment else sa.false()
+    changed = connection.execute(
+        amphora.update().where(amphora.c.id == amphora_id, ~known).values(drift=drift[:_LONGEST])
+    ).rowcount
+    return bool(changed)
+
+
+def mark(connection: sa.Connection, drifting: Mapping[str, bool]) -> None:
+    """Note of amphorae, by id, whether they are not as wanted now."""
+    for amphora_id, is_so in sorted(drifting.items()):
+        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(drifts=is_so))
+
+
+def hold(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
+    """Lock the rows of `work` of these amphorae until the end, in one order.
+
+    Every step locks `work` before `amphora`: two that lock in different orders wait for each other. To be called before
+    anything is written of amphorae that are to be taken back in the same transaction.
+    """
+    owners = connection.execute(
+        sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(sorted(amphora_ids))).distinct()
+    )
+    _hold(connection, list(owners.scalars()))
+
+
+def _hold(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+    for one in sorted(load_balancer_ids):
+        mine = sa.select(work.c.epoch).where(work.c.load_balancer_id == one)
+        connection.execute(mine.with_for_update())
 
 
 def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, drift: str, *, replug: bool = False) -> bool:
@@ -104,9 +147,10 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, drift:
         drift: why, in words.
         replug: its ports are to be attached again, too: an interface is gone.
     """
-    values: dict[str, Any] = {"confirmed": max(confirmed - 1, 0), "drift": drift[:_LONGEST]}
+    values: dict[str, Any] = {"confirmed": max(confirmed - 1, 0), "drift": drift[:_LONGEST], "drifts": True}
     if replug:
         values["plugged"] = None
+    hold(connection, [amphora_id])
     changed = connection.execute(
         amphora.update()
         .where(amphora.c.id == amphora_id, amphora.c.confirmed == confirmed, amphora.c.confirmed > 0, _READY)
@@ -123,6 +167,7 @@ def take_back_all(connection: sa.Connection, load_balancer_id: str, drift: str) 
 
     Its load balancer is due even where none has confirmed anything.
     """
+    _hold(connection, [load_balancer_id])
     rows = connection.execute(
         sa.select(amphora.c.id, amphora.c.confirmed)
         .where(amphora.c.load_balancer_id == load_balancer_id, _READY)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _LONGEST_TEXT = 1000
+# How many are forgotten in one transaction: nobody is to wait for that.
+_MOST_FORGOTTEN = 500
 
 
 class Cause(str, Enum):
@@ -218,6 +220,26 @@ def _end(connection: sa.Connection, failover_id: int, outcome: Outcome, now: flo
     ended = {"ended_at": now, "outcome": outcome.value}
     connection.execute(failover.update().where(failover.c.id == failover_id).values(**ended))
     _event(connection, failover_id, now, Event.ENDED, amphora_id, outcome.value)
+
+
+def tidy(connection: sa.Connection, before: float, most: int = _MOST_FORGOTTEN) -> bool:
+    """Forget fail-overs that ended long ago, with their time lines; the oldest first.
+
+    Args:
+        connection: of a writing transaction.
+        before: they have ended before this (seconds since 1970).
+        most: how many at once.
+
+    Returns:
+        Whether there may be more.
+    """
+    ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(most)
+    old = list(connection.execute(ended).scalars())
+    if old:
+        # The events first: without its fail-over nobody would ever find one again.
+        connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
+        connection.execute(failover.delete().where(failover.c.id.in_(old)))
+    return len(old) == most
 
 
 def open_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:

@@ -47,6 +47,7 @@ failover = Table(
     Column("outcome", String(16), nullable=True),
     Index("ix_failover_load_balancer_id", "load_balancer_id"),
     Index("ix_failover_ended_at", "ended_at"),
+    Index("ix_failover_begun_at", "begun_at"),
 )
 
 # Its time line: what happened when, and to which amphora.

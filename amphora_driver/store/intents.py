@@ -24,7 +24,7 @@ from amphora_driver.model.vocabulary import Kind
 from amphora_driver.store import failovers, reading_back, secrets, statuses, wanted
 from amphora_driver.store.engine import recognise_by
 from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import request, work
+from amphora_driver.store.tables import AT_ONCE, request, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -303,7 +303,7 @@ _ADVANCE = (
         generation=sa.bindparam("new_generation"),
         op=sa.bindparam("new_op"),
         dirty=True,
-        free_at=0.0,
+        free_at=AT_ONCE,
         attempts=0,
         error=None,
     )

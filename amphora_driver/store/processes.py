@@ -50,6 +50,8 @@ class Registry:
         self._name = name
         self._kind = kind
         self._beat = 0
+        # What was said to it last: a row that others have dropped is written anew with that.
+        self._draining = False
 
     def sign(self, *, jobs: int = 0, does_its_duty: bool = True) -> bool:
         """Say that this process lives; returns whether it is to take up nothing new.
@@ -69,8 +71,10 @@ class Registry:
             mine, host = process.c.name == self._name, socket.gethostname()
             if not connection.execute(process.update().where(mine).values(**said)).rowcount:
                 whole = {**said, "kind": self._kind.value, "host": host, "version": version()}
-                connection.execute(process.insert().values(name=self._name, started_at=now, draining=False, **whole))
-            if connection.execute(sa.select(process.c.draining).where(mine)).scalar():
+                whole |= {"name": self._name, "started_at": now, "draining": self._draining}
+                connection.execute(process.insert().values(**whole))
+            self._draining = bool(connection.execute(sa.select(process.c.draining).where(mine)).scalar())
+            if self._draining:
                 return True
             asked = sa.select(drained_host.c.host).where(drained_host.c.host == host)
             return connection.execute(asked).first() is not None

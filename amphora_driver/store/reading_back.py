@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.store.tables import work
+from amphora_driver.store.tables import AT_ONCE, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def objects_of(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
 
 def done(connection: sa.Connection, load_balancer_id: str) -> None:
     """All that can be known is known: the load balancer may be worked on."""
-    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=0.0)
+    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=AT_ONCE)
 
 
 def forget(connection: sa.Connection, load_balancer_id: str) -> None:

@@ -15,8 +15,8 @@ import sqlalchemy as sa
 from amphora_driver.model.vocabulary import Kind, Operating
 from amphora_driver.store import clock, statuses
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.failovers import Cause
-from amphora_driver.store.fleet_tables import failover, process, silence
+from amphora_driver.store.failovers import Cause, Event
+from amphora_driver.store.fleet_tables import failover, failover_event, process, silence
 from amphora_driver.store.intents import Op
 from amphora_driver.store.processes import Kind as ProcessKind
 from amphora_driver.store.tables import amphora, amphora_seen, duty, status, work
@@ -29,6 +29,8 @@ DUTY = "detection"
 AUTOMATIC = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC = [cause.value for cause in AUTOMATIC]
 _LONGEST = 1000
+# Fail-overs that are looked through for those of a while ago, and load balancers in one statement.
+_MOST_BEGUN, _CHUNK = 20_000, 500
 # Statuses that say that somebody is served.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
@@ -56,6 +58,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         owner: who has the duty at this moment; None if nobody has.
+        epoch: grows each time somebody else gets the duty.
         amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares look after
             their own.
         beats: of every health manager, how often it has proven that it hears.
@@ -68,6 +71,19 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     beats: dict[str, int]
     going: tuple[Going, ...]
     at: float
+    epoch: int = 0
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """Fail-overs nobody asked for of one load balancer.
+
+    Attributes:
+        ages: how many seconds ago they began, the newest first; those that began together are one.
+        there: amphorae that were there already when the newest began.
+    """
+
+    ages: tuple[float, ...]
+    there: frozenset[str]
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +121,7 @@ _GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
 def look(connection: sa.Connection) -> Look:
     """Everything the detector decides by."""
     now = clock.now(connection)
-    held = sa.select(duty.c.owner, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
+    held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
     return Look(
         owner=None if mine is None else mine.owner,
@@ -113,6 +129,7 @@ def look(connection: sa.Connection) -> Look:
         beats={row.name: row.beat for row in connection.execute(_BEATS)},
         going=tuple(Going(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)),
         at=0.0 if mine is None else float(mine.at),
+        epoch=0 if mine is None else mine.epoch,
     )
 
 
@@ -127,16 +144,51 @@ def _sight(row: Any) -> Sight:
     )
 
 
-def begun(connection: sa.Connection, seconds: float) -> dict[str, list[float]]:
-    """How many seconds ago fail-overs nobody asked for began, by load balancer; those of the last `seconds`."""
+def begun(connection: sa.Connection, seconds: float) -> dict[str, Begun]:
+    """What began unasked in the last `seconds`, by load balancer; of the newest fail-overs only."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-    query = sa.select(failover.c.load_balancer_id, failover.c.begun_at).where(
-        failover.c.cause.in_(_AUTOMATIC), failover.c.begun_at > now - seconds
+    newest = connection.execute(sa.select(sa.func.max(failover.c.id))).scalar() or 0
+    query = (
+        sa.select(failover.c.load_balancer_id, failover.c.begun_at)
+        .where(
+            failover.c.id > newest - _MOST_BEGUN,
+            failover.c.cause.in_(_AUTOMATIC),
+            failover.c.begun_at > now - seconds,
+        )
+        .distinct()
     )
-    ages: dict[str, list[float]] = {}
-    for row in connection.execute(query.order_by(failover.c.id)):
-        ages.setdefault(row.load_balancer_id, []).append(now - row.begun_at)
-    return ages
+    moments: dict[str, list[float]] = {}
+    for row in connection.execute(query.order_by(failover.c.begun_at.desc())):
+        moments.setdefault(row.load_balancer_id, []).append(row.begun_at)
+    there = _there(connection, {one: known[0] for one, known in moments.items()})
+    return {
+        one: Begun(ages=tuple(now - at for at in known), there=frozenset(there.get(one, ())))
+        for one, known in moments.items()
+    }
+
+
+def _there(connection: sa.Connection, last: Mapping[str, float]) -> dict[str, set[str]]:
+    """Amphorae that are older than the last fail-over of their load balancer, by load balancer.
+
+    A warm spare that was taken in it is older too, but came with it.
+    """
+    found: dict[str, set[str]] = {}
+    ids = sorted(last)
+    came = sa.select(failover.c.load_balancer_id, failover.c.begun_at, failover_event.c.amphora_id).join(
+        failover_event, failover_event.c.failover_id == failover.c.id
+    )
+    words = [Event.RECORDED.value, Event.ADOPTED.value]
+    for start in range(0, len(ids), _CHUNK):
+        chunk = ids[start : start + _CHUNK]
+        older = sa.select(amphora.c.id, amphora.c.load_balancer_id, amphora.c.created_at)
+        for row in connection.execute(older.where(amphora.c.load_balancer_id.in_(chunk))):
+            if row.created_at < last[row.load_balancer_id]:
+                found.setdefault(row.load_balancer_id, set()).add(row.id)
+        with_it = came.where(failover.c.load_balancer_id.in_(chunk), failover_event.c.word.in_(words))
+        for row in connection.execute(with_it):
+            if row.begun_at == last[row.load_balancer_id]:
+                found.get(row.load_balancer_id, set()).discard(row.amphora_id)
+    return found
 
 
 def unchanged(
@@ -186,10 +238,10 @@ def every(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
 
 
 def write(connection: sa.Connection, changed: Collection[Silence], gone: Collection[str]) -> None:
-    """Write down what changed."""
-    for one in gone:
-        connection.execute(silence.delete().where(silence.c.amphora_id == one))
-    for each in changed:
-        values = {**msgspec.structs.asdict(each), "verdict": each.verdict[:_LONGEST]}
-        connection.execute(silence.delete().where(silence.c.amphora_id == each.amphora_id))
-        connection.execute(silence.insert().values(**values))
+    """Write down what changed, in two statements; it is for the caller not to bring too much at a time."""
+    old = sorted({*gone, *(one.amphora_id for one in changed)})
+    if old:
+        connection.execute(silence.delete().where(silence.c.amphora_id.in_(old)))
+    if changed:
+        rows = [{**msgspec.structs.asdict(one), "verdict": one.verdict[:_LONGEST]} for one in changed]
+        connection.execute(silence.insert(), rows)

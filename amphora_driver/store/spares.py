@@ -60,12 +60,16 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
         number: how many are wanted now; 0 where nobody takes any.
         users: how many load balancers take spares from it.
         unfit: which of them nobody is to take any more, and why.
+        heard: when anybody was heard last, by the clock by which it is noted when amphorae were; None if never.
+        sees: whether silence means anything: the health managers hear, and there is no mass failure.
     """
 
     spec: Spec
     number: int
     users: int
     unfit: dict[str, str] = {}
+    heard: float | None = None
+    sees: bool = False
 
 
 class Spare(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +143,12 @@ def ready(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
         for row in rows
     ]
     return tuple(sorted(found, key=lambda one: -(one.heard_at or 0.0)))
+
+
+def heard(connection: sa.Connection) -> float | None:
+    """When any amphora at all was heard last, by the health managers' clocks; None if none ever was."""
+    found: float | None = connection.execute(sa.select(sa.func.max(amphora_seen.c.seen_at))).scalar()
+    return found
 
 
 def users(connection: sa.Connection, pool_id: str) -> int:

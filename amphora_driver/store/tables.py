@@ -22,6 +22,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    case,
 )
 from sqlalchemy.dialects import mysql
 
@@ -109,6 +110,8 @@ work = Table(
     Column("error", Text, nullable=True),
     Index("ix_work_dirty_free_at", "dirty", "free_at"),
 )
+# What makes a row due writes this into `free_at`: at once, and what is urgent already stays so.
+AT_ONCE = case((work.c.free_at < 0.0, URGENT), else_=0.0)
 
 # One row per accepted call: the history of a load balancer, and the proof that nothing accepted was lost.
 request = Table(
@@ -211,9 +214,10 @@ amphora = Table(
     Column("trusts", String(255), nullable=True),
     # What it was booted from, as the compute backend names it.
     Column("image", String(255), nullable=True),
-    # When it was compared with what is wanted last, and what differed.
+    # When it was compared with what is wanted last, and what differed: history, which stays. Whether it still does.
     Column("audited_at", Double, nullable=True),
     Column("drift", Text, nullable=True),
+    Column("drifts", Boolean, nullable=True, default=False),
     Column("created_at", Double, nullable=False),
     # When its machine was ordered: its agent is waited for from then on.
     Column("booted_at", Double, nullable=True),

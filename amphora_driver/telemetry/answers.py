@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import stat
 import threading
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +24,7 @@ from amphora_driver.telemetry.head import Refused, Request, admit
 from amphora_driver.telemetry.metrics import OURS
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
     from amphora_driver.telemetry.looking import Looking, View
@@ -82,32 +84,43 @@ class TokenFile:
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._known: tuple[float, Secret] | None = None
+        self._known: tuple[tuple[int, ...], Secret] | None = None
         self._said = ""
 
     def token(self) -> Secret | None:
         """What has to be shown; None: nothing.
 
         Raises:
-            Refused: there is to be one, and it cannot be read: then nobody is let in.
+            Refused: there is to be one, and it cannot be read, or others can: then nobody is let in.
         """
         if not self._path:
             return None
         try:
-            changed = Path(self._path).stat().st_mtime
-            if self._known is None or self._known[0] != changed:
-                line = Path(self._path).read_bytes().split(b"\n", 1)[0].strip()
-                self._known = (changed, Secret(line))
-            if self._known[1].reveal():
-                self._said = ""
-                return self._known[1]
-            trouble = "its first line is empty"
+            found = Path(self._path).stat()
+            if found.st_mode & stat.S_IROTH:
+                # Whoever has an account here might have read it.
+                trouble = "others can read it; take that from them (chmod o-r), and write another token into it"
+            else:
+                token = self._read(found)
+                if token.reveal():
+                    self._said = ""
+                    return token
+                trouble = "its first line is empty"
         except OSError as error:
             trouble = error.strerror or str(error)
         if self._said != trouble:
             self._said = trouble
             LOG.error("nobody is shown the status page: [status] token_file %s: %s", self._path, trouble)
         raise Refused(503, "The token of this page cannot be read: see the log of its process.")
+
+    def _read(self, found: os.stat_result) -> Secret:
+        """The token of a file that is like this now."""
+        # Two writes within a tick of the clock, or a time that was put back, leave some of these as they were.
+        mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        if self._known is None or self._known[0] != mark:
+            line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
+            self._known = (mark, Secret(line))
+        return self._known[1]
 
 
 class Answers:

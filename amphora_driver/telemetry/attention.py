@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver.store.breakers import BLIND
 from amphora_driver.store.processes import EVERY, Kind
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ def _fleet(level: Level, text: str, since: float | None = None) -> Notice:
 
 def _control_plane(fleet: Fleet) -> Iterator[Notice]:
     yield from _breaker(fleet)
+    if fleet.sight.state == BLIND:
+        why = fleet.sight.reason or "no reason was written down"
+        yield _fleet(Level.WATCH, f"the detector is blind: nobody is replaced unasked ({why})", fleet.sight.since)
     yield from _processes(fleet)
     for rotation in fleet.rotations:
         if rotation.state == "paused":
@@ -160,7 +164,11 @@ def _control_plane(fleet: Fleet) -> Iterator[Notice]:
 
 def _breaker(fleet: Fleet) -> Iterator[Notice]:
     breaker = fleet.breaker
-    if breaker.state == "open":
+    if breaker.held:
+        why = breaker.reason or "no reason was given"
+        text = f"the breaker is held open by an operator: {why}; no amphora is replaced unasked"
+        yield _fleet(Level.WATCH, text, breaker.since)
+    elif breaker.state == "open":
         silent = f"{breaker.silent} of {breaker.watched} amphorae are silent"
         yield _fleet(Level.TROUBLE, f"the breaker is open: {silent}, none is replaced unasked", breaker.since)
     elif breaker.state != "closed":
@@ -201,8 +209,8 @@ def _machine(machine: Machine, now: float, interval: float, *, replaced: bool) -
         yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, machine.silent_since)
     elif machine.state == "ready" and not replaced and (machine.heard_at or machine.created_at) < now - 10 * interval:
         yield notice(Level.WATCH, "unheard", "was not heard for ten intervals", machine.heard_at or machine.created_at)
-    if machine.drift:
-        yield notice(Level.WATCH, "drift", f"differs from what is wanted: {machine.drift}")
+    if machine.drifts:
+        yield notice(Level.WATCH, "drift", f"differs from what is wanted: {machine.drift or 'nobody has said in what'}")
     expires, issued = machine.certificate_expires_at, machine.certificate_issued_at
     if expires is not None and expires <= now:
         yield notice(Level.TROUBLE, "expired", "its certificate has expired: its agent is trusted no more", expires)

@@ -30,6 +30,7 @@ _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _STATES = ("ACTIVE", "ERROR", "PENDING_CREATE", "PENDING_UPDATE", "PENDING_DELETE")
 _OPERATING = ("ONLINE", "DEGRADED", "ERROR", "OFFLINE", "NO_MONITOR", "DRAINING")
 _BREAKER = ("closed", "trial", "open")
+_SIGHT = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 
@@ -134,8 +135,8 @@ def _amphorae(fleet: Fleet) -> Iterator[Metric]:
     yield _lag(fleet.at, serving)
     silent = _count((one.silence for one in fleet.amphorae if one.silence), _SILENCES)
     yield _by("amphora_fleet_amphorae_silent", "As the detector has found them.", "kind", silent)
-    drifting = sum(one.drift is not None and one.drift != "" for one in fleet.amphorae)
-    yield _gauge("amphora_fleet_amphorae_drifting", "Those that differ from what is wanted.", drifting)
+    drifting = sum(one.drifts for one in fleet.amphorae)
+    yield _gauge("amphora_fleet_amphorae_drifting", "Those that differ from what is wanted now.", drifting)
     ends = [one.certificate_expires_at for one in fleet.amphorae if one.certificate_expires_at is not None]
     if ends:
         text = "Until the first certificate of an amphora expires."
@@ -163,6 +164,10 @@ def _failovers(fleet: Fleet) -> Iterator[Metric]:
     yield _gauge("amphora_fleet_failovers_oldest_seconds", "How long the oldest of them goes on.", oldest)
     breaker = {state: float(fleet.breaker.state == state) for state in _BREAKER}
     yield _by("amphora_fleet_breaker", "1 for the state the breaker is in.", "state", breaker)
+    held = "1 while an operator holds the breaker open."
+    yield _gauge("amphora_fleet_breaker_held", held, fleet.breaker.held)
+    sight = {state: float(fleet.sight.state == state) for state in _SIGHT}
+    yield _by("amphora_fleet_sight", "1 for whether the detector sees; who is blind replaces nobody.", "state", sight)
 
 
 def _rest(fleet: Fleet) -> Iterator[Metric]:

@@ -57,6 +57,8 @@ class Machine(Fact, frozen=True):
     Attributes:
         wanted: the newest generation of its load balancer; 0 of a spare.
         confirmed: the newest generation its agent said it serves.
+        drift: what differed from what is wanted when something did last; history.
+        drifts: whether it still does.
         silence: silent, mute or never_spoke, as the detector found it; and what follows from that.
     """
 
@@ -76,6 +78,7 @@ class Machine(Fact, frozen=True):
     certificate_authority: int | None
     drift: str | None
     reason: str | None
+    drifts: bool = False
     silence: str | None = None
     silent_since: float | None = None
     verdict: str | None = None
@@ -100,12 +103,26 @@ class Failover(Fact, frozen=True):
 
 
 class Breaker(Fact, frozen=True):
-    """Whether amphorae are replaced unasked."""
+    """Whether amphorae are replaced unasked, as far as the number of silent ones and operators decide that.
+
+    Attributes:
+        state: closed, trial or open.
+        held: an operator holds it open, for this reason and since then; silent and watched are the detector's.
+    """
 
     state: str = "closed"
     since: float | None = None
     silent: int = 0
     watched: int = 0
+    reason: str | None = None
+    held: bool = False
+
+
+class Sight(Fact, frozen=True):
+    """Whether the detector hears at all: who is blind takes nobody for dead. `state` is seeing, blind or unknown."""
+
+    state: str = "unknown"
+    since: float | None = None
     reason: str | None = None
 
 
@@ -192,6 +209,7 @@ class Fleet(Fact, frozen=True):
     amphorae: tuple[Machine, ...] = ()
     failovers: tuple[Failover, ...] = ()
     breaker: Breaker = Breaker()
+    sight: Sight = Sight()
     processes: tuple[Process, ...] = ()
     pools: tuple[Pool, ...] = ()
     rotations: tuple[Rotation, ...] = ()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store import clock, fleet_tables, spares, tables
+from amphora_driver.store import breakers, clock, fleet_tables, spares, tables
 from amphora_driver.store.intents import Op
 from amphora_driver.store.spares import Spec
 from amphora_driver.telemetry.facts import (
@@ -29,6 +29,7 @@ from amphora_driver.telemetry.facts import (
     Pool,
     Process,
     Rotation,
+    Sight,
     Zombie,
 )
 
@@ -86,7 +87,7 @@ _BALANCERS = (
 _MACHINE = {
     **{name: _AMPHORA.c[name] for name in ("id", "load_balancer_id", "role", "state", "confirmed", "created_at")},
     **{name: _AMPHORA.c[name] for name in ("certificate_issued_at", "certificate_expires_at")},
-    **{name: _AMPHORA.c[name] for name in ("certificate_authority", "image", "drift", "reason")},
+    **{name: _AMPHORA.c[name] for name in ("certificate_authority", "image", "drift", "drifts", "reason")},
     "heard_at": _SEEN.c.seen_at,
     "holds_vip": _SEEN.c.holds_vip,
     "agent_version": _SEEN.c.agent_version,
@@ -205,7 +206,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
     machines = connection.execute(_AMPHORAE).all()
     accepted = {row.load_balancer_id: row.accepted_at for row in connection.execute(_ACCEPTED)}
     amphorae = _machines(machines, {row.load_balancer_id: row for row in rows})
-    breaker = connection.execute(sa.select(fleet_tables.breaker).limit(1)).first()
+    rows_of_breaker = breakers.every(connection)
     outbox = connection.execute(_OUTBOX).one()
     return Fleet(
         at=now,
@@ -213,7 +214,8 @@ def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
         balancers=_balancers(rows, accepted, _holders(amphorae), now),
         amphorae=amphorae,
         failovers=_failovers(connection),
-        breaker=Breaker() if breaker is None else _of(Breaker, breaker),
+        breaker=_breaker(rows_of_breaker),
+        sight=_sight(rows_of_breaker.get(breakers.SIGHT)),
         processes=tuple(_of(Process, row) for row in connection.execute(_PROCESSES.limit(MOST_FINDINGS))),
         pools=_pools(rows, amphorae, spares_configured),
         rotations=_rotations(connection),
@@ -229,6 +231,28 @@ def _of(kind: Any, row: Any) -> Any:
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__})
 
 
+def _breaker(rows: Mapping[str, breakers.Row]) -> Breaker:
+    """What is so of all its rows: an operator goes before the automatic."""
+    automatic, operator = rows.get(breakers.AUTOMATIC), rows.get(breakers.OPERATOR)
+    found = Breaker()
+    if automatic is not None:
+        found = Breaker(
+            state=automatic.state,
+            since=automatic.since,
+            silent=automatic.silent,
+            watched=automatic.watched,
+            reason=automatic.reason,
+        )
+    if operator is None:
+        return found
+    held = {"state": breakers.OPEN, "since": operator.since, "reason": operator.reason, "held": True}
+    return msgspec.structs.replace(found, **held)
+
+
+def _sight(row: breakers.Row | None) -> Sight:
+    return Sight() if row is None else Sight(state=row.state, since=row.since, reason=row.reason)
+
+
 def _machines(rows: Iterable[Any], work: Mapping[str, Any]) -> tuple[Machine, ...]:
     newest = {one: row.generation for one, row in work.items() if row.op != spares.OP}
     pools = {one for one, row in work.items() if row.op == spares.OP}
@@ -237,6 +261,7 @@ def _machines(rows: Iterable[Any], work: Mapping[str, Any]) -> tuple[Machine, ..
         # By place: by name it takes three times as long, and there are many.
         said = dict(zip(_MACHINE, row, strict=True))
         of = said["load_balancer_id"]
+        said["drifts"] = bool(said["drifts"])
         if of in pools:
             said["role"] = SPARE
         found.append(Machine(wanted=newest.get(of, 0), **said))

@@ -22,7 +22,12 @@ _METHODS = ("GET", "HEAD")
 # Under these names a browser on this machine finds it. Any other name may be a stranger's that was made to point here.
 _LOCAL_NAMES = ("localhost",)
 # A proxy on this machine says so that it asks for others.
-_FORWARDED = {"forwarded", "x-forwarded-for", "x-real-ip"}
+_FORWARDED = {
+    *("forwarded", "via", "x-real-ip"),
+    *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
+}
+# What many of them speak that say nothing; what looks from here speaks the other one.
+_OF_PROXIES = "HTTP/1.0"
 
 
 class Refused(Exception):
@@ -40,12 +45,13 @@ class Refused(Exception):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of ours: headers by their names in small letters."""
+    """A request of ours: headers by their names in small letters; `version` as in its first line."""
 
     method: str
     path: str
     query: str
     headers: dict[str, str]
+    version: str = "HTTP/1.1"
 
     def wants(self, name: str) -> str:
         """The first value of a field of the query; empty without."""
@@ -67,9 +73,9 @@ def parse(head: bytes) -> Request:
     except UnicodeDecodeError:
         raise Refused(400, "The head of a request is ASCII.") from None
     words = lines[0].split(" ")
-    if len(words) != 3 or words[2] not in {"HTTP/1.0", "HTTP/1.1"}:
+    if len(words) != 3 or words[2] not in {_OF_PROXIES, "HTTP/1.1"}:
         raise Refused(400, "This is not a request of HTTP/1.1.")
-    method, target, _version = words
+    method, target, version = words
     if method not in _METHODS:
         raise Refused(405, "Nothing can be changed here.")
     if not target.startswith("/"):
@@ -80,7 +86,8 @@ def parse(head: bytes) -> Request:
         parts = urlsplit("//host" + target)
     except ValueError:
         raise Refused(400, "What is asked for cannot be understood.") from None
-    return Request(method=method, path=parts.path, query=parts.query, headers=_headers(lines[1:]))
+    headers = _headers(lines[1:])
+    return Request(method=method, path=parts.path, query=parts.query, headers=headers, version=version)
 
 
 def _headers(lines: list[str]) -> dict[str, str]:
@@ -116,7 +123,7 @@ def admit(request: Request, peer: str, token: Secret | None) -> None:
         return
     if not _is_loopback(peer):
         raise Refused(403, "Only this machine is answered: no [status] token_file is set.")
-    if _FORWARDED & request.headers.keys():
+    if request.version == _OF_PROXIES or _FORWARDED & request.headers.keys():
         raise Refused(403, "A proxy asks for somebody else: no [status] token_file is set.")
     if not _is_local_name(request.headers.get("host", "")):
         raise Refused(403, "Under this name nobody is answered: no [status] token_file is set.")

@@ -131,6 +131,7 @@ def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
     conf = config.load([str(settings.our_configuration)])
     token = tmp_path / "token"
     token.write_text("correct horse\n", encoding="utf-8")
+    token.chmod(0o600)
     conf.set_override("token_file", str(token), "status")
     conf.set_override("bind_port", free_port, "status")
     address = f"http://127.0.0.1:{free_port}/"

@@ -2,6 +2,7 @@
 """When an agent believes that its machine was changed, and what it does then."""
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -25,6 +26,7 @@ class Machine:
         self.looks = list(looks)
         self.mended = []
         self.error = None
+        self.generation = 1
 
     def differences(self):
         return self.looks.pop(0) if self.looks else ()
@@ -89,6 +91,50 @@ def test_what_stays_is_told_and_tried_ever_more_seldom(audited):
     auditor.audit()
     assert "drift" not in drift.heartbeat()
     assert drift.heartbeat()["drifted"]["mended"] is False, "it is told what was found last"
+
+
+def test_what_does_not_stay_mended_is_mended_ever_more_seldom_and_told(audited):
+    """Somebody's program writes the file again and again: each time HAProxy takes a new worker."""
+    machine, drift, auditor, _ = audited()
+    said = []
+
+    def look():
+        machine.looks = [(FILE,), (FILE,), ()]
+        before = len(machine.mended)
+        auditor.audit()
+        said.append(drift.heartbeat().get("drift"))
+        return len(machine.mended) > before
+
+    mended = [look() for _ in range(80)]
+    at = [number for number, one in enumerate(mended) if one]
+    assert [b - a for a, b in itertools.pairwise(at)] == [2, 4, 8, 16, 16, 16, 16]
+    assert [said[number] for number in range(80) if not mended[number]] == [["haproxy.cfg"]] * (80 - len(at))
+    assert {said[number] is None for number in at} == {True}, "it is as confirmed, for now"
+
+
+def test_what_comes_back_after_long_is_mended_at_once(audited, monkeypatch):
+    machine, drift, auditor, _ = audited()
+    now = 1000.0
+    monkeypatch.setattr(audit.time, "monotonic", lambda: now)
+    for _ in range(4):
+        machine.looks = [(FILE,), (FILE,), ()]
+        auditor.audit()
+    assert (len(machine.mended), drift.heartbeat()["drift"]) == (2, ["haproxy.cfg"])
+    machine.looks = [()]
+    auditor.audit()
+    assert "drift" not in drift.heartbeat()
+    for _ in range(2):
+        now += 11.0
+        machine.looks = [(FILE,), (FILE,), ()]
+        auditor.audit()
+    assert len(machine.mended) == 4
+    machine.looks = [(LINK,), (LINK,), ()]
+    auditor.audit()
+    assert len(machine.mended) == 5, "another thing has nothing to do with it"
+    machine.generation = 2
+    machine.looks = [(LINK,), (LINK,), ()]
+    auditor.audit()
+    assert len(machine.mended) == 6, "a change came meanwhile"
 
 
 def test_what_is_told_is_short():

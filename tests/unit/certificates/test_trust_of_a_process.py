@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process shows and believes, and what amphorae are given, at each step of a rotation."""
 
+import threading
+import time
+
 import pytest
 from cryptography import x509
 from cryptography.fernet import Fernet
@@ -140,6 +143,150 @@ def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch
     with pytest.raises(StoreError):
         Trust(house.conf, house.database, house.vault).papers()
     assert new
+
+
+class Reads:
+    """Reads of the database, one after the other, that take as long as a test wants; `error` for those that fail."""
+
+    def __init__(self, house, monkeypatch):
+        self.number = 0
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.error = None
+        self._read = house.database.read
+        monkeypatch.setattr(house.database, "read", self)
+
+    def __call__(self, work):
+        self.number += 1
+        self.begun.set()
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self._read(work)
+
+
+@pytest.fixture
+def reads(house, monkeypatch):
+    """The authorities are known, and are to be read again; what is known is not too old to be used meanwhile."""
+    house.begin(Kind.CONTROLLER)
+    house.trust.papers()
+    made = Reads(house, monkeypatch)
+    clock = Clock(house.trust, monkeypatch)
+    clock.later(6.0)
+    yield made
+    made.go_on.set()
+
+
+class Clock:
+    """The clock that only goes forward, as one module sees it."""
+
+    def __init__(self, trust, monkeypatch):
+        self.ahead = 0.0
+        trust._fresh = 5.0
+        trust.clock = self
+        monkeypatch.setattr(trusting, "time", self)
+
+    def later(self, seconds):
+        self.ahead += seconds
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+
+def asking(trust, found):
+    thread = threading.Thread(target=lambda: found.append(trust.instead()))
+    thread.start()
+    return thread
+
+
+def test_nobody_waits_for_a_slow_database_but_who_reads(house, reads):
+    found = []
+    one = asking(house.trust, found)
+    assert reads.begun.wait(60)
+    before = house.trust.papers().wanted
+    assert house.trust.instead().mark == house.trust.instead().mark
+    assert (reads.number, found) == (1, []), "one reads, and nobody else asks"
+    reads.go_on.set()
+    one.join(60)
+    assert house.trust.papers().wanted == before
+    assert (reads.number, len(found)) == (1, 1)
+
+
+def test_what_is_too_old_is_used_by_nobody(house, reads):
+    """This process was stopped, say: a rotation has not waited for it."""
+    house.trust.clock.later(3600.0)
+    found = []
+    threads = [asking(house.trust, found) for _ in range(3)]
+    assert reads.begun.wait(60)
+    assert not any(_ended(thread) for thread in threads)
+    reads.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert (reads.number, len(found)) == (1, 3), "and one look is enough for all of them"
+
+
+def _ended(thread):
+    thread.join(0.1)
+    return not thread.is_alive()
+
+
+def test_a_slow_failure_is_not_followed_by_another_one_at_once(house, reads):
+    reads.error = StoreError("read", "away")
+    found = []
+    one = asking(house.trust, found)
+    assert reads.begun.wait(60)
+    house.trust.clock.later(12.0)
+    reads.go_on.set()
+    one.join(60)
+    house.trust.papers()
+    assert reads.number == 1, "counted from its end"
+    house.trust.clock.later(6.0)
+    house.trust.papers()
+    assert reads.number == 2
+    # One that was stopped in the middle of it has failed long ago.
+    house.trust.clock.later(6.0)
+    reads.go_on.clear()
+    reads.begun.clear()
+    one = asking(house.trust, found)
+    assert reads.begun.wait(60)
+    house.trust.clock.later(3600.0)
+    reads.go_on.set()
+    one.join(60)
+    house.trust.papers()
+    assert reads.number == 4
+
+
+def test_who_knows_nothing_is_told_so_without_asking_each_time(house, reads):
+    reads.error = StoreError("read", "away")
+    reads.go_on.set()
+    new = Trust(house.conf, house.database, house.vault)
+    new._fresh = 5.0
+    for _ in range(3):
+        with pytest.raises(StoreError, match="away"):
+            new.papers()
+    assert reads.number == 1
+    house.trust.clock.later(6.0)
+    reads.error = None
+    assert new.papers().wanted == house.trust.papers().wanted
+
+
+def test_keys_of_authorities_that_are_gone_are_forgotten(house):
+    new, _ = house.begin(Kind.CONTROLLER)
+    house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
+    house.trust.instead()
+    assert set(house.trust._issuers) == {new}
+    house.move(**{f"_{new - 1}": "leaving"})
+    house.move(**{f"_{new - 1}": "gone"})
+    newest, _ = house.begin(Kind.CONTROLLER)
+    house.move(**{f"_{newest}": "current", f"_{new}": "former"})
+    house.trust.instead()
+    assert set(house.trust._issuers) == {new, newest}, "it is trusted still"
+    house.move(**{f"_{new}": "leaving"})
+    house.move(**{f"_{new}": "gone"})
+    house.trust.instead()
+    assert set(house.trust._issuers) == {newest}
 
 
 def test_no_two_authorities_have_one_name(house):

@@ -243,7 +243,7 @@ def test_loadbalancer_show_for_a_person(run):
         "applied after 0.25 s (runtime)",
         "1 listeners, 1 loadbalancers",
         f"{AMPHORA} single ready, had the VIPs, confirmed 7, heard ",
-        "silent: mute, verdict: its agent answers, drift: routes",
+        "silent: mute, verdict: its agent answers, last drift: routes",
         "1: silent, begun",
     ):
         assert words in table

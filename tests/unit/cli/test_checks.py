@@ -114,6 +114,19 @@ def test_the_breaker(rows, result, words):
     assert (found.result, words in found.details) == (result, True)
 
 
+@pytest.mark.parametrize(
+    ("witnesses", "machines", "result", "words"),
+    [
+        (["203.0.113.1:22"], 2, OK, "1 are configured"),
+        ([], 0, OK, "no amphorae"),
+        ([], 1, WARNING, "Set [failover] witnesses"),
+    ],
+)
+def test_witnesses(witnesses, machines, result, words):
+    found = checks.of_witnesses(witnesses, [machine()] * machines)
+    assert (found.result, words in found.details) == (result, True)
+
+
 def machine(**more):
     values = {
         "id": "a",
@@ -121,6 +134,7 @@ def machine(**more):
         "silent": None,
         "seen_at": NOW - 1,
         "drift": None,
+        "drifts": None,
         "agent_version": "1",
         "certificate_expires_at": NOW + 500,
         "certificate_issued_at": NOW - 100,
@@ -137,7 +151,8 @@ def machine(**more):
         ("silence", {"seen_at": None}, WARNING, "1 of 1: a"),
         ("silence", {"seen_at": None, "state": "booting"}, OK, "none"),
         ("drift", {}, OK, "none of 1"),
-        ("drift", {"drift": "routes"}, WARNING, "1: a: routes. Run: amphoractl loadbalancer diff"),
+        ("drift", {"drift": "routes"}, OK, "none of 1"),
+        ("drift", {"drift": "routes", "drifts": True}, WARNING, "1: a: routes. Run: amphoractl loadbalancer diff"),
         ("agents", {}, OK, "1 in all 1"),
         ("agents", {"agent_version": "0"}, WARNING, "1 of 1 amphorae have another version than 1: 0. Run"),
         ("agents", {"agent_version": None}, WARNING, "one that does not say"),

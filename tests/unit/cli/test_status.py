@@ -26,7 +26,16 @@ from amphora_driver.store.vault import Vault
 NAMES = (
     *("Doorbells", "Broker", "Database", "Keys", "Backends"),
     *("Controllers", "Health managers", "Provider agents", "Versions", "Load balancers", "Pending work"),
-    *("Octavia's sockets", "Authorities", "Certificates", "Breaker", "Silent amphorae", "Fail-overs", "Rotations"),
+    *(
+        "Octavia's sockets",
+        "Authorities",
+        "Certificates",
+        "Breaker",
+        "Witnesses",
+        "Silent amphorae",
+        "Fail-overs",
+        "Rotations",
+    ),
     *("Drift", "Zombies", "Agents", "Octavia's records"),
 )
 
@@ -93,6 +102,7 @@ def place(folder):
         f"[certificates]\nca_certificate = {folder}/ca.pem\nclient_ca = {folder}/client_ca.pem\n"
         f"client_certificate = {folder}/client.pem\n"
         f"[compute_netns]\ndirectory = {folder}/amphorae\nagent_python = /bin/true\n"
+        "[failover]\nwitnesses = 203.0.113.1:22\n"
     )
     return path
 

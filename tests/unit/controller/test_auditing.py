@@ -36,6 +36,9 @@ WANTED = {
         (BundleState(generation=0), Verdict.BEHIND),
         (BundleState(), Verdict.BEHIND),
         (BundleState(generation=5, digest="d"), Verdict.AHEAD),
+        (BundleState(generation=4 + 2**31, digest="d"), Verdict.AHEAD),
+        (BundleState(generation=5 + 2**31, digest="d"), Verdict.FAR),
+        (BundleState(generation=2**62), Verdict.FAR),
     ],
 )
 def test_the_verdict(said, verdict):

@@ -12,6 +12,7 @@ from amphora_driver.controller.breaker import (
     Pauses,
     State,
     after,
+    resumed,
     too_many,
 )
 
@@ -185,8 +186,26 @@ def test_a_partner_that_was_there_does_not_wait_and_a_replacement_does():
 )
 def test_who_takes_over_knows_the_pauses(ages, left):
     pauses = Pauses(60.0, 3600.0)
-    pauses.resume({"lb": ages}, 9000.0)
+    pauses.resume("lb", ages, {"old"}, 9000.0)
     assert pauses.left("lb", "any", 9000.0) == pytest.approx(left)
+    assert pauses.left("lb", "old", 9000.0) == 0.0, "a partner that was there is no replacement"
+    assert not pauses.is_replacement("lb", "old")
+
+
+@pytest.mark.parametrize(
+    ("state", "remaining", "waits"),
+    [
+        (State.OPEN, 250.0, 250.0),
+        (State.OPEN, None, 600.0),
+        (State.OPEN, -50.0, 0.0),  # it is over
+        (State.OPEN, 86_400.0, 600.0),  # the clock was moved
+        (State.TRIAL, 250.0, 600.0),
+        (State.CLOSED, None, 600.0),
+    ],
+)
+def test_what_another_one_left_of_the_breaker(state, remaining, waits):
+    found = resumed(state, "why", Limits(trial=600.0), 9000.0, remaining)
+    assert (found.state, found.reason, found.since + 600.0 - 9000.0) == (state, "why", waits)
 
 
 def test_what_is_gone_takes_no_memory():

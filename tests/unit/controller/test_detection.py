@@ -3,7 +3,7 @@
 
 import pytest
 
-from amphora_driver.controller.detection import Answer, How, Kind, Limits, Quiet, Watch, judge
+from amphora_driver.controller.detection import Answer, Company, How, Kind, Limits, Quiet, Watch, doubt, judge
 from amphora_driver.store.failovers import Cause
 
 LIMITS = Limits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)
@@ -180,7 +180,9 @@ def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
         (8, True, answer(How.ANSWERS), Kind.MUTE, None, False, "its agent answers"),
         (59, True, answer(How.ANSWERS), Kind.MUTE, None, False, "after 60 s"),
         (61, True, answer(How.ANSWERS), Kind.MUTE, Cause.MUTE, False, "its agent answers"),
-        (61, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, Cause.NEVER_SPOKE, False, "its agent answers"),
+        # It may serve, and nobody hears it because of UDP, or of wrong targets: it must not be cut.
+        (61, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, Cause.MUTE, False, "its agent answers"),
+        (8, True, answer(How.ANSWERS, words="expired"), Kind.MUTE, None, False, "its agent answers (expired)"),
         (8, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, None, False, "its agent answers"),
         (8, True, answer(How.BLIND), Kind.SILENT, None, False, "cannot be asked from here"),
         (5000, True, answer(How.BLIND), Kind.SILENT, None, False, "nothing follows"),
@@ -199,3 +201,69 @@ def test_what_is_thought_of_it(silence, spoke, said, kind, cause, dead, words):
 def test_an_old_answer_is_asked_for_again_before_anything_follows():
     assert judge(quiet(500), answer(How.UNANSWERED, ago=30), 1000.0, LIMITS).stale
     assert not judge(quiet(500), answer(How.UNANSWERED), 1000.0, LIMITS).stale
+
+
+def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
+    """Heard and answered so many seconds ago."""
+    moments = (None if ago is None else now - ago for ago in (heard, answered))
+    return Company(watched=watched, witnesses=witnesses, **dict(zip(("heard_at", "answered_at"), moments, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("silence", "around", "doubted"),
+    [
+        # Somebody was heard after its next heartbeat was due: 3.75 s and 2 s until that is seen.
+        (8, company(heard=1), False),
+        (8, company(heard=2.2), False),
+        (8, company(heard=2.3), True),
+        # The last one of the other was of just before the way was gone.
+        (8, company(heard=5), True),
+        (8, company(), True),
+        # An agent that answers is as good as a heartbeat, even that of somebody else.
+        (8, company(answered=1), False),
+        (8, company(answered=7), True),
+        # They were asked in the same breath as its agent.
+        (8, company(witnesses=True), False),
+        (8, company(watched=1, witnesses=True), False),
+        (59, company(), True),
+        (60, company(), False),
+        (59, company(watched=50), True),
+        # One on its own.
+        (13, company(watched=1), True),
+        (14, company(watched=1), False),
+        (8, company(watched=1, heard=1), False),
+    ],
+)
+def test_where_nobody_at_all_is_heard_it_may_be_the_way(silence, around, doubted):
+    why = doubt(quiet(silence), around, 1000.0, LIMITS)
+    assert bool(why) is doubted
+    assert "[failover] witnesses" in why or not doubted
+    found = judge(quiet(silence), answer(How.UNANSWERED), 1000.0, LIMITS, why)
+    assert (found.cause is None, found.dead, why in found.words) == (doubted, not doubted, True)
+    assert judge(quiet(61), answer(How.ANSWERS), 1000.0, LIMITS, why).cause is Cause.MUTE
+
+
+def test_a_mute_time_shorter_than_that_of_one_on_its_own_is_not_believed():
+    limits = Limits(silent_after=7.0, mute_after=7.0)
+    assert doubt(quiet(13), company(), 1000.0, limits)
+    assert not doubt(quiet(14), company(), 1000.0, limits)
+
+
+def test_when_anybody_was_heard_last():
+    story = Story()
+    story.go(STEP)
+    assert story.watch.moved_at is None, "the first look shows no movement"
+    story.go(5)
+    heard = story.watch.moved_at
+    assert heard == story.now
+    story.places["new"] = (1, 5)
+    assert story.go(5, speaking=()).watch.moved_at == heard, "who is new was not heard"
+    story.watch.forget("whatever")
+    assert story.watch.moved_at is None
+
+
+@pytest.mark.parametrize(
+    ("silent_after", "interval", "seconds"), [(7.0, 3.0, 4.55), (30.0, 3.0, 6.5), (4.0, 0.5, 2.6), (7.0, 1.0, 3.5)]
+)
+def test_who_missed_a_heartbeat_counts_as_late(silent_after, interval, seconds):
+    assert Limits(silent_after=silent_after, interval=interval).quiet_after == pytest.approx(seconds)

@@ -38,10 +38,10 @@ def test_a_dead_one_of_a_pair_is_replaced_and_its_partner_goes_on(old, stays, ro
     assert log == [
         f"Record {role}",
         "Renew",
+        f"Release {role} {old.id}",
         f"Push {stays.id} {new.id}",
         "ACTIVE",
-        f"Release {role} {old.id}",
-    ], "the one with the VIPs hears of the newcomer before that one listens"
+    ], "it may have the VIPs: it is gone before its partner forgets it"
     assert [one.id for one in new.partners] == [stays.id]
     assert [one.id for one in house.observed[stays.id].partners] == [new.id], "nobody has to be told again"
 
@@ -58,14 +58,15 @@ def test_both_of_a_pair_are_dead_at_once():
     house.never_fewer = 0
     log = house.run()
     assert log[:2] == ["Record MASTER", "Record BACKUP"] or log[:2] == ["Record BACKUP", "Record MASTER"]
-    assert log[2].startswith("Push ")
-    assert "+" in log[2]
-    assert log[3:] == ["ACTIVE", "Release MASTER m", "Release BACKUP b"]
+    assert log[2:4] == ["Release MASTER m", "Release BACKUP b"]
+    assert log[4].startswith("Push ")
+    assert "+" in log[4]
+    assert log[5:] == ["ACTIVE"]
 
 
 def test_one_dead_and_one_to_be_replaced_all_the_same():
     """A fail-over of the load balancer, of which one is dead: the dead one is replaced first, whatever its machine."""
-    house = House(wanted(generation=5), dead(M, confirmed=4), *retiring(but(B, **WELL)))
+    house = House(wanted(generation=5, attempts=1), dead(M, confirmed=4), *retiring(but(B, **WELL)))
     log = house.run()
     assert log[0] == "Record MASTER"
     assert next(one for one in log if "HandOver" in one).startswith("HandOver b to m0")
@@ -75,9 +76,9 @@ def test_one_dead_and_one_to_be_replaced_all_the_same():
 
 
 def test_the_replacement_waits_for_no_machine_to_be_destroyed():
-    """All of it is served before the compute backend is asked to remove anything."""
+    """Once that was tried in vain, all of it is served before the compute backend is asked again."""
     for observed in ((dead(M), but(B, **WELL)), (dead(M), dead(B))):
-        house = House(wanted(), *observed)
+        house = House(wanted(attempts=1), *observed)
         house.never_fewer = 0
         log = house.run()
         assert [one for one in log if "Release" in one] == log[log.index("ACTIVE") + 1 :]
@@ -104,9 +105,15 @@ def test_a_change_of_the_users_neither_waits_for_the_machine_nor_keeps_it_from_b
     coming = amphora("new", "MASTER", 24, confirmed=0, state=State.BOOTING)
     (record,) = planning.plan(wanted(generation=5), (dead(M), but(B, **WELL)))
     assert type(record).__name__ == "Record", "whatever becomes of the change"
-    (push,) = planning.plan(wanted(generation=5, absent=frozenset({"new"})), (dead(M), but(B, **WELL), coming))
+    meanwhile = wanted(generation=5, absent=frozenset({"new"}))
+    (fence,) = planning.plan(meanwhile, (dead(M), but(B, **WELL), coming))
+    assert type(fence).__name__ == "Release", "its partner is about to forget it"
+    (push,) = planning.plan(meanwhile, (dead(M), but(B, **WELL, partners=()), coming))
+    assert push.waves == (("b",),), "it has forgotten it already"
+    (push,) = planning.plan(but(meanwhile, attempts=1), (dead(M), but(B, **WELL), coming))
     assert (push.waves, push.whole) == ((("b",),), False)
-    assert House(wanted(generation=5), dead(M), but(B, **WELL)).run()[1:3] == ["Push b m0", "ACTIVE"]
+    log = House(wanted(generation=5), dead(M), but(B, **WELL)).run()
+    assert log[1:] == ["Release MASTER m", "Push b m0", "ACTIVE"]
     single = House(alone(generation=5), dead(amphora("old", "STANDALONE", 21)))
     single.never_fewer = 0
     assert single.run() == ["Record STANDALONE", "Push s0", "ACTIVE", "Release STANDALONE old"]
@@ -184,3 +191,34 @@ def test_who_is_dead_has_no_vips_and_is_nobodys_partner():
     old = dead(M, heard_at=NOW)
     assert partners.holder((old, B), "MASTER", frozenset({"m"})) == "b"
     assert partners.vrrp(B, (old, B), wanted().tree.vip, 253, 1.0).peers == ()
+
+
+def test_of_two_that_are_dead_the_one_that_can_be_booted_is_served():
+    """D cannot be booted: once that is known, C comes first, whoever is the older, and is served without it."""
+    d = amphora("d", "MASTER", 0, state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+    c = amphora("c", "BACKUP", 0, state=State.BOOTING, plugged=(), confirmed=0)
+    steps = planning.plan(wanted(attempts=1), (dead(M), dead(B), d, c))
+    assert [(type(step).__name__, step.amphora_id) for step in steps] == [
+        ("Plug", "c"),
+        ("AwaitAgent", "c"),
+        ("Boot", "d"),
+        ("Plug", "d"),
+        ("AwaitAgent", "d"),
+    ]
+    there = but(c, state=State.READY, plugged=B.plugged)
+    (push,) = planning.plan(wanted(attempts=1), (dead(M), dead(B), d, there))
+    assert (push.waves, push.whole) == ((("c",),), False)
+
+
+def test_a_machine_that_does_not_go_is_no_reason_to_leave_a_dead_one_unreplaced():
+    """B was replaced and cannot be destroyed; then A dies."""
+    stays = amphora("b2", "BACKUP", 23, partners=(knows("b", 22), knows("m", 21)), heard_at=NOW, holds_vip=True)
+    (stuck,) = retiring(but(B, heard_at=NOW, holds_vip=False))
+    for attempts in (0, 3):
+        (step,) = planning.plan(wanted(attempts=attempts), (stuck, stays, dead(M)))
+        assert (type(step).__name__, step.role) == ("Record", "MASTER")
+    holds = but(stuck, holds_vip=True, partners=(knows("b2", 23), knows("m", 21)))
+    (step,) = planning.plan(wanted(), (holds, but(stays, holds_vip=False), dead(M)))
+    assert type(step).__name__ == "Release", "who has the VIPs goes first"
+    (step,) = planning.plan(wanted(), (but(holds, plugged=()), but(stays, holds_vip=False), dead(M)))
+    assert type(step).__name__ == "Record", "without a port it has them for nobody"

@@ -15,6 +15,33 @@ def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():
     assert sorted(one.role for one in house.observed.values()) == ["BACKUP", "MASTER"]
 
 
+def expiring(one, at):
+    return but(one, certificate_expires_at=at)
+
+
+def test_a_certificate_of_one_that_goes_waits_for_everything_else():
+    """It may be dead: its partner's replacement must not wait for it in every turn."""
+    renewals = {"m": "half of its time is over"}
+    first = planning.plan(wanted(now=100.0, renewals=renewals), (expiring(M, 500.0), B))
+    assert [type(step).__name__ for step in first] == ["RenewCertificate"]
+    steps = planning.plan(wanted(now=100.0, renewals=renewals), retiring(expiring(M, 500.0), B))
+    assert [type(step).__name__ for step in steps] == ["Record"]
+    # An expired one takes nothing else.
+    steps = planning.plan(wanted(now=100.0, renewals=renewals), retiring(expiring(M, 99.0), B))
+    assert [type(step).__name__ for step in steps] == ["RenewCertificate"]
+
+
+def test_a_certificate_of_one_whose_connections_end_is_renewed_meanwhile():
+    knowing = but(expiring(M, 500.0), partners=(knows("b", 22), knows("new", 23)))
+    draining = but(knowing, drains_until=200.0, handed_over=True)
+    new = amphora("new", "MASTER", 23, partners=(knows("b", 22),), holds_vip=True)
+    log = [new, but(B, partners=(knows("new", 23),))]
+    steps = planning.plan(wanted(now=100.0, renewals={"m": "due"}), (*retiring(draining), *log))
+    kinds = [type(step).__name__ for step in steps]
+    assert "LookAfter" in kinds
+    assert kinds[0] == "RenewCertificate"
+
+
 def test_it_is_told_once():
     knowing = but(M, partners=(knows("b", 22), knows("new", 23)))
     new = amphora("new", "BACKUP", 23, confirmed=0)

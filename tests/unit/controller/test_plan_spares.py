@@ -15,7 +15,8 @@ SPEC = Spec(number=2, compute="netns", network="local")
 
 def wanted(number=2, users=1, unfit=None, **more):
     values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0, "gone": False, "readable": True}
-    stock = Stock(spec=SPEC, number=number, users=users, unfit=unfit or {})
+    sees = {"heard": NOW - 1, "sees": True, **{name: more.pop(name) for name in ("heard", "sees") if name in more}}
+    stock = Stock(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
     return planning.Wanted(**{**values, "tree": None, "networks": {}, "now": NOW, "stock": stock, **more})
 
 
@@ -57,6 +58,42 @@ def coming(name, **more):
             (spare("a"), spare("b", heard_at=NOW - 30)),
             ["Await"],
             id="not for long enough",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("ab"), absent=frozenset("ab")),
+            (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 110)),
+            ["Retire"],
+            id="one at a time",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("ab"), absent=frozenset("ab")),
+            (spare("a", heard_at=NOW - 100), coming("b")),
+            ["Await"],
+            id="when the one before has been replaced",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("b"), absent=frozenset("b"), sees=False),
+            (spare("a"), spare("b", heard_at=NOW - 100)),
+            ["Await"],
+            id="we do not see",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("ab"), absent=frozenset("ab"), heard=NOW - 100),
+            (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 101)),
+            ["Await"],
+            id="nobody is heard, or clocks differ",
+        ),
+        pytest.param(
+            wanted(asked=frozenset("b"), absent=frozenset("b")),
+            (spare("a"), spare("b", heard_at=None, booted_at=NOW - 100)),
+            ["Retire"],
+            id="it never spoke",
+        ),
+        pytest.param(
+            wanted(attempts=1),
+            (coming("a", management_address=None), coming("b"), spare("c", state=State.RETIRING)),
+            ["AwaitAgent", "AwaitAgent", "Release", "Boot"],
+            id="something failed",
         ),
         pytest.param(wanted(unfit={"a": "old image"}), (spare("a"), spare("b")), ["Retire"], id="an old image"),
         pytest.param(

@@ -20,7 +20,7 @@ from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, generations, migrate, secrets, statuses
+from amphora_driver.store import amphorae, drifts, generations, migrate, secrets, statuses
 from amphora_driver.store.amphorae import Plugged, State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -254,6 +254,15 @@ def test_nothing_depends_on_one_that_is_about_to_go(house):
     house.push(((M,), (B,)), optional=frozenset({M}))
     assert house.agents.order == [M, B]
     assert house.work().applied == 1
+
+
+def test_what_is_confirmed_is_as_wanted_again(house):
+    house.database.write(lambda c: drifts.mark(c, {M: True, B: True}))
+    house.agents.answers[M] = away
+    with pytest.raises(AgentUnreachable):
+        house.push(((B,), (M,)))
+    marked = house.database.read(lambda c: amphorae.of_same_load_balancers(c, [M]))[LB].drifting
+    assert marked == {M}
 
 
 def test_nothing_is_confirmed_before_the_whole_pair_is_there(house):

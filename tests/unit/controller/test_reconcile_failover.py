@@ -13,7 +13,7 @@ from amphora_driver.errors import AgentUnreachable, ComputeError
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, failovers, spares
+from amphora_driver.store import amphorae, failovers, reading_back, spares
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Why
 from amphora_driver.store.fleet_tables import failover, failover_event
@@ -139,10 +139,10 @@ def test_the_time_line_of_the_one_with_the_vips(pair):
         "recorded",
         "booted",
         "ready",
+        "released",
         "confirmed",
         "confirmed",
         "served",
-        "released",
         "ended",
     ]
     assert pair.world.holder == partner, "who comes does not take the VIPs"
@@ -218,6 +218,10 @@ def test_a_machine_that_cannot_be_destroyed_holds_nobody_up(pair):
     pair.world.stuck = True
     die(pair, old)
     pair.work()
+    assert pair.row().attempts == 1, "it is tried once before its partner forgets it"
+    assert pair.observed()[old].plugged == (), "its ports are gone whatever it does"
+    pair.hurry()
+    pair.work()
     now = pair.observed()
     assert len([one for one in now.values() if one.state is State.READY and one.confirmed]) == 2
     assert old in now, "it is tried again"
@@ -240,7 +244,9 @@ def test_both_are_dead_at_once(pair):
     pair.world.holder = None
     pair.world.stuck = True
     assert begin(pair, None) == 2
-    pair.work()
+    for _ in range(2):
+        pair.hurry()
+        pair.work()
     fresh = [one for one in pair.observed().values() if one.id not in before]
     assert sorted(one.role for one in fresh) == ["BACKUP", "MASTER"]
     assert all(one.confirmed for one in fresh), "though no machine was destroyed yet"
@@ -252,7 +258,62 @@ def test_both_are_dead_at_once(pair):
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
 
 
+def test_of_two_that_are_dead_one_cannot_be_booted(pair):
+    """Whichever of them is refused, the other one is booted in the same round, and served."""
+    before = set(pair.observed())
+    pair.world.dead |= before
+    pair.world.holder = None
+    boot, asked = pair.world.boot, []
+
+    def some(order):
+        asked.append(order.amphora_id)
+        if order.amphora_id == asked[0]:
+            raise ComputeError("boot it", "no host has room")
+        return boot(order)
+
+    pair.world.boot = some
+    assert begin(pair, None) == 2
+    for _ in range(4):
+        pair.hurry()
+        pair.work()
+    served = [one for one in pair.observed().values() if one.confirmed and one.id not in before]
+    assert [one.id == asked[0] for one in served] == [False]
+    assert pair.world.holder == served[0].id
+    pair.world.boot = boot
+    settle(pair)
+    assert len(pair.observed()) == 2
+    assert [row.outcome for row in rows(pair)] == ["done", "done"]
+
+
 # --- what a job has not seen is not forgotten by its end --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waker", ["a user", "read back", "taken back"])
+def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
+    (old,) = alone.observed()
+    assert begin(alone, [old]) == 1
+    if waker == "a user":
+        alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    elif waker == "read back":
+        alone.database.write(lambda c: reading_back.done(c, LB))
+    else:
+        alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
+        assert alone.database.write(lambda c: amphorae.take_back(c, old, 1, 0))
+    assert alone.row().free_at == URGENT
+
+
+def test_nothing_is_over_while_one_is_to_go(alone):
+    """Even if what made it urgent was lost."""
+    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    lease = alone.jobs.claim()
+    generation = alone.row().generation
+    alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
+    alone.database.write(lambda c: c.execute(amphora.update().values(confirmed=generation)))
+    (old,) = alone.observed()
+    begin(alone, [old])
+    alone.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
+    alone.jobs.finish(lease, generation)
+    assert alone.row().dirty
 
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])

@@ -4,11 +4,14 @@
 import errno
 import os
 import socket
+import ssl
 import threading
 import time
 
 import pytest
+import urllib3
 
+from amphora_driver.controller import witnesses as asking
 from amphora_driver.controller.detection import How
 from amphora_driver.controller.witnesses import Witnesses, our_trouble
 from amphora_driver.errors import (
@@ -18,14 +21,16 @@ from amphora_driver.errors import (
     CertificateError,
     ConfigurationError,
     DeadlinePassed,
+    StoreError,
 )
 
 
 class Agents:
     """Does what it was told; `forgotten` are those whose connections were closed first."""
 
-    def __init__(self, does=None):
+    def __init__(self, does=None, prepares=lambda: None):
         self.does = does
+        self.prepares = prepares
         self.forgotten = []
         self.asked = 0
         self.lock = threading.Lock()
@@ -33,10 +38,15 @@ class Agents:
     def forget(self, amphora_id):
         self.forgotten.append(amphora_id)
 
-    def info(self, _amphora_id, _address, *, deadline):
+    def prepare(self):
+        self.prepares()
+        return self
+
+    def info(self, _amphora_id, _address, *, prepared, deadline):
+        assert prepared is self, "nothing of ours is waited for any more"
         with self.lock:
             self.asked += 1
-        assert 0 < deadline.left() <= 2.0
+        assert 1.0 < deadline.left() <= 2.0
         if callable(self.does):
             self.does()
         elif self.does is not None:
@@ -74,14 +84,30 @@ def unreachable(number):
     return error
 
 
+def broken_off(reason, kind=ssl.SSLError):
+    """As `AgentClient` says it: OpenSSL's error within urllib3's. Its number is 1, as is EPERM."""
+    cause = kind(1, f"[SSL: {reason}] (_ssl.c:2580)")
+    cause.reason = reason
+    error = AgentUnreachable("ask", f"broke off the TLS handshake ({reason})")
+    error.__cause__ = urllib3.exceptions.SSLError(cause)
+    error.__cause__.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("does", "how"),
     [
         (None, How.ANSWERS),
         (AgentRefused("ask", "it answered 503", status=503), How.ANSWERS),
         (AgentUnreachable("ask", "did not answer in time"), How.UNANSWERED),
-        (AgentUntrusted("ask", "another certificate"), How.UNANSWERED),
-        (DeadlinePassed("ask", "over"), How.UNANSWERED),
+        (AgentUntrusted("ask", "its certificate has expired"), How.ANSWERS),
+        (broken_off("TLSV13_ALERT_CERTIFICATE_REQUIRED"), How.ANSWERS),
+        (broken_off("TLSV1_ALERT_UNKNOWN_CA"), How.ANSWERS),
+        (broken_off("SSLV3_ALERT_CERTIFICATE_EXPIRED"), How.ANSWERS),
+        (broken_off("UNEXPECTED_EOF_WHILE_READING", ssl.SSLEOFError), How.UNANSWERED),
+        (broken_off("WRONG_VERSION_NUMBER"), How.UNANSWERED),
+        (DeadlinePassed("ask", "over"), How.BLIND),
+        (StoreError("read the authorities", "away"), How.BLIND),
         (unreachable(errno.ECONNREFUSED), How.UNANSWERED),
         (unreachable(errno.EHOSTUNREACH), How.UNANSWERED),
         (unreachable(errno.ENETUNREACH), How.BLIND),
@@ -94,6 +120,42 @@ def unreachable(number):
 )
 def test_what_comes_of_asking(asked, does, how):
     assert asked(does).how is how
+
+
+@pytest.mark.parametrize("error", [StoreError("read the authorities", "away"), CertificateError("read ours", "gone")])
+def test_what_of_ours_is_not_there_is_no_amphoras_death(error):
+    def prepares():
+        raise error
+
+    agents = Agents(prepares=prepares)
+    witnesses = Witnesses(agents, 2.0)
+    try:
+        assert witnesses.ask("a", "x")
+        assert answered(witnesses, "a").how is How.BLIND
+        assert agents.asked == 0
+    finally:
+        witnesses.close()
+
+
+def test_what_of_ours_is_slow_takes_nothing_of_an_amphoras_time(monkeypatch):
+    ahead = [0.0]
+    real = time.monotonic
+    monkeypatch.setattr(asking.time, "monotonic", lambda: real() + ahead[0])
+
+    def slow(seconds):
+        def prepares():
+            ahead[0] += seconds
+
+        return prepares
+
+    for seconds, how in ((1.5, How.ANSWERS), (2.5, How.BLIND)):
+        # `Agents.info` itself asserts that the whole time is left.
+        witnesses = Witnesses(Agents(prepares=slow(seconds)), 2.0)
+        try:
+            assert witnesses.ask("a", "x")
+            assert answered(witnesses, "a").how is how
+        finally:
+            witnesses.close()
 
 
 def test_words_say_why(asked):

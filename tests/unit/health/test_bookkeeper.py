@@ -11,7 +11,7 @@ from amphora_driver.health import bookkeeper
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.heartbeat import Heartbeat
 from amphora_driver.health.ledger import Ledger
-from amphora_driver.health.status import ListenerReport, PoolReport, Report
+from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.store import amphorae, statuses, wanted
@@ -78,11 +78,11 @@ class House:
     def amphora(self, amphora_id, load_balancer_id):
         self.database.write(lambda c: amphorae.record(c, amphora_id, load_balancer_id, "standalone", b"key"))
 
-    def say(self, amphora_id="am1", name="1", *, word="UP", count=5, generation=1, **more):
+    def say(self, amphora_id="am1", name="1", *, word="UP", count=5, generation=1, drift=(), drifted=None, **more):
         self.sequence += 1
         pools = {f"po{name}:li{name}": PoolReport("UP", {f"me{name}": word, **more})}
         listeners = {f"li{name}": ListenerReport("OPEN", 1, count, count, 0, count)}
-        report = Report(generation, listeners, pools, amphora_id)
+        report = Report(generation, listeners, pools, amphora_id, drift=drift, drifted=drifted)
         assert self.ledger.accept(Heartbeat(amphora_id, 7, self.sequence, report), time.monotonic())
 
     def flush(self, **more):
@@ -427,3 +427,46 @@ def test_what_was_confirmed_anew_meanwhile_stays(house, database):
     assert [row.confirmed for row in house.rows(amphora)] == [2]
     database.write(lambda c: amphorae.change(c, "am1", state=amphorae.State.RETIRING))
     assert not database.write(lambda c: amphorae.take_back(c, "am1", 2, 0))
+
+
+FOUND = Drifted(at=1000000000.0, what=("eth1 is down",), mended=False)
+
+
+def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house, database, caplog):
+    def listens():
+        house.start()
+        house.books = Bookkeeper(house.trying, house.ledger, interval=0.0)
+
+    def noted():
+        (row,) = house.rows(amphora)
+        return row.drifts, row.drift
+
+    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, state=amphorae.State.READY))
+    listens()
+    house.say(drift=("link",), drifted=FOUND)
+    house.flush()
+    found = "2001-09-09 01:46:40 UTC, could not be mended by its agent: eth1 is down"
+    assert noted() == (False, found)
+    assert caplog.text.count("was not as confirmed") == 1
+    house.say(drift=("link",), drifted=FOUND)
+    house.flush()
+    pushed = "2001-09-09 01:46:40 UTC, its agent cannot mend what is not as confirmed: link"
+    assert noted() == (True, pushed)
+    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, drifts=False))
+    listens()
+    for expected in (False, True, True):
+        house.say(drift=("link",), drifted=FOUND)
+        house.flush()
+        assert noted() == (expected, pushed)
+        database.write(lambda c: amphorae.change(c, "am1", confirmed=1))
+    house.say(drifted=FOUND)
+    house.flush()
+    assert noted() == (False, pushed), "it is history"
+    assert caplog.text.count("was not as confirmed") == 1, "the row knew"
+    house.say(drifted=FOUND)
+    house.flush()
+    database.write(lambda c: amphorae.change(c, "am1", drifts=True))
+    for _ in range(3):
+        house.say(drifted=FOUND)
+        house.flush()
+    assert noted() == (True, pushed), "a controller has found that"

@@ -3,7 +3,7 @@
 
 from itertools import pairwise
 
-from amphora_driver.health.drifts import Broken, Drifts
+from amphora_driver.health.drifts import Broken, Drifts, News
 from amphora_driver.health.ledger import Seen
 from amphora_driver.health.status import Drifted
 
@@ -68,11 +68,55 @@ def test_one_that_is_well_again_is_forgotten_after_a_while():
 def test_what_was_found_is_told_once():
     drifts = Drifts(INTERVAL)
     said = heard(10.0, drifted=Drifted(at=1000000000.0, what=("eth1 is down",), mended=True))
-    assert drifts.news(said) == {"am": "2001-09-09 01:46:40 UTC, mended by its agent: eth1 is down"}
+    when = "2001-09-09 01:46:40 UTC"
+    assert drifts.news(said) == {"am": News(when, f"{when}, mended by its agent: eth1 is down")}
     drifts.told(said)
     assert drifts.news(said) == {}
     assert drifts.news(heard(10.0)) == {}
     strange = heard(11.0, drifted=Drifted(at=1e300, what=("x",), mended=False))
-    assert drifts.news(strange) == {"am": "some time, could not be mended by its agent: x"}
+    assert drifts.news(strange) == {"am": News("some time", "some time, could not be mended by its agent: x")}
     drifts.keep(set())
     assert drifts.news(said) != {}
+
+
+def marks(drifts, at, *words, marked=(), generation=8):
+    """As the bookkeeper asks: marks first."""
+    said, confirmed = heard(at, *words, generation=generation), {"am": 8}
+    found = drifts.marks(said, confirmed, set(marked))
+    drifts.among(said, confirmed, at)
+    return found
+
+
+def test_who_complains_for_longer_than_an_interval_is_marked_until_it_does_not():
+    drifts = Drifts(INTERVAL)
+    assert marks(drifts, 10.0, "files") == {}
+    assert marks(drifts, 12.9, "files") == {}, "it may be mending it"
+    assert marks(drifts, 13.1, "files", generation=7) == {}, "it is being pushed"
+    assert marks(drifts, 13.1, "files") == {"am": True}
+    assert marks(drifts, 16.0, "files", marked={"am"}) == {}
+    assert marks(drifts, 500.0, marked={"am"}) == {"am": False}
+    assert marks(drifts, 503.0, marked={"am"}) == {"am": False}, "it was not written yet"
+    assert marks(drifts, 506.0) == {}
+    assert marks(drifts, 509.0, marked={"am"}) == {}, "somebody else has marked it"
+
+
+def test_what_its_agent_cannot_know_of_stays_marked():
+    drifts = Drifts(INTERVAL)
+    assert marks(drifts, 10.0, marked={"am"}) == {}
+
+
+def test_who_complains_still_after_a_push_is_marked_again():
+    drifts = Drifts(INTERVAL)
+    marks(drifts, 10.0, "files")
+    found = among(drifts, 14.0, "files")
+    drifts.settled(found, 14.0)
+    assert marks(drifts, 16.0, "files") == {}
+    assert marks(drifts, 18.0, "files") == {"am": True}
+
+
+def test_why_it_is_pushed_says_when_it_was_found():
+    drifts = Drifts(INTERVAL)
+    among(drifts, 10.0, "files")
+    said = heard(14.0, "files", drifted=Drifted(at=1000000000.0, what=("x",), mended=False))
+    (broken,) = drifts.among(said, {"am": 8}, 14.0)
+    assert broken.moment == "2001-09-09 01:46:40 UTC"

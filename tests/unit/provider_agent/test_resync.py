@@ -9,6 +9,8 @@ import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.errors import ConfigurationError, ModelError
+from amphora_driver.model import from_octavia
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
 from amphora_driver.provider_agent.reporter import Reporter
@@ -300,6 +302,40 @@ def test_what_is_not_handed_over_is_said_again_all_the_same(database, reporter, 
     assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
     assert outcome(database)[0] == "unread"
     assert "every secret" in outcome(database)[1]
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+@pytest.mark.parametrize("trouble", ["model", "sealing", "unforeseen"])
+def test_what_cannot_be_taken_is_said_again_all_the_same(database, reporter, octavia, monkeypatch, reads, trouble):
+    """Whichever of two reads is the first that cannot be taken: its users must not wait for ever."""
+    octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
+    error = {
+        "model": ModelError("express it", "it has no meaning"),
+        "sealing": ConfigurationError("use the keys", "the file has no meaning"),
+        "unforeseen": KeyError("no meaning"),
+    }[trouble]
+    left = [reads]
+
+    def fails(real):
+        def maybe(*arguments):
+            left[0] -= 1
+            if left[0] <= 0:
+                raise error
+            return real(*arguments)
+
+        return maybe
+
+    if trouble == "sealing":
+        monkeypatch.setattr(reporter._resyncer._reader, "sealed", fails(reporter._resyncer._reader.sealed))
+    else:
+        monkeypatch.setattr(from_octavia, "load_balancer", fails(from_octavia.load_balancer))
+    ask(database)
+    reporter._resyncer.turn()
+    assert outcome(database)[0] == "unread"
+    assert "no meaning" in outcome(database)[1]
+    reporter.turn()
+    assert ("lb", "ACTIVE", "ONLINE") in said(octavia)[-1]
+    assert row(database).generation == 1, "nothing of it was taken"
 
 
 def test_one_that_octavia_does_not_know_stays_unless_it_is_to_go(database, reporter, octavia):

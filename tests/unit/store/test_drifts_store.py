@@ -47,6 +47,7 @@ def of(database, one):
 def test_what_was_taken_back_is_due_once(served):
     assert served.write(lambda c: drifts.take_back(c, "a", 3, "files")) is True
     assert (of(served, "a").confirmed, of(served, "a").drift, of(served, "b").confirmed) == (2, "files", 3)
+    assert (of(served, "a").drifts, of(served, "b").drifts) == (True, False)
     assert (row(served).dirty, row(served).free_at, row(served).generation) == (True, 0.0, 3)
     assert served.write(lambda c: drifts.take_back(c, "a", 3, "again")) is False, "it is another one by now"
     served.write(lambda c: amphorae.change(c, "b", state="retiring"))
@@ -82,10 +83,56 @@ def test_who_is_compared_next(served):
     assert candidates(40.0) == [], "they have only just confirmed"
     assert candidates(60.0) == ["a", "b"]
     served.write(lambda c: drifts.audited(c, ["a"], 55.0, "renderer"))
-    assert of(served, "a").drift == "renderer"
+    assert (of(served, "a").drift, of(served, "a").drifts) == ("renderer", True)
     assert candidates(60.0) == ["b", "a"]
     assert candidates(60.0, 1) == ["b"]
     served.write(lambda c: drifts.audited(c, ["a"], 70.0))
     assert (of(served, "a").drift, candidates(60.0)) == ("renderer", ["b"])
+    assert of(served, "a").drifts is False, "it is as wanted again; what was found is history"
     served.write(lambda c: c.execute(work.update().values(dirty=True)))
     assert candidates(60.0) == [], "something is being done to it"
+
+
+def test_what_is_noted_already_is_no_news(served):
+    first, later = "2001-09-09 01:46:40 UTC, mended: 100% of _it", "2001-09-09 01:47:10 UTC, mended: it"
+    assert served.write(lambda c: drifts.note(c, "a", first, first[:23])) is True
+    assert served.write(lambda c: drifts.note(c, "a", "the same in other words", first[:23])) is False
+    assert (of(served, "a").drift, of(served, "a").drifts) == (first, False)
+    assert served.write(lambda c: drifts.note(c, "a", later, later[:23])) is True
+    assert of(served, "a").drift == later
+
+
+def test_marks(served):
+    served.write(lambda c: drifts.mark(c, {"b": True, "a": True}))
+    assert (of(served, "a").drifts, of(served, "b").drifts) == (True, True)
+    serving = served.read(lambda c: amphorae.of_same_load_balancers(c, ["a"]))["lb"]
+    assert serving.drifting == {"a", "b"}
+    served.write(lambda c: drifts.mark(c, {"b": False}))
+    assert (of(served, "a").drifts, of(served, "b").drifts) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda c: drifts.take_back(c, "a", 3, "files"),
+        lambda c: drifts.take_back_all(c, "lb", "operator"),
+        lambda c: drifts.hold(c, ["b", "a"]),
+    ],
+)
+def test_the_row_of_work_is_locked_before_anything_of_an_amphora_is_written(served, does):
+    """As every step does: two that lock in different orders wait for each other, one of them in vain."""
+    said = []
+
+    def listened(connection):
+        sa.event.listen(connection, "before_cursor_execute", lambda *words: said.append(words[2]))
+        does(connection)
+
+    served.write(listened)
+    if served.engine.dialect.name != "sqlite":
+        # SQLite has one writer at a time, and no such words.
+        locks = [index for index, words in enumerate(said) if "FOR UPDATE" in words and "work" in words]
+        assert locks
+        assert all(index > locks[0] for index, words in enumerate(said) if words.startswith("UPDATE amphora"))
+    reads = [index for index, words in enumerate(said) if "FROM work" in words]
+    assert reads
+    assert all(index > reads[0] for index, words in enumerate(said) if words.startswith("UPDATE"))

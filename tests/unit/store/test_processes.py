@@ -79,3 +79,13 @@ def test_the_dead_are_forgotten(database, way):
         database.write(lambda c: processes.forget(c, "dead"))
         assert hold_duty(database, "a duty", "alive", 60), "it is free before it runs out"
     assert set(rows(database)) == {"alive"}
+
+
+def test_one_whose_row_was_dropped_still_knows_that_it_drains(database):
+    one = Registry(database, "one", Kind.CONTROLLER)
+    one.sign()
+    database.write(lambda c: processes.drain(c, "one", draining=True))
+    assert one.sign() is True
+    database.write(lambda c: processes.forget(c, "one"))
+    assert one.sign() is True
+    assert rows(database)["one"].draining

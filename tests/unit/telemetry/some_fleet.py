@@ -107,7 +107,7 @@ def rows(number, *, now=None):
             found["amphora"].append(
                 {"id": amphora, "load_balancer_id": of, "role": role, "state": "ready", "confirmed": 5}
                 | {"heartbeat_key": b"k", "created_at": at - 1000, "certificate_issued_at": at - 1000}
-                | {"certificate_expires_at": at + 600_000, "drift": None}
+                | {"certificate_expires_at": at + 600_000, "drift": None, "drifts": None}
             )
             found["amphora_seen"].append(
                 {"amphora_id": amphora, "seen_at": at - 1, "generation": 5, "epoch": 1, "sequence": 9}

@@ -6,7 +6,7 @@ import pytest
 from some_fleet import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
 
 from amphora_driver.telemetry.attention import Level, gathered, notices, worst
-from amphora_driver.telemetry.facts import Authority, Breaker, Failover, Outbox, Pool, Rotation, Zombie
+from amphora_driver.telemetry.facts import Authority, Breaker, Failover, Outbox, Pool, Rotation, Sight, Zombie
 
 GOING = Failover(
     id=1,
@@ -44,6 +44,16 @@ def test_a_fleet_that_is_well():
     [
         (Level.TROUBLE, "breaker is open: 9 of 10", {"breaker": Breaker(state="open", silent=9, watched=10)}),
         (Level.WATCH, "one fail-over through", {"breaker": Breaker(state="trial")}),
+        (
+            Level.WATCH,
+            "held open by an operator: switches; no",
+            {"breaker": Breaker(state="open", held=True, reason="switches")},
+        ),
+        (
+            Level.WATCH,
+            "blind: nobody is replaced unasked (no route)",
+            {"sight": Sight(state="blind", reason="no route")},
+        ),
         (Level.TROUBLE, "no controller runs", {"processes": PROCESSES[1:]}),
         (Level.TROUBLE, "no health manager runs", {"processes": (PROCESSES[0], PROCESSES[2])}),
         (Level.TROUBLE, "no provider agent runs", {"processes": PROCESSES[:2]}),
@@ -96,7 +106,7 @@ def test_a_fleet_that_is_well():
         (Level.WATCH, "is silent", {"amphorae": (machine(**SILENT),), "failovers": (GOING,)}),
         (Level.TROUBLE, "never spoke: why", {"amphorae": (machine(silence="never_spoke", verdict="why"),)}),
         (Level.WATCH, "was not heard for ten intervals", {"amphorae": (machine(heard_at=NOW - 99),)}),
-        (Level.WATCH, "differs from what is wanted: nft", {"amphorae": (machine(drift="nft"),)}),
+        (Level.WATCH, "differs from what is wanted: nft", {"amphorae": (machine(drift="nft", drifts=True),)}),
         (Level.TROUBLE, "its certificate has expired", {"amphorae": (machine(certificate_expires_at=NOW - 1),)}),
         (
             Level.WATCH,

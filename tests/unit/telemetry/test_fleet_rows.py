@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fleet as it is read from the rows."""
 
+import itertools
 import time
 
 import msgspec
@@ -11,6 +12,7 @@ from some_fleet import NOW, identifier, rows, write
 from amphora_driver.errors import StoreError
 from amphora_driver.telemetry import fleet as reading
 from amphora_driver.telemetry.attention import Level, notices, worst
+from amphora_driver.telemetry.facts import Breaker, Sight
 from amphora_driver.telemetry.looking import Looking, read_only
 
 
@@ -125,10 +127,13 @@ def test_everything_else(database):
     found = rows(1)
     amphora = found["amphora"][1]["id"]
     found["amphora"][1]["drift"] = "haproxy.cfg"
+    found["amphora"][1]["drifts"] = True
     found["silence"] = [
         {"amphora_id": amphora, "load_balancer_id": identifier(1), "kind": "mute", "since": NOW, "verdict": "answers"}
     ]
-    found["breaker"] = [{"name": "b", "state": "open", "since": NOW, "silent": 9, "watched": 10, "reason": "many"}]
+    found["breaker"] = [
+        {"name": "automatic", "state": "open", "since": NOW, "silent": 9, "watched": 10, "reason": "many"}
+    ]
     found["zombie"] = [{"amphora_id": identifier(5), "address": "192.0.2.9", "first_at": NOW, "last_at": NOW}]
     found["orphan"] = [{"kind": "port", "backend": "local", "id": "x", "found_at": NOW}]
     found["authority"] = [
@@ -142,9 +147,9 @@ def test_everything_else(database):
     write(database, found)
     read = seen(database)
     by_role = sorted(read.amphorae, key=lambda one: one.role, reverse=True)
-    assert [(one.silence, one.verdict, one.drift) for one in by_role] == [
-        (None, None, None),
-        ("mute", "answers", "haproxy.cfg"),
+    assert [(one.silence, one.verdict, one.drift, one.drifts) for one in by_role] == [
+        (None, None, None, False),
+        ("mute", "answers", "haproxy.cfg", True),
     ]
     assert (read.breaker.state, read.breaker.silent, read.breaker.reason) == ("open", 9, "many")
     assert [one.address for one in read.zombies] == ["192.0.2.9"]
@@ -155,6 +160,40 @@ def test_everything_else(database):
     assert worst(notices(read, 3.0)) is Level.TROUBLE
     # It can all be said to a program, and read by it again.
     assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
+
+
+AUTOMATIC = {"name": "automatic", "state": "trial", "since": 1.0, "silent": 9, "watched": 20, "reason": "9 of 20"}
+OPERATOR = {"name": "operator", "state": "open", "since": 2.0, "silent": 0, "watched": 0, "reason": "root: switches"}
+SIGHT = {"name": "sight", "state": "blind", "since": 3.0, "silent": 0, "watched": 20, "reason": "no route"}
+
+
+@pytest.mark.parametrize("ones", itertools.permutations((AUTOMATIC, OPERATOR, SIGHT)))
+def test_an_operator_goes_before_the_automatic_and_sight_is_another_matter(database, ones):
+    for one in ones:
+        write(database, {"breaker": [one]})
+    held = Breaker(state="open", since=2.0, silent=9, watched=20, reason="root: switches", held=True)
+    blind = Sight(state="blind", since=3.0, reason="no route")
+    read = seen(database)
+    assert (read.breaker, read.sight) == (held, blind)
+    texts = [one.text for one in notices(read, 3.0)]
+    assert any("held open by an operator: root: switches" in text for text in texts)
+    assert any("blind: nobody is replaced unasked (no route)" in text for text in texts)
+    database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'operator'")))
+    read = seen(database)
+    assert read.breaker == Breaker(state="trial", since=1.0, silent=9, watched=20, reason="9 of 20")
+    database.write(lambda c: c.execute(sa.text("DELETE FROM breaker WHERE name = 'automatic'")))
+    read = seen(database)
+    assert (read.breaker, read.sight) == (Breaker(), blind)
+
+
+def test_what_was_found_once_is_no_trouble_now(database):
+    found = rows(1)
+    for one, now in zip(found["amphora"], (False, None), strict=True):
+        one |= {"drift": "haproxy.cfg", "drifts": now}
+    write(database, found)
+    read = seen(database)
+    assert [(one.drift, one.drifts) for one in read.amphorae] == [("haproxy.cfg", False)] * 2
+    assert not [one for one in notices(read, 3.0) if one.sort == "drift"]
 
 
 def test_a_body_that_is_none_hides_nothing(database):

@@ -75,9 +75,21 @@ def test_without_a_token_only_this_machine_is_answered(peer, host, status):
 
 
 def test_a_proxy_on_this_machine_asks_for_strangers():
-    for name in ("X-Forwarded-For", "Forwarded", "X-Real-IP"):
-        with pytest.raises(Refused):
-            admit(parse(head("Host: localhost", f"{name}: 192.0.2.1")), "127.0.0.1", None)
+    names = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Server")
+    for name in ("Forwarded", "Via", "X-Real-IP", *names):
+        request = parse(head("Host: localhost", f"{name}: 192.0.2.1"))
+        with pytest.raises(Refused, match="proxy") as refusal:
+            admit(request, "127.0.0.1", None)
+        assert refusal.value.status == 403
+        with pytest.raises(Refused, match="token"):
+            admit(request, "127.0.0.1", TOKEN)
+
+
+def test_one_that_says_nothing_is_known_by_its_protocol():
+    request = parse(head("Host: localhost", "Authorization: Bearer correct horse", first="GET / HTTP/1.0"))
+    with pytest.raises(Refused, match="proxy"):
+        admit(request, "127.0.0.1", None)
+    admit(request, "192.0.2.1", TOKEN)
 
 
 @pytest.mark.parametrize(

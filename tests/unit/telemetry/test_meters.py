@@ -12,7 +12,7 @@ from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, Sto
 from amphora_driver.store.failovers import Cause, Outcome
 from amphora_driver.telemetry import exposition, metrics
 from amphora_driver.telemetry.attention import notices
-from amphora_driver.telemetry.facts import Breaker, Outbox, Pool
+from amphora_driver.telemetry.facts import Breaker, Outbox, Pool, Sight
 from amphora_driver.telemetry.looking import View
 from amphora_driver.telemetry.metrics import Meters
 
@@ -33,12 +33,13 @@ def full():
         ),
         amphorae=(
             machine(),
-            machine(1002, confirmed=4, heard_at=NOW - 30, silence="silent", drift="nft"),
+            machine(1002, confirmed=4, heard_at=NOW - 30, silence="silent", drift="nft", drifts=True),
             machine(1003, state="retiring", heard_at=None),
             machine(1004, role="SPARE", wanted=0),
         ),
         failovers=(GOING,),
         breaker=Breaker(state="trial", silent=1, watched=3),
+        sight=Sight(state="blind", reason="no route"),
         pools=(Pool(id="p", wanted=2, booted=1, ready=1, error=None),),
         rotations=(ROTATION,),
         authorities=(AUTHORITY,),
@@ -136,6 +137,9 @@ def test_the_fleet():
         'amphora_fleet_failovers_open{cause="silent"}': 1,
         'amphora_fleet_breaker{state="trial"}': 1,
         'amphora_fleet_breaker{state="open"}': 0,
+        "amphora_fleet_breaker_held": 0,
+        'amphora_fleet_sight{state="seeing"}': 0,
+        'amphora_fleet_sight{state="blind"}': 1,
         'amphora_fleet_spares{pool="p",state="ready"}': 1,
         "amphora_fleet_rotations": 1,
         "amphora_fleet_outbox": 3,

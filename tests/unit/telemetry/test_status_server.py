@@ -16,8 +16,11 @@ from some_fleet import rows, write
 
 from amphora_driver import config
 from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.secret import Secret
 from amphora_driver.store.processes import Kind
 from amphora_driver.telemetry import metrics, server
+from amphora_driver.telemetry.answers import TokenFile
+from amphora_driver.telemetry.head import Refused
 from amphora_driver.telemetry.server import NoServer, StatusServer, Telemetry
 
 # Seconds: the machine may be busy.
@@ -100,6 +103,7 @@ def test_metrics_together_and_apart(url, database):
 def test_the_token_may_change_and_must_be_there(url, tmp_path):
     token = tmp_path / "token"
     token.write_text("first\nnot this\n")
+    token.chmod(0o600)
     with running(url, token_file=str(token)) as port:
         status, body, headers = asked(port)
         assert (status, headers["WWW-Authenticate"]) == (401, 'Basic realm="amphorae", charset="UTF-8"')
@@ -120,6 +124,45 @@ def test_the_token_may_change_and_must_be_there(url, tmp_path):
         assert [asked(port)[0], asked(port, authorization="Bearer ")[0]] == [503, 503]
         token.unlink()
         assert asked(port, authorization="Bearer second")[0] == 503
+
+
+def test_a_token_that_others_can_read_lets_nobody_in(tmp_path, caplog):
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    path.chmod(0o644)
+    tokens = TokenFile(str(path))
+    for _ in range(3):
+        with pytest.raises(Refused) as refusal:
+            tokens.token()
+        assert refusal.value.status == 503
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "others can read it" in caplog.text
+    assert "first" not in caplog.text
+    path.chmod(0o640)
+    assert tokens.token() == Secret(b"first")
+    path.chmod(0o604)
+    with pytest.raises(Refused):
+        tokens.token()
+
+
+@pytest.mark.parametrize("how", ["in place", "another file"])
+def test_a_new_token_counts_though_its_file_says_that_it_is_as_old(tmp_path, how):
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    path.chmod(0o600)
+    tokens = TokenFile(str(path))
+    assert tokens.token() == Secret(b"first")
+    before = path.stat()
+    if how == "in place":
+        path.write_text("third\n")
+    else:
+        other = tmp_path / "other"
+        other.write_text("third\n")
+        other.chmod(0o600)
+        other.replace(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert tokens.token() == Secret(b"third")
 
 
 def test_other_names_are_not_answered_without_a_token(url):

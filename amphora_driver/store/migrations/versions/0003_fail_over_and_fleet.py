@@ -79,6 +79,7 @@ def _columns() -> None:
     add_column("amphora", sa.Column("trusts", sa.String(length=255), nullable=True))
     add_column("amphora", sa.Column("audited_at", sa.Double(), nullable=True))
     add_column("amphora", sa.Column("drift", sa.Text(), nullable=True))
+    add_column("amphora", sa.Column("drifts", sa.Boolean(), nullable=True))
     add_column("amphora_seen", sa.Column("agent_version", sa.String(length=64), nullable=True))
     add_column("work", sa.Column("spare_pool", sa.String(length=36), nullable=True))
     add_column("work", sa.Column("spares", BODY, nullable=True))
@@ -104,6 +105,7 @@ def _failovers() -> None:
     )
     create_index("ix_failover_load_balancer_id", "failover", ["load_balancer_id"])
     create_index("ix_failover_ended_at", "failover", ["ended_at"])
+    create_index("ix_failover_begun_at", "failover", ["begun_at"])
     create_table(
         "failover_event",
         sa.Column("id", SERIAL, autoincrement=True, nullable=False),

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps by which an amphora goes: it gives its VIPs away, its connections end, and all that was made for it goes.
+
+Invariant: that an amphora goes depends on nothing it says. What of it cannot be removed keeps its row, and is tried
+again; its ports are taken from it all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from amphora_driver.deadline import kept
+from amphora_driver.errors import AgentError, AmphoraDriverError, ComputeError, DeadlinePassed
+from amphora_driver.store import amphorae, failovers
+from amphora_driver.store.failovers import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import sqlalchemy as sa
+
+    from amphora_driver.compute.interface import Compute
+    from amphora_driver.controller import todo
+    from amphora_driver.controller.turn import Turn
+    from amphora_driver.network.interface import Network
+    from amphora_driver.store.amphorae import Amphora
+
+    Write = Callable[[Callable[[sa.Connection], object]], None]
+
+LOG = logging.getLogger(__name__)
+# How many seconds longer than connections may go on their new amphora is ready for them.
+_DRAIN_MARGIN = 5.0
+# Seconds that one which is about to go may take to say whether it is needed.
+_FAREWELL_PATIENCE = 5.0
+# Seconds that the compute backend may take to remove one that is taken for dead, the first time.
+_FENCING_PATIENCE = 20.0
+
+
+class Leaving:
+    """Amphorae of one load balancer that go, in one turn.
+
+    Args:
+        backends: agents, database and so on.
+        turn: whose.
+        write: runs a change of the store under the lease.
+    """
+
+    def __init__(self, backends: Any, turn: Turn, write: Write) -> None:
+        self._conf = backends.conf
+        self._database = backends.database
+        self._agents = backends.agents
+        self._turn = turn
+        self._write = write
+
+    def hand_over(self, amphora: Amphora, partner: Amphora) -> None:
+        """Have the partner take the VIPs before this one goes; that it goes does not depend on it.
+
+        Open connections go on by way of the partner. One that cannot let go of the VIPs keeps them until it is gone.
+        """
+        drain = float(self._conf.controller.drain_timeout)
+        try:
+            if drain:
+                address = str(partner.management_address)
+                self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._turn.deadline)
+        except AgentError as error:
+            # What was only cut short is asked again in another turn.
+            self._turn.check()
+            LOG.warning("amphora %s cannot go on with the connections of %s: %s", partner.id, amphora.id, error)
+            drain = 0.0
+        left = self._let_go(amphora, drain)
+        self._note_handed_over(amphora, left, "its VIPs may still be there" if left is None else f"to {partner.id}")
+
+    def _note_handed_over(self, amphora: Amphora, left: float | None, detail: str) -> None:
+        until = None if left is None else self._database.now() + left
+        now, of = self._database.now(), self._turn.lease.load_balancer_id
+
+        def write(connection: sa.Connection) -> None:
+            amphorae.change(connection, amphora.id, handed_over=True, drains_until=until)
+            if self._turn.replacing:
+                failovers.note(connection, of, Event.HANDED_OVER, now, amphora.id, detail)
+
+        self._write(write)
+
+    def _let_go(self, amphora: Amphora, drain: float) -> float | None:
+        """Have it give the VIPs away, if need be without its connections.
+
+        Returns:
+            For how many seconds these may go on; None if the VIPs may still be there.
+        """
+        address, deadline = str(amphora.management_address), self._turn.deadline
+        for seconds in dict.fromkeys((drain, 0.0)):
+            self._turn.check()
+            try:
+                self._agents.release_vips(amphora.id, address, seconds, deadline=deadline)
+            except AgentError as error:
+                self._turn.check()
+                LOG.warning("amphora %s did not hand the VIPs over: %s", amphora.id, error)
+            else:
+                return seconds
+            try:
+                said = self._agents.vrrp(amphora.id, address, deadline=deadline)
+            except AgentError as error:
+                self._turn.check()
+                LOG.warning("whether amphora %s has VIPs is not known: %s", amphora.id, error)
+                return None
+            if said.holds_vip is False:
+                # They went before: what another controller began and did not write down, or the answer was lost.
+                return float(said.draining or 0.0)
+        return None
+
+    def look_after(self, step: todo.LookAfter, amphora: Amphora) -> None:
+        """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
+        try:
+            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
+        except AgentError as error:
+            self._turn.check()
+            LOG.info("whether amphora %s is still needed is not known: %s", amphora.id, error)
+            over, why = step.silent, "it is neither heard nor answers"
+        else:
+            over, why = said.draining is None or bool(said.holds_vip), str(said)
+        if over:
+            LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
+            self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
+
+    def _drains_unknown(self, amphora: Amphora, wanted: todo.Wanted) -> bool:
+        """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
+        heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
+        if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
+            return False
+        try:
+            deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+            said = self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
+        except AgentError as error:
+            self._turn.check()
+            LOG.info("amphora %s is not asked for its connections: %s", amphora.id, error)
+            return False
+        if said.draining is None or said.holds_vip is not False:
+            return False
+        self._note_handed_over(amphora, said.draining, "its connections go on")
+        return True
+
+    def release(self, amphora: Amphora, wanted: todo.Wanted, compute: Compute, network: Network) -> None:
+        """Remove it with all that was made for it.
+
+        Its ports go even if its machine does not: then nobody hears it any more, whatever it does.
+
+        Raises:
+            ComputeError: its machine is there still.
+            NetworkError: a port is there still.
+            DeadlinePassed: the compute backend took too long.
+        """
+        if self._drains_unknown(amphora, wanted):
+            return
+        # Who is waited for by those that are to be served is not waited for for long.
+        patience = _FENCING_PATIENCE if amphora.dead and not wanted.attempts else None
+        deadline = self._turn.deadline if patience is None else self._turn.deadline.within(patience)
+        left: AmphoraDriverError | None = None
+        try:
+            with kept(deadline):
+                compute.destroy(amphora.id)
+        except (ComputeError, DeadlinePassed) as error:
+            left = error
+        for port in network.ports(amphora.id):
+            self._turn.check()
+            network.delete_port(port.id)
+        if left is not None:
+            # Its addresses may be somebody else's from now on.
+            self._turn.check()
+            self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=()))
+            raise left
+        now = self._database.now()
+
+        def forget(connection: sa.Connection) -> None:
+            amphorae.forget(connection, amphora.id)
+            if self._turn.replacing:
+                failovers.released(connection, self._turn.lease.load_balancer_id, amphora.id, now)
+
+        self._write(forget)

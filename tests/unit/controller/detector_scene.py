@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A detector over a real database, with amphorae that speak, answer and fall silent when a test says so."""
+
+import time
+from types import SimpleNamespace
+
+import sqlalchemy as sa
+
+from amphora_driver import config
+from amphora_driver.controller.detection import Answer, How
+from amphora_driver.controller.detector import Detector
+from amphora_driver.store import breakers, failovers
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import process, silence
+from amphora_driver.store.tables import amphora, amphora_seen, status, work
+
+OPTIONS = """
+[failover]
+silent_after = 7
+mute_after = 30
+breaker_trial = 100
+breaker_calm = 10
+most_at_once = 2
+pause_first = 20
+"""
+STEP = 1.0
+BEGIN = 1_900_000_000.0
+
+
+class Agents:
+    """Answers lie ready; who is asked is remembered. `saying` has those that do something else than not to answer."""
+
+    def __init__(self, scene):
+        self.scene = scene
+        self.saying = {}
+        self.asked = []
+        self.answers = {}
+
+    def ask(self, amphora_id, _address):
+        self.asked.append(amphora_id)
+        how = self.saying.get(amphora_id, How.UNANSWERED)
+        words = "timed out" if how is How.UNANSWERED else ""
+        self.answers[amphora_id] = Answer(how=how, at=self.scene.now, words=words)
+
+    def answer(self, amphora_id):
+        return self.answers.get(amphora_id)
+
+    def keep(self, amphora_ids):
+        self.answers = {one: said for one, said in self.answers.items() if one in amphora_ids}
+
+    def close(self):
+        """Nobody is being asked."""
+
+
+class Scene:
+    """Load balancers with one amphora each (`a0` of `lb0`, ...), a health manager, and a clock moved by hand."""
+
+    def __init__(self, folder, monkeypatch, number=20, options=OPTIONS):
+        self.now, self.ahead, self.told = 5000.0, 0.0, []
+        moved = SimpleNamespace(monotonic=lambda: self.now, time=self.wall, sleep=time.sleep)
+        for place in ("controller.detector", "controller.findings", "store.clock", "store.engine", "store.statuses"):
+            monkeypatch.setattr(f"amphora_driver.{place}.time", moved)
+        path = folder / "driver.conf"
+        path.write_text(f"[store]\nconnection = sqlite:///{folder}/driver.sqlite\n{options}")
+        self.conf = config.load([str(path)])
+        self.database = Database(self.conf.store.connection, durable=False)
+        self.detector = self.made("me")
+        self.sequence = 0
+        self.speaking = set()
+        self.hearing = True
+        self.write(process.insert().values(name="hm", kind="health-manager", host="h", started_at=0, seen_at=0, beat=1))
+        for index in range(number):
+            self.balancer(f"lb{index}", f"a{index}")
+
+    def wall(self):
+        """Seconds since 1970, as everybody sees them."""
+        return BEGIN + self.now + self.ahead
+
+    def made(self, owner):
+        detector = Detector(self.conf, self.database, None, owner, self.told.append)
+        detector._witnesses.close()
+        detector._witnesses = self.agents = Agents(self)
+        return detector
+
+    def write(self, *statements):
+        return self.database.write(lambda c: [c.execute(one).rowcount for one in statements])
+
+    def read(self, query):
+        return self.database.read(lambda c: c.execute(query).all())
+
+    def balancer(self, load_balancer_id, *amphora_ids, op="apply"):
+        row = {"load_balancer_id": load_balancer_id, "op": op, "generation": 1, "committed": 1, "dirty": False}
+        said = {"object_id": load_balancer_id, "kind": "loadbalancers", "provisioning": "ACTIVE", "operating": "ONLINE"}
+        self.write(work.insert().values(**row), status.insert().values(load_balancer_id=load_balancer_id, **said))
+        for one in amphora_ids:
+            self.amphora(load_balancer_id, one)
+
+    def amphora(self, load_balancer_id, amphora_id, state="ready"):
+        row = {"id": amphora_id, "load_balancer_id": load_balancer_id, "role": "STANDALONE", "state": state}
+        more = {"heartbeat_key": b"", "created_at": 1.0, "ready_at": 1.0, "management_address": "203.0.113.7"}
+        self.write(amphora.insert().values(**row, **more))
+        self.speaking.add(amphora_id)
+
+    def go(self, seconds, detector=None):
+        """Time passes; whoever speaks is heard."""
+        for _ in range(round(seconds / STEP)):
+            self.now += STEP
+            self.sequence += 1
+            self.database.write(self._hear)
+            (detector or self.detector).turn()
+        return self
+
+    def _hear(self, connection):
+        known = set(connection.execute(sa.select(amphora_seen.c.amphora_id)).scalars())
+        place = {"epoch": 1, "sequence": self.sequence, "seen_at": self.wall()}
+        if old := self.speaking & known:
+            connection.execute(amphora_seen.update().where(amphora_seen.c.amphora_id.in_(old)).values(**place))
+        for one in self.speaking - known:
+            connection.execute(amphora_seen.insert().values(amphora_id=one, **place))
+        if self.hearing:
+            connection.execute(process.update().values(beat=process.c.beat + 1))
+
+    def hush(self, *amphora_ids):
+        self.speaking -= set(amphora_ids)
+        return self
+
+    # What came of it.
+
+    def replaced(self):
+        return {row.id for row in self.read(sa.select(amphora.c.id).where(amphora.c.state == "retiring"))}
+
+    def verdicts(self):
+        return {row.amphora_id: (row.kind, row.verdict) for row in self.read(sa.select(silence))}
+
+    def breaker(self, name=breakers.AUTOMATIC):
+        return self.database.read(breakers.every)[name]
+
+    def operating(self, load_balancer_id):
+        (row,) = self.read(sa.select(status.c.operating, status.c.reason).where(status.c.object_id == load_balancer_id))
+        return tuple(row)
+
+    def served(self, load_balancer_id, amphora_id):
+        """What a controller does: another amphora serves in the place of those that were replaced."""
+        self.write(amphora.delete().where(amphora.c.load_balancer_id == load_balancer_id))
+        self.amphora(load_balancer_id, amphora_id)
+        self.database.write(lambda c: failovers.served(c, load_balancer_id, self.wall()))
+
+
+def small(tmp_path, monkeypatch, number, options=""):
+    return Scene(tmp_path, monkeypatch, number=number, options=OPTIONS + options)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round of comparing: whatever one amphora says or does not say, the others are compared, and it ends in time."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from control import TREE, World, controlled
+
+from amphora_driver.agent_client import BundleState
+from amphora_driver.controller import auditing
+from amphora_driver.controller.auditing import DUTY, Auditing
+from amphora_driver.errors import AgentUnreachable, StoreError
+from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.store.tables import amphora, duty, work
+from amphora_driver.topology.single import SingleTopology
+
+MANY = 6
+
+
+class Told(World):
+    """One amphora for each load balancer; what each says it has is what a test wants."""
+
+    roles = SingleTopology.roles
+    priorities = SingleTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.says = {}
+        self.asked = []
+        self.lock = threading.Lock()
+
+    def bundle_state(self, amphora_id, _address, *, deadline):
+        assert deadline.left() <= 5
+        with self.lock:
+            self.asked.append(amphora_id)
+        said = self.says.get(amphora_id, BundleState(generation=1, digest="d"))
+        if callable(said):
+            said = said()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+@pytest.fixture
+def control(tmp_path):
+    with controlled(tmp_path, Told()) as made:
+        for number in range(MANY):
+            listeners = tuple(
+                msgspec.structs.replace(one, id=f"li{number}", loadbalancer_id=f"lb{number}") for one in TREE.listeners
+            )
+            vip = msgspec.structs.replace(TREE.vip, address=f"198.51.100.{number + 1}", port_id=f"p{number}")
+            tree = msgspec.structs.replace(TREE, id=f"lb{number}", vip=vip, listeners=listeners)
+            made.intents.create_load_balancer(tree, read_back=False)
+        made.work(100)
+        made.database.write(lambda c: c.execute(amphora.update().values(confirmed_at=1.0)))
+        yield made
+
+
+@pytest.fixture
+def audits(control, monkeypatch):
+    """Everything is due in each round."""
+    monkeypatch.setattr(auditing.Auditing, "_expected", lambda _, recorded: {one.id: "d" for one in recorded.amphorae})
+    control.conf.set_override("interval", 1.0, "audit")
+    made = Auditing(control.reconciler._backends, "me", lambda: None)
+    made._most, made._round = 4, 1.0
+    yield made
+    control.conf.clear_override("interval", "audit")
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def rows(control):
+    query = sa.select(amphora.c.load_balancer_id, amphora.c.id, amphora.c.audited_at, amphora.c.drift, work)
+    query = query.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
+    return {row.load_balancer_id: row for row in control.database.read(lambda c: c.execute(query).all())}
+
+
+def one_of(control, load_balancer_id="lb0"):
+    return rows(control)[load_balancer_id].id
+
+
+def compared(control):
+    return {one for one, row in rows(control).items() if row.audited_at is not None}
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        AgentUnreachable("ask", "away"),
+        StoreError("read the authorities", "away"),
+        RuntimeError("nobody thought of it"),
+    ],
+)
+def test_one_of_which_nothing_is_heard_stops_nobody(control, audits, pool, says):
+    one = one_of(control)
+    control.world.says[one] = says
+    assert audits.audit(pool) == MANY - 1
+    assert compared(control) == {f"lb{number}" for number in range(1, MANY)}
+    assert set(audits._later) == {one}, "it is asked again later"
+
+
+def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, monkeypatch):
+    one = one_of(control)
+    control.world.says[one] = BundleState(generation=9)
+
+    def overflows(*_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(auditing.drifts, "overtake", overflows)
+    assert audits.audit(pool) == MANY - 1
+    assert set(audits._later) == {one}
+
+
+def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeypatch):
+    def expected(_, recorded):
+        if recorded.tree.id == "lb0":
+            raise ZeroDivisionError
+        return {one.id: "d" for one in recorded.amphorae}
+
+    monkeypatch.setattr(auditing.Auditing, "_expected", expected)
+    assert audits.audit(pool) == MANY - 1
+    assert set(audits._later) == {one_of(control)}
+
+
+def test_a_generation_that_nobody_gives_is_told_and_not_overtaken(control, audits, pool):
+    control.world.says[one_of(control)] = BundleState(generation=2**62)
+    assert audits.audit(pool) == MANY
+    row = rows(control)["lb0"]
+    assert "nobody has given it" in row.drift
+    assert (row.generation, row.dirty) == (1, False)
+
+
+def test_amphorae_of_all_load_balancers_are_asked_side_by_side(control, audits, pool):
+    together = threading.Barrier(4, timeout=60)
+    chosen = [one_of(control, f"lb{number}") for number in range(4)]
+
+    def waits():
+        together.wait()
+        return BundleState(generation=1, digest="d")
+
+    control.world.says |= dict.fromkeys(chosen, waits)
+    assert audits.audit(pool) == MANY
+
+
+def test_a_round_ends_when_it_is_told_to_and_the_next_one_begins_with_the_others(control, audits, pool):
+    released, questions = threading.Event(), iter([True] * (MANY + 1))
+
+    def hangs():
+        released.wait(60)
+        return AgentUnreachable("ask", "did not answer in time")
+
+    control.world.says |= {row.id: hangs for row in rows(control).values()}
+    try:
+        # It is asked before each amphora, and then ends although nobody has answered.
+        assert audits.audit(pool, lambda: next(questions, False)) == 0
+        first = set(audits._later)
+        assert 0 < len(first) <= 4, "those that were being asked"
+    finally:
+        released.set()
+    control.world.says.clear()
+    assert audits.audit(pool) == MANY - len(first)
+
+
+def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, monkeypatch):
+    stopping, draining = threading.Event(), threading.Event()
+    assert audits._while(stopping, draining)()
+    for event in (stopping, draining):
+        goes_on = audits._while(stopping, draining)
+        assert goes_on()
+        event.set()
+        assert not goes_on()
+        event.clear()
+    monkeypatch.setattr(auditing, "_LONGEST", 0.0)
+    assert not audits._while(stopping, draining)()
+    monkeypatch.undo()
+    # The duty is renewed between, and missed if it has gone to another one.
+    monkeypatch.setattr(auditing, "_RENEWED", 0.0)
+    control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
+    goes_on = audits._while(stopping, draining)
+    assert goes_on()
+    assert not hold_duty(control.database, DUTY, "another", 60.0)
+    control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
+    assert hold_duty(control.database, DUTY, "another", 60.0)
+    assert not goes_on()

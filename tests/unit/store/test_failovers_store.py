@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fail-overs of long ago are forgotten, with their time lines, and nothing else is."""
+
+import sqlalchemy as sa
+
+from amphora_driver.store import failovers
+from amphora_driver.store.failovers import Event, Outcome
+from amphora_driver.store.fleet_tables import failover, failover_event
+
+
+def add(connection, number, ended):
+    row = {"load_balancer_id": "lb", "amphora_id": f"am{number}", "cause": "silent", "begun_at": 1.0}
+    connection.execute(failover.insert().values(**row))
+    failovers.note(connection, "lb", Event.BOOTED, 2.0, f"am{number}")
+    if ended is not None:
+        failovers.end(connection, "lb", Outcome.DONE, ended, f"am{number}")
+
+
+def test_fail_overs_are_forgotten_in_chunks_with_their_time_lines(any_database):
+    for number, ended in enumerate((10.0, 20.0, 30.0, 200.0, None)):
+        any_database.write(lambda c, number=number, ended=ended: add(c, number, ended))
+
+    def tidy():
+        return any_database.write(lambda c: failovers.tidy(c, 100.0, most=2))
+
+    assert (tidy(), tidy(), tidy()) == (True, False, False)
+    left = any_database.read(lambda c: c.execute(sa.select(failover.c.id, failover.c.amphora_id)).all())
+    assert {row.amphora_id for row in left} == {"am3", "am4"}
+    events = any_database.read(lambda c: c.execute(sa.select(failover_event.c.failover_id).distinct()).scalars().all())
+    assert set(events) == {row.id for row in left}
