@@ -23,7 +23,7 @@ _NEWS = {
         "    app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))\n",
     ],
     "stats/sender.py": [", **self._drift()"],
-    "api/info.py": ['            "drift": drift.document(),\n', 'CAPABILITIES += ["audit", "configuration"]\n'],
+    "api/info.py": ['            "drift": drift.document(),\n', '    "audit",\n    "configuration",\n'],
     "config.py": [
         '            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),\n'
     ],

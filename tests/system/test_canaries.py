@@ -379,7 +379,7 @@ def authorities_rotated(cloud, balancer):
 
 def plant(cloud, search, everything):
     """Each of them is found, in every shape, wherever it is put."""
-    folder = cloud.settings.state / "planted"
+    folder = Path(cloud.settings.state, "planted")
     folder.mkdir()
     log = folder / "planted.log"
     for canary in everything:

@@ -7,7 +7,6 @@ import time
 import msgspec
 import pytest
 import sqlalchemy as sa
-from conftest import run_amphoractl
 
 from amphora_driver.store import failovers, migrate, spares
 from amphora_driver.store.engine import Database
@@ -31,12 +30,12 @@ def database(tmp_path):
 
 
 @pytest.fixture
-def said(tmp_path, database):
+def said(tmp_path, database, amphoractl):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(
         f"[store]\nconnection = {database.engine.url}\n[queue]\ndoorbell_dir = {tmp_path}/bells\n", encoding="utf-8"
     )
-    return lambda *words: run_amphoractl(path, *words)
+    return lambda *words: amphoractl(path, *words)
 
 
 def _fill(connection):

@@ -11,8 +11,6 @@ from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover, failover_event, silence, zombie
 from amphora_driver.store.tables import duty
 
-NOW = time.time()
-
 
 @pytest.fixture
 def database(tmp_path):
@@ -43,14 +41,14 @@ def put(database, table, **values):
 
 
 def sees(database, **automatic):
-    rows = [breakers.Row(name=breakers.SIGHT, state=breakers.SEEING, since=NOW, watched=20, silent=1)]
+    rows = [breakers.Row(name=breakers.SIGHT, state=breakers.SEEING, since=time.time(), watched=20, silent=1)]
     if automatic:
-        rows.append(breakers.Row(name=breakers.AUTOMATIC, since=NOW, **automatic))
+        rows.append(breakers.Row(name=breakers.AUTOMATIC, since=time.time(), **automatic))
     database.write(lambda c: [breakers.put(c, row) for row in rows])
 
 
 def detects(database):
-    put(database, duty, name="detection", owner="controller-1", epoch=1, leased_until=NOW + 1000)
+    put(database, duty, name="detection", owner="controller-1", epoch=1, leased_until=time.time() + 1000)
 
 
 @pytest.fixture
@@ -133,7 +131,7 @@ def test_without_a_detector_nothing_is(shown, database):
 
 def test_who_is_silent_and_why_nothing_follows(shown, database):
     detects(database)
-    sees(database, state="open", reason="many", trial_at=NOW + 600)
+    sees(database, state="open", reason="many", trial_at=time.time() + 600)
     verdict = "its agent does not answer (timed out); it waits: the breaker is open"
     put(database, silence, amphora_id="a", load_balancer_id="lb", kind="never_spoke", since=1000.0, verdict=verdict)
     found = shown("failover", "status")
@@ -162,7 +160,15 @@ def test_the_breaker_is_held_open_and_closed(shown, database):
 
 def test_zombies(shown, database):
     assert shown("zombie", "list") == []
-    put(database, zombie, amphora_id="z", address="203.0.113.9", first_at=1.0, last_at=NOW - 5, verdict="only reported")
+    put(
+        database,
+        zombie,
+        amphora_id="z",
+        address="203.0.113.9",
+        first_at=1.0,
+        last_at=time.time() - 5,
+        verdict="only reported",
+    )
     (row,) = shown("zombie", "list")
     assert (row["Amphora"], row["Address"], row["Verdict"]) == ("z", "203.0.113.9", "only reported")
     assert 4 <= row["Last heard"] <= 600

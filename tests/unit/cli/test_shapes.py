@@ -52,7 +52,7 @@ NOW = time.time()
         (columns.Plain(3), "3", 3),
         (columns.Age(None), "never", None),
         (columns.Age(None, ""), "", None),
-        (columns.Age(NOW + 60), "0.00 s ago", 0.0),
+        (columns.Age(NOW + 86_400), "0.00 s ago", 0.0),
         (columns.Left(None), "", None),
         (columns.Left(NOW - 60), "0.00 s", 0.0),
         (columns.Span(None), "", None),
@@ -74,8 +74,9 @@ def test_values_for_people_and_for_programs(value, person, program):
 
 
 def test_a_failover_in_a_table():
+    now = time.time()
     row = {"id": 3, "cause": "silent", "amphora_id": "a", "reason": None, "silent_since": 0.0, "ended_at": None}
-    shown = columns.Failovers([{**row, "begun_at": NOW - 90, "served_at": NOW - 88}]).human_readable()
+    shown = columns.Failovers([{**row, "begun_at": now - 90, "served_at": now - 88}]).human_readable()
     assert shown == "3: silent, begun 1 min 30 s ago, served again after 2.0 s, amphora a (no reason given)"
 
 

@@ -179,9 +179,9 @@ def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resume
     fleet.write(work.update().values(attempts=1))
     number = fleet.ask()
     fleet.look(2)
-    fleet.write(work.update().values(attempts=8, error="no quota"))
+    fleet.write(work.update().values(attempts=7, error="no quota"))
     assert fleet.look() == []
-    fleet.write(work.update().values(attempts=9), status.update().values(provisioning="ERROR"))
+    fleet.write(work.update().values(attempts=8), status.update().values(provisioning="ERROR"))
     fleet.look()
     assert fleet.state(number).reason == "load balancer a: it is in ERROR: no quota"
     fleet.write(work.update().values(free_at=1e12))

@@ -16,7 +16,6 @@ from amphora_driver.store.spares import Spec
 from amphora_driver.store.tables import amphora, work
 
 EVERYTHING = Selection(everything=True)
-NOW = time.time()
 
 
 def load_balancer(connection, name, *machines, op="apply", **more):
@@ -32,7 +31,7 @@ def load_balancer(connection, name, *machines, op="apply", **more):
                 state=state,
                 confirmed=1,
                 heartbeat_key=b"",
-                created_at=NOW - age,
+                created_at=time.time() - age,
                 image=image,
             )
         )
@@ -72,7 +71,7 @@ def states(database, rotation_id):
 )
 def test_which_amphorae_are_meant(any_database, selection, found):
     any_database.write(fleet)
-    chosen = any_database.read(lambda c: rotations.choose(c, selection, NOW))
+    chosen = any_database.read(lambda c: rotations.choose(c, selection, time.time()))
     assert chosen == found
     assert list(chosen) == list(found), "in this order"
 
@@ -87,7 +86,7 @@ def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
 
     any_database.write(fill)
     chosen = Selection(everything=True, compute_flavor="8")
-    assert any_database.read(lambda c: rotations.choose(c, chosen, NOW)) == {"large": ("large-1",)}
+    assert any_database.read(lambda c: rotations.choose(c, chosen, time.time())) == {"large": ("large-1",)}
 
 
 def test_a_rotation_is_written_down_with_its_amphorae(any_database):
@@ -112,7 +111,7 @@ def test_one_at_a_time_and_never_for_nothing(database):
     with pytest.raises(Conflict, match=f"rotation {made.id} goes on, and there is one at a time"):
         asked(database)
     with pytest.raises(UnknownObject, match="nothing is recorded under this id"):
-        database.read(lambda c: rotations.choose(c, Selection(everything=True, load_balancers=("x",)), NOW))
+        database.read(lambda c: rotations.choose(c, Selection(everything=True, load_balancers=("x",)), time.time()))
     assert len(database.read(lambda c: rotations.newest(c, 9))) == 1
 
 

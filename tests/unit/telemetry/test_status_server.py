@@ -211,7 +211,9 @@ def test_nobody_who_is_slow_keeps_others_waiting(url, monkeypatch):
             for one in slow[-server._MOST :]:
                 one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
             assert asked(port, "/healthz")[0] == 200
-            assert sum(one.name == "status" for one in threading.enumerate()) <= server._MOST + 4
+            assert (
+                sum(one.name == "status" for one in threading.enumerate()) <= 2 * server._MOST
+            )  # those that are just being let go among them
             # All of them are let go, although some say a little now and then.
             for one in slow:
                 one.settimeout(PATIENCE)
