@@ -179,7 +179,7 @@ class Meters:
         except Exception as error:
             # By its name, since nothing of ours is imported here. What callers raise themselves is no trouble of the
             # store's.
-            if any(one.__name__ == "StoreError" for one in type(error).__mro__):
+            if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                 self.database_failures.labels(kind).inc()
             raise
         finally:
