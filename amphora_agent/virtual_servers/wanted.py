@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual servers as a bundle wants them: UDP and SCTP listeners with their members.
+
+Invariant: pure, standard library only (the checker reads the same document). What `parse` returns is complete and
+well-formed, and `document` makes of it what it was read from.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+PROTOCOLS = ("UDP", "SCTP")
+ALGORITHMS = ("ROUND_ROBIN", "LEAST_CONNECTIONS", "SOURCE_IP", "SOURCE_IP_PORT")
+CLIENT_ADDRESSES = ("hidden", "preserved")
+MONITORS = ("UDP-CONNECT", "SCTP", "TCP", "HTTP", "PING")
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", "CONNECT")
+VERSIONS = ("1.0", "1.1")
+LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
+_CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
+# What would end a line of a request, or begin a second word of its first one (RFC 9112, section 3).
+_PATH = re.compile(r"/[!-~]*")
+_HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
+
+
+@dataclass(frozen=True)
+class Persistence:
+    """For how many seconds a client stays with its member, and how much of its address is the client."""
+
+    timeout: int
+    prefix_v4: int
+    prefix_v6: int
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """How members are checked; times are seconds. What belongs to HTTP is None for the others."""
+
+    id: str
+    type: str
+    interval: int
+    timeout: int
+    rise: int
+    fall: int
+    method: str | None = None
+    path: str | None = None
+    codes: tuple[str, ...] = ()
+    host: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member. ``check_address`` and ``check_port`` are None where it is checked at its own."""
+
+    id: str
+    address: Host
+    port: int
+    weight: int
+    backup: bool
+    enabled: bool
+    check_address: Host | None = None
+    check_port: int | None = None
+
+
+@dataclass(frozen=True)
+class VirtualServer:
+    """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members."""
+
+    id: str
+    protocol: str
+    port: int
+    addresses: tuple[Host, ...]
+    connection_limit: int | None
+    pool_id: str | None
+    algorithm: str
+    persistence: Persistence | None
+    client_address: str
+    monitor: Monitor | None
+    members: tuple[Member, ...]
+
+
+def parse(value: Any) -> tuple[VirtualServer, ...]:
+    """Read the list of a bundle.
+
+    Raises:
+        ValueError, KeyError, TypeError: saying which key of which virtual server is wrong.
+    """
+    found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
+    for what, values in (
+        ("id", [one.id for one in found]),
+        ("protocol and port", [(one.protocol, one.port) for one in found]),
+    ):
+        if len(set(values)) != len(values):
+            raise ValueError(f"two virtual servers have the same {what}")
+    return found
+
+
+def document(servers: Sequence[VirtualServer]) -> list[dict[str, Any]]:
+    """What `parse` reads."""
+    return [_plain(server) for server in servers]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return str(value) if isinstance(value, (ipaddress.IPv4Address, ipaddress.IPv6Address)) else value
+
+
+def _keys(shape: type, value: Any, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = _of(dict, value, where)
+    names = set(shape.__dataclass_fields__)  # type: ignore[attr-defined]
+    if missing := names - found.keys():
+        raise KeyError(f"{where} lacks {', '.join(sorted(missing))}")
+    if unknown := found.keys() - names:
+        raise KeyError(f"{where} has unknown keys: {', '.join(sorted(unknown))}")
+    return found
+
+
+def _of(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{where} is not of type {kind.__name__}")
+    return value
+
+
+def _id(value: Any, where: str) -> str:
+    text: str = _of(str, value, where)
+    if str(uuid.UUID(text)) != text:
+        raise ValueError(f"{where} {text!r} is no id")
+    return text
+
+
+def _number(value: Any, least: int, most: int, where: str) -> int:
+    number: int = _of(int, value, where)
+    if not least <= number <= most:
+        raise ValueError(f"{where} {number} is not between {least} and {most}")
+    return number
+
+
+def _one_of(value: Any, known: Iterable[str], where: str) -> str:
+    text: str = _of(str, value, where)
+    if text not in known:
+        raise ValueError(f"{where} {text!r} is not known")
+    return text
+
+
+def _maybe(read: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _address(value: Any, where: str) -> Host:
+    return ipaddress.ip_address(_of(str, value, where))
+
+
+def _server(value: Any) -> VirtualServer:
+    found = _keys(VirtualServer, value, "a virtual server")
+    name = _id(found["id"], "the id of a virtual server")
+    where = f"virtual server {name}:"
+    members = tuple(_member(item, where) for item in _of(list, found["members"], f"{where} members"))
+    if len({one.id for one in members}) != len(members):
+        raise ValueError(f"{where} two members have the same id")
+    listed = _of(list, found["addresses"], f"{where} addresses")
+    addresses = tuple(_address(item, f"{where} address") for item in listed)
+    if not addresses or len(set(addresses)) != len(addresses):
+        raise ValueError(f"{where} it has no address, or one of them twice")
+    return VirtualServer(
+        id=name,
+        protocol=_one_of(found["protocol"], PROTOCOLS, f"{where} protocol"),
+        port=_number(found["port"], 1, LARGEST_PORT, f"{where} port"),
+        addresses=addresses,
+        connection_limit=_maybe(lambda one: _number(one, 1, LONGEST, f"{where} limit"), found["connection_limit"]),
+        pool_id=_maybe(lambda one: _id(one, f"{where} pool_id"), found["pool_id"]),
+        algorithm=_one_of(found["algorithm"], ALGORITHMS, f"{where} algorithm"),
+        persistence=_maybe(lambda one: _persistence(one, where), found["persistence"]),
+        client_address=_one_of(found["client_address"], CLIENT_ADDRESSES, f"{where} client_address"),
+        monitor=_maybe(lambda one: _monitor(one, where), found["monitor"]),
+        members=members,
+    )
+
+
+def _persistence(value: Any, where: str) -> Persistence:
+    found = _keys(Persistence, value, f"{where} persistence")
+    return Persistence(
+        timeout=_number(found["timeout"], 1, LONGEST, f"{where} timeout"),
+        prefix_v4=_number(found["prefix_v4"], 0, 32, f"{where} prefix_v4"),
+        prefix_v6=_number(found["prefix_v6"], 0, 128, f"{where} prefix_v6"),
+    )
+
+
+def _member(value: Any, where: str) -> Member:
+    found = _keys(Member, value, f"{where} member")
+    name = _id(found["id"], f"{where} member id")
+    where = f"{where} member {name}:"
+    return Member(
+        id=name,
+        address=_address(found["address"], f"{where} address"),
+        port=_number(found["port"], 1, LARGEST_PORT, f"{where} port"),
+        weight=_number(found["weight"], 0, LARGEST_WEIGHT, f"{where} weight"),
+        backup=_of(bool, found["backup"], f"{where} backup"),
+        enabled=_of(bool, found["enabled"], f"{where} enabled"),
+        check_address=_maybe(lambda one: _address(one, f"{where} check_address"), found["check_address"]),
+        check_port=_maybe(lambda one: _number(one, 1, LARGEST_PORT, f"{where} check_port"), found["check_port"]),
+    )
+
+
+def _monitor(value: Any, where: str) -> Monitor:
+    found = _keys(Monitor, value, f"{where} monitor")
+    where = f"{where} monitor"
+    kind = _one_of(found["type"], MONITORS, f"{where} type")
+    codes = tuple(_of(str, item, f"{where} codes") for item in _of(list, found["codes"], f"{where} codes"))
+    if kind == "HTTP":
+        _one_of(found["method"], METHODS, f"{where} method")
+        _one_of(found["version"], VERSIONS, f"{where} version")
+        if not _PATH.fullmatch(_of(str, found["path"], f"{where} path")):
+            raise ValueError(f"{where} path {found['path']!r} is none of a request")
+        if not codes or not all(_CODES.fullmatch(code) for code in codes):
+            raise ValueError(f"{where} codes {codes} are no status codes")
+        if found["host"] is not None and not _HOST.fullmatch(_of(str, found["host"], f"{where} host")):
+            raise ValueError(f"{where} host {found['host']!r} is no name")
+    elif codes or any(found[name] is not None for name in ("method", "path", "host", "version")):
+        raise ValueError(f"{where} of type {kind} has what belongs to HTTP")
+    return Monitor(
+        id=_id(found["id"], f"{where} id"),
+        type=kind,
+        interval=_number(found["interval"], 1, LONGEST, f"{where} interval"),
+        timeout=_number(found["timeout"], 1, LONGEST, f"{where} timeout"),
+        rise=_number(found["rise"], 1, LONGEST, f"{where} rise"),
+        fall=_number(found["fall"], 1, LONGEST, f"{where} fall"),
+        method=found["method"],
+        path=found["path"],
+        codes=codes,
+        host=found["host"],
+        version=found["version"],
+    )
