@@ -179,7 +179,8 @@ def choose(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        agent_python=agent_python or sys.executable,
+        # Amphorae are started elsewhere. A link stays one: it is what makes an environment of it.
+        agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
         broker_url=broker_url,
