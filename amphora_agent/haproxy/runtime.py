@@ -124,7 +124,8 @@ def _most(worker: Socket) -> int:
 
 def _add(worker: Socket, step: AddServer) -> None:
     server, name = step.server, f"{step.backend}/{step.server.name}"
-    commands = [" ".join(("add server", name, server.address, *server.keywords))]
+    first = ("init-state", "down") if step.unproven else ()
+    commands = [" ".join(("add server", name, server.address, *server.keywords, *first))]
     if server.checked:
         commands.append(f"enable health {name}")
     if not server.disabled and not step.waits:

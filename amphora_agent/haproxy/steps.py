@@ -19,11 +19,16 @@ Store = Literal["cert", "ca-file", "crl-file"]
 
 @dataclass(frozen=True)
 class AddServer:
-    """A server that is new. One that `waits` gets no requests before a later step lets it have some."""
+    """A server that is new.
+
+    One that `waits` gets no requests before a later step lets it have some, one that is `unproven` none before its
+    first good check.
+    """
 
     backend: str
     server: Server
     waits: bool = False
+    unproven: bool = False
 
 
 @dataclass(frozen=True)

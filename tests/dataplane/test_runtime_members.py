@@ -33,14 +33,15 @@ def test_what_haproxy_can_do_is_asked_of_it(served, push, lab):
     before = served.amphora.ask_haproxy("show servers state")
     found = abilities.ask(Words(served.amphora))
     if lab.series != "system":
-        assert (found.cookies, found.waiting) == (True, lab.series == "3.0")
+        assert (found.cookies, found.waiting) == (True, lab.series != "2.8")
+    assert found.init_state == (lab.series == "3.2")
     assert served.amphora.ask_haproxy("show servers state").count("\n") == before.count("\n")
 
 
 @pytest.mark.feature("member.address", "member.protocol_port")
 @pytest.mark.parametrize("kept_by", [{}, {"persistence": ("HTTP_COOKIE", None)}], ids=["nobody", "cookie"])
 def test_a_member_that_moves(served, push, kept_by):
-    """Address, family and port. No request is lost; the connections HAProxy held ready to the former address are closed.
+    """Address, family and port. No request is lost; connections HAProxy held ready to the former address are closed.
 
     One that carries a request just then goes on, and HAProxy takes it back among those it holds ready: the next move
     closes it. So who answers is asked where nothing else is under way.
@@ -97,6 +98,28 @@ def test_a_member_that_is_monitored_elsewhere(served, push):
     served.until_states("pool", {"web": "UP"})
 
 
+def test_a_member_that_joins_proves_itself_first(served, push, lab):
+    """Where HAProxy knows how (3.1): elsewhere it is up until its first check, and requests are repeated."""
+    a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
+
+    def wanted(*members):
+        return listener(80), pool("pool", *members, monitor=monitor("TCP", delay=2))
+
+    push(*wanted(member(a)), how=None)
+    served.until_states("pool", {"a": "UP"})
+    with served.visitor.load() as load:
+        push(*wanted(member(a), member(b, protocol_port=1)))
+        served.until_states("pool", {"a": "UP", "b": "DOWN"})
+        if lab.series == "3.2":
+            (dead,) = [row for (_, name), row in served.statistics().items() if name == id_of("member", "b")]
+            assert (dead["lbtot"], dead["econ"]) == ("0", "0"), "nobody was sent there"
+        push(*wanted(member(a)))
+        push(*wanted(member(a), member(b)))
+        served.until_states("pool", {"a": "UP", "b": "UP"})
+        load.goes_on()
+    assert load.failures == []
+
+
 @pytest.mark.feature("healthmonitor.delay", "member.backup")
 def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
     """It goes and comes back while another one serves; who is alone, or has clients of his own, has a new worker."""
@@ -129,7 +152,7 @@ def test_what_has_no_command_takes_a_member_that_nobody_misses(served, push):
 def test_a_listener_that_takes_more_and_less(served, push, lab):
     """The one that would not survive it has a new worker, as has everybody whose HAProxy cannot be known."""
     web = served.web()
-    how = "runtime" if lab.series in ("2.8", "3.0") else None
+    how = None if lab.series == "system" else "runtime"
 
     def wanted(limit):
         return listener(80, connection_limit=limit), pool("pool", member(web))

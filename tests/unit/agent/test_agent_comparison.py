@@ -174,6 +174,23 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
     assert [type(step) for step in verdict.steps[3:]] == [RemoveServer]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "unproven"),
+    [
+        ([ONE], [ONE, TWO + " check"], True),
+        ([ONE], [ONE, TWO], False),
+        ([ONE], [TWO + " check"], False),
+        ([ONE + " disabled"], [ONE + " disabled", TWO + " check"], False),
+        ([ONE], [ONE, TWO + " check disabled"], False),
+    ],
+)
+def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after, unproven):
+    for abilities in (Abilities(cookies=True, init_state=True), Abilities()):
+        verdict = compare(configuration(*before), configuration(*after), abilities=abilities)
+        added = [step.unproven for step in verdict.steps if isinstance(step, AddServer)]
+        assert added == [unproven and abilities.init_state]
+
+
 def test_what_a_server_can_do_itself_is_not_done_for_it():
     lines = (*COOKIE, "dynamic-cookie-key k")
     many = [f"server s{n} 192.0.2.9:{n}" for n in range(1, 2000)]
