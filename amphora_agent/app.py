@@ -19,16 +19,19 @@ from amphora_agent.applying import reboot
 from amphora_agent.applying.apply import Applier
 from amphora_agent.applying.audit import Auditor
 from amphora_agent.applying.drift import Drift
+from amphora_agent.applying.virtual import VirtualServing
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.document import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.identity import Identity
 from amphora_agent.keepalived.handover import Handover
+from amphora_agent.keepalived.lvs_process import LvsKeepalived
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.role import Role
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
+from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.octavia import settings as octavia_settings
 from amphora_agent.octavia.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
@@ -37,6 +40,8 @@ from amphora_agent.stats.ledger import Ledger
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
 from amphora_agent.stats.reporter import Reporter, Sends
 from amphora_agent.stats.sender import Sender
+from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.virtual_servers.launch import Checker
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
@@ -44,12 +49,13 @@ LARGEST_BODY = 32 * 1024 * 1024
 RESPONDER_SECONDS = 3.0
 
 
-def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
+def create(settings: Settings, paths: Paths, identity: Identity, inheritance: Inheritance = NOTHING) -> Flask:
     """Make the application and start its threads."""
-    services = service_managers.connect(settings.services, paths)
+    services = service_managers.connect(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
     sysctls.prepare(inner)
-    ledger = Ledger(paths, services)
+    virtual = Checker(paths, services, settings.virtual_engine)
+    ledger = Ledger(paths, services, VirtualLedger(paths, virtual))
     drift = Drift()
     haproxy = Haproxy(paths, services, inner, ledger)
 
@@ -68,7 +74,10 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
         role.look()
         sender.send_soon()
 
-    applier = Applier(settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell)
+    serving = VirtualServing(virtual, LvsKeepalived(paths, services, inner))
+    applier = Applier(
+        settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell, virtual=serving
+    )
     handover = Handover(paths, inner, role, lambda: applier.elected)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
@@ -77,7 +86,9 @@ def create(settings: Settings, paths: Paths, identity: Identity) -> Flask:
     app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
-    app.register_blueprint(diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, role, identity))
+    app.register_blueprint(
+        diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, role, identity, virtual)
+    )
     octavia = OctaviaAmphora(lambda: sender.settings, paths, applier, inner)
 
     def configure(text: str) -> None:

@@ -19,6 +19,8 @@ from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
 from amphora_agent.errors import MalformedBundle
+from amphora_agent.virtual_servers import wanted
+from amphora_agent.virtual_servers.wanted import VirtualServer
 
 FORMAT = 1
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
@@ -28,6 +30,8 @@ _SMALLEST_MTU, _LARGEST_MTU = 68, 65535
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _LARGEST_PORT = 65535
+_TCP = "tcp"
+PROTOCOLS = (_TCP, "udp", "sctp")
 _SHORTEST_ADVERT = 0.05
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MOST_FILES = 4096
@@ -94,6 +98,7 @@ class Allowed:
 
     port: int
     networks: tuple[Network, ...]
+    protocol: str = _TCP
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Bundle:
     """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted.
 
     ``pings`` holds the addresses that answer for members whose monitor is a ping, by member id. ``vrrp`` is None where
-    the amphora is on its own and has the VIPs itself.
+    the amphora is on its own and has the VIPs itself. ``virtual_servers`` are the listeners HAProxy does not serve.
     """
 
     amphora_id: uuid.UUID
@@ -137,6 +142,7 @@ class Bundle:
     interfaces: tuple[Interface, ...]
     allowed: tuple[Allowed, ...] = ()
     vrrp: Vrrp | None = None
+    virtual_servers: tuple[VirtualServer, ...] = ()
 
     def without_contents(self) -> Bundle:
         """The same, with nothing in it that must not lie around."""
@@ -154,8 +160,10 @@ class Bundle:
             "pings": {member: str(address) for member, address in self.pings.items()},
             "limits": asdict(self.limits),
             "interfaces": [_stored_interface(interface) for interface in self.interfaces],
-            "allowed": [{"port": one.port, "networks": [str(each) for each in one.networks]} for one in self.allowed],
+            "allowed": [_stored_allowed(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _stored_vrrp(self.vrrp),
+            # Left out where there is none, as controllers do: agents before 2.0 do not know the key.
+            **({"virtual_servers": wanted.document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
 
@@ -171,6 +179,11 @@ def _stored_interface(interface: Interface) -> dict[str, Any]:
             for r in interface.routes
         ],
     }
+
+
+def _stored_allowed(one: Allowed) -> dict[str, Any]:
+    said: dict[str, Any] = {"port": one.port, "networks": [str(each) for each in one.networks]}
+    return said if one.protocol == _TCP else {**said, "protocol": one.protocol}
 
 
 def _stored_vrrp(vrrp: Vrrp) -> dict[str, Any]:
@@ -219,13 +232,13 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def _keys(document: Any, where: str, needed: Iterable[str]) -> dict[str, Any]:
+def _keys(document: Any, where: str, needed: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise TypeError(f"{where} is not an object")
     names = set(needed)
     if missing := names - document.keys():
         raise KeyError(f"{where} lacks {', '.join(sorted(missing))}")
-    if unknown := document.keys() - names:
+    if unknown := document.keys() - names - {*optional}:
         raise KeyError(f"{where} has unknown keys: {', '.join(sorted(unknown))}")
     return document
 
@@ -237,9 +250,9 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 
 def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
-    wanted = ("format", "amphora_id", "load_balancer_id", "generation")
+    head = ("format", "amphora_id", "load_balancer_id", "generation")
     parts = ("haproxy", "files", "pings", "limits", "interfaces", "allowed", "vrrp")
-    found = _keys(document, "the bundle", (*wanted, *parts))
+    found = _keys(document, "the bundle", (*head, *parts), optional=["virtual_servers"])
     if found["format"] != FORMAT:
         raise ValueError(f"format {found['format']!r} is not known, only {FORMAT}")
     generation = _typed(found["generation"], int, "generation")
@@ -254,7 +267,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         if len(set(values)) != len(values):
             raise ValueError(f"two interfaces have the same {attribute}")
     allowed = tuple(_allowed(item) for item in _typed(found["allowed"], list, "allowed"))
-    if len({one.port for one in allowed}) != len(allowed):
+    if len({(one.protocol, one.port) for one in allowed}) != len(allowed):
         raise ValueError("a port is allowed twice")
     return Bundle(
         amphora_id=uuid.UUID(_typed(found["amphora_id"], str, "amphora_id")),
@@ -267,6 +280,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         interfaces=interfaces,
         allowed=allowed,
         vrrp=None if found["vrrp"] is None else _vrrp(found["vrrp"], interfaces),
+        virtual_servers=wanted.parse(found.get("virtual_servers", [])),
     )
 
 
@@ -333,14 +347,17 @@ def _limits(value: Any) -> Limits:
 
 
 def _allowed(document: Any) -> Allowed:
-    found = _keys(document, "what is allowed", ("port", "networks"))
+    found = _keys(document, "what is allowed", ("port", "networks"), optional=["protocol"])
+    protocol = _typed(found.get("protocol", _TCP), str, "protocol")
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"what is allowed: protocol {protocol!r} is not known")
     port = _typed(found["port"], int, "port")
     if not 1 <= port <= _LARGEST_PORT:
         raise ValueError(f"port {port} is out of range")
     networks = tuple(
         ipaddress.ip_network(_typed(item, str, "networks")) for item in _typed(found["networks"], list, "networks")
     )
-    return Allowed(port, networks)
+    return Allowed(port, networks, protocol)
 
 
 def _vrrp(document: Any, interfaces: tuple[Interface, ...]) -> Vrrp:

@@ -15,7 +15,8 @@ AgentError                      what was wanted, what happened, what to do; the 
     ├── HaproxyError            HAProxy does not answer, or not what means success
     ├── KeepalivedError         keepalived refuses its configuration
     ├── InterfaceError          an interface is missing, or the kernel refused an address or a route
-    └── FirewallError           who may connect cannot be restricted
+    ├── FirewallError           who may connect cannot be restricted
+    └── VirtualServersError     UDP or SCTP cannot be forwarded, or the checker does not answer
 
 Invariant: nothing else than these leaves the agent's own code as an answer to the controller.
 """
@@ -146,3 +147,7 @@ class InterfaceError(MachineError):
 
 class FirewallError(MachineError):
     """Who may connect cannot be restricted: the kernel or the machine lacks nftables, or refused the rules."""
+
+
+class VirtualServersError(MachineError):
+    """UDP or SCTP listeners cannot be served: the kernel refused, or the checker does not answer."""

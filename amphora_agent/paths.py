@@ -46,6 +46,21 @@ class Paths:
         return self.run / "supervisor.sock"
 
     @property
+    def services(self) -> Path:
+        """What is known of the daemons that systemd runs: a directory for each."""
+        return self.run / "services"
+
+    @property
+    def units(self) -> Path:
+        """The units of those daemons; gone after a boot."""
+        return self.root / "run/systemd/system"
+
+    @property
+    def identity(self) -> Path:
+        """The certificates that took the place of those in ``etc``, where ``etc`` is made anew at each boot."""
+        return self.var / "identity"
+
+    @property
     def confirmed(self) -> Path:
         """The last confirmed bundle."""
         return self.var / "confirmed.json"
@@ -133,9 +148,47 @@ class Paths:
         return self.run / "keepalived.pid", self.run / "keepalived-vrrp.pid"
 
     @property
+    def lvs_configuration(self) -> Path:
+        """Of the keepalived that has IPVS forward UDP and SCTP."""
+        return self.run / "lvs.conf"
+
+    @property
+    def lvs_candidate(self) -> Path:
+        return self.run / "lvs.conf.new"
+
+    @property
+    def lvs_pid_files(self) -> tuple[Path, Path]:
+        """Of the parent and of the child that speaks to IPVS."""
+        return self.run / "lvs.pid", self.run / "lvs-checkers.pid"
+
+    @property
+    def lvs_tracks(self) -> Path:
+        """The files that say which members are up, written by the checker."""
+        return self.run / "lvs"
+
+    @property
     def pings(self) -> Path:
         """The addresses to ping, for the responder."""
         return self.run / "pings"
+
+    @property
+    def virtual_servers(self) -> Path:
+        """What the checker serves; it writes this itself, after it has brought it about."""
+        return self.run / "virtual-servers.json"
+
+    @property
+    def virtual_states(self) -> Path:
+        """What the checker has found out, from one process to the next: of no use after a boot."""
+        return self.run / "virtual-states.json"
+
+    @property
+    def checker_socket(self) -> Path:
+        return self.run / "checker.sock"
+
+    @property
+    def virtual_totals(self) -> Path:
+        """The sums over what kernels have counted of virtual servers."""
+        return self.var / "virtual-totals.json"
 
     @property
     def files(self) -> Path:

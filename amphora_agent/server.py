@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import signal
 import sys
 from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from amphora_agent import config
+from amphora_agent import config, notify
 from amphora_agent.config import Settings
 from amphora_agent.errors import SettingsError
+from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.paths import Paths
 
 THREADS = 16
@@ -31,11 +33,16 @@ SWITCH_SECONDS = 0.0005
 
 
 class Server(BaseApplication):
-    """gunicorn with our settings, and none from files or the environment."""
+    """gunicorn with our settings, and none from files or the environment.
 
-    def __init__(self, settings: Settings, paths: Paths) -> None:
+    Args:
+        inheritance: what systemd gave this process; the worker has it too.
+    """
+
+    def __init__(self, settings: Settings, paths: Paths, inheritance: Inheritance = NOTHING) -> None:
         self._settings = settings
         self._paths = paths
+        self._inheritance = inheritance
         self._identity: Any = None
         super().__init__()
 
@@ -53,6 +60,8 @@ class Server(BaseApplication):
             "post_fork": _end_with_the_master,
             "post_worker_init": self._put_up_the_gate,
         }
+        if self._inheritance.address is not None:
+            options["child_exit"] = _end_with_the_worker
         for name, value in options.items():
             if name in self.cfg.settings:  # older versions of gunicorn have no control socket
                 self.cfg.set(name, value)
@@ -65,9 +74,12 @@ class Server(BaseApplication):
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.identity import Identity  # noqa: PLC0415
 
-        self._identity = Identity(self._paths, self._settings.amphora_id)
+        # In a virtual machine /etc/amphora-agent is what is on the config drive.
+        lasting = self._settings.services != "systemd"
+        self._identity = Identity(self._paths, self._settings.amphora_id, lasting=lasting)
+        self._identity.restore()
         self._identity.context()
-        made = app.create(self._settings, self._paths, self._identity)
+        made = app.create(self._settings, self._paths, self._identity, self._inheritance)
         gc.freeze()
         gc.enable()
         return made
@@ -77,10 +89,16 @@ class Server(BaseApplication):
         from amphora_agent.gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
 
         worker.sockets = [Gate(listener, self._identity) for listener in worker.sockets]
+        notify.ready(self._inheritance)
 
 
 def _end_with_the_master(_arbiter: Any, _worker: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _end_with_the_worker(_arbiter: Any, _worker: Any) -> None:
+    """What the worker had systemd keep is given to a process that systemd starts, not to another worker."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _spare_memory() -> None:
@@ -93,6 +111,7 @@ def _spare_memory() -> None:
 
 def main() -> None:
     """Console entry."""
+    inheritance = notify.take(os.environ, os.getpid())
     _spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()
@@ -103,7 +122,8 @@ def main() -> None:
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
-    Server(settings, paths).run()
+    paths.empty.mkdir(exist_ok=True, mode=0o755)
+    Server(settings, paths, inheritance).run()
 
 
 if __name__ == "__main__":

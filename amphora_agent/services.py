@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amphora_agent.errors import ServiceError, SettingsError
+from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.paths import Paths
 
 ANSWER_SECONDS = 10.0
@@ -187,16 +188,23 @@ def _status(answer: dict[str, Any]) -> ServiceStatus:
     return ServiceStatus(answer["pid"], answer["starts"], answer["last_exit"], answer["wanted"])
 
 
-def connect(kind: str, paths: Paths) -> Services:
+def connect(kind: str, paths: Paths, inheritance: Inheritance = NOTHING) -> Services:
     """The service manager that agent.conf names.
+
+    Args:
+        inheritance: what whoever started the agent gave it.
 
     Raises:
         SettingsError: it is not one this agent can speak to.
     """
     if kind == "supervisor":
         return Supervisor(paths.supervisor_socket)
+    if kind == "systemd":
+        from amphora_agent.systemd import Systemd  # noqa: PLC0415 (it is made of what is defined above)
+
+        return Systemd(paths, inheritance)
     raise SettingsError(
         f"run daemons through {kind!r}",
-        "this agent speaks to the supervisor only",
-        "Set services = supervisor in agent.conf; systemd is not implemented yet.",
+        "this agent speaks to systemd and to the supervisor only",
+        "Set services = systemd in agent.conf; an amphora made of namespaces has services = supervisor.",
     )

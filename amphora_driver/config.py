@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from oslo_config import cfg
 from oslo_log import log
 
+from amphora_driver.config_compute import COMPUTE_NETNS, COMPUTE_QEMU
 from amphora_driver.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -253,20 +254,6 @@ COMPUTE = [
         help="More compute backends that flavors may name, or that load balancers are still with.",
     ),
 ]
-COMPUTE_NETNS = [
-    cfg.StrOpt(
-        "directory",
-        default="/var/lib/amphora-driver/amphorae",
-        help="Directory with one folder for each amphora: its /etc, /var/lib and log.",
-    ),
-    cfg.StrOpt("prefix", default="amp", help="Beginning of the names of namespaces; at most 6 characters."),
-    cfg.StrOpt(
-        "agent_python",
-        default="/opt/amphora-agent/bin/python",
-        help="Python interpreter of the environment in which the agent is installed.",
-    ),
-    cfg.StrOpt("management_network", default="management", help="Id of the network the agents are reached on."),
-]
 NETWORK = [
     cfg.StrOpt(
         "driver",
@@ -436,6 +423,13 @@ STATUS = [
     ),
     cfg.PortOpt("bind_port", default=9878, min=0, help="Port of the status page of a controller; 0 for none."),
     cfg.PortOpt("health_bind_port", default=9877, min=0, help="The same of a health manager."),
+    cfg.PortOpt(
+        "provider_agent_port",
+        default=0,
+        min=0,
+        help="The same of the provider agent, which octavia-driver-agent runs. None by default: Octavia's hosts are "
+        "not ours, and nobody expects another open port there.",
+    ),
     cfg.StrOpt(
         "token_file",
         help="File whose first line is asked of everybody who looks, as a bearer token or with any user's name. "
@@ -455,6 +449,7 @@ GROUPS: dict[str, list[cfg.Opt]] = {
     "tls": TLS,
     "compute": COMPUTE,
     "compute_netns": COMPUTE_NETNS,
+    "compute_qemu": COMPUTE_QEMU,
     "network": NETWORK,
     "network_local": NETWORK_LOCAL,
     "certificates": CERTIFICATES,

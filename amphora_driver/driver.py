@@ -22,7 +22,7 @@ from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
 from amphora_driver import config, points
 from amphora_driver.backends import Catalogue
-from amphora_driver.capabilities import certificates, flavors, membership, options, profile, tls, zones
+from amphora_driver.capabilities import certificates, flavors, membership, options, profile, tls, virtual_servers, zones
 from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
@@ -32,7 +32,7 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, Profile, without_addresses
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, without_addresses
 from amphora_driver.model.secrets import Material, SecretName
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.network.interface import NotYet, VipRequest
@@ -68,6 +68,10 @@ def _check(node: Node) -> None:
     _CHECKS[wanted.kind_of(node)](node)
     if isinstance(node, Pool):
         membership.check_distinct(node)
+        virtual_servers.check_monitor(node)
+    elif isinstance(node, Listener):
+        for policy in node.l7policies:
+            options.check_policy_place(policy, node)
 
 
 class _Shared:
@@ -84,14 +88,17 @@ class _Shared:
         """What seals users' secrets; read when the first one comes."""
         return Vault.load(self.conf.store.encryption_key_file)
 
-    def _fits(self, node: Node, chosen: Profile) -> None:
-        """Refuse TLS of which the profile leaves nothing, and options that the network backend does not know."""
-        ours = self.conf.haproxy
+    def _fits(self, node: Node, balancer: LoadBalancer) -> None:
+        """Refuse TLS of which the profile leaves nothing, and what its backends or its VIPs do not have."""
+        ours, chosen = self.conf.haproxy, balancer.profile
         oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
+        elif isinstance(node, Pool) and node.virtual:
+            virtual_servers.check_engines(node, self.catalogue.engines(chosen.compute))
+            virtual_servers.check_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
             name = chosen.network or str(self.conf.network.driver)
             options.check_vip_options(node, name, self.catalogue.network(name).supports)

@@ -8,6 +8,7 @@ and size. No secret is ever in it, and nothing that clients of the load balancer
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
 from amphora_agent import machine
-from amphora_agent.api.info import agent_version, program_version
+from amphora_agent.api.info import program_version
 from amphora_agent.applying.apply import Applier
 from amphora_agent.config import Settings
 from amphora_agent.diagnosis import Clock, Part, document, errors_without_content, sessions
@@ -25,13 +26,17 @@ from amphora_agent.haproxy.process import SERVICE, Haproxy
 from amphora_agent.identity import Identity
 from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.role import Role
-from amphora_agent.network import interfaces, nftables
+from amphora_agent.network import interfaces, libnftables, nftables
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.responder import launch as responder
 from amphora_agent.services import Services
 from amphora_agent.stats.reporter import Reporter
+from amphora_agent.version import agent_version
+from amphora_agent.virtual_servers import launch as checker
+from amphora_agent.virtual_servers.launch import Checker
 
+VIRTUAL_TABLE = "amphora_virtual"
 # Bytes of one answer of HAProxy's.
 _MOST = 8 << 20
 # What HAProxy is asked as it is. `show ssl cert` and `show table` name what there is, and nothing of it.
@@ -45,7 +50,12 @@ _QUESTIONS = {
     "show peers": "show peers",
     "show startup-logs": "show startup-logs",
 }
-_SERVICES = {"haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE}
+_SERVICES = {
+    "haproxy": SERVICE,
+    "keepalived": keepalived.SERVICE,
+    "responder": responder.SERVICE,
+    "checker": checker.SERVICE,
+}
 
 
 def blueprint(
@@ -57,6 +67,7 @@ def blueprint(
     applier: Applier,
     role: Role,
     identity: Identity,
+    virtual: Checker,
 ) -> Blueprint:
     """The route."""
     routes = Blueprint("diagnostics", __name__)
@@ -75,6 +86,8 @@ def blueprint(
         "routing": partial(interfaces.describe_routing, inner),
         "neighbours": partial(interfaces.describe_neighbours, inner),
         "firewall": partial(inner.run, nftables.current, counters=True),
+        "virtual servers": partial(_virtual, virtual),
+        "virtual table": partial(inner.run, _virtual_table),
         "services": partial(_statuses, services),
         "agent log": partial(services.log, "amphora-agent"),
         **{f"{name} log": partial(services.log, service) for name, service in _SERVICES.items()},
@@ -119,6 +132,19 @@ def _text(file: Path) -> str | None:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+
+
+def _virtual(checker: Checker) -> dict[str, Any] | None:
+    """What the checker says of UDP and SCTP listeners; None: there are none, or it does not answer."""
+    state = checker.state()
+    return None if state is None else asdict(state)
+
+
+def _virtual_table() -> str:
+    """What forwards them, as nft lists it; empty if there is no such table."""
+    if not libnftables.exists("inet", VIRTUAL_TABLE):
+        return ""
+    return libnftables.run(f"list table inet {VIRTUAL_TABLE}\n")
 
 
 def _versions() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from amphora_agent.applying.drift import Drift
 from amphora_agent.config import Settings
 from amphora_agent.identity import Identity
 from amphora_agent.keepalived.role import Role
+from amphora_agent.version import agent_version
 
 CAPABILITIES = [
     "bundle-1",
@@ -31,7 +32,6 @@ CAPABILITIES = [
     "audit",
     "configuration",
 ]
-DISTRIBUTION = "octavia-amphora-driver"
 
 
 def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identity, drift: Drift) -> Blueprint:
@@ -56,17 +56,6 @@ def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identi
         }
 
     return routes
-
-
-@cache
-def agent_version() -> str:
-    """The installed version; a tree that is not installed has none."""
-    from importlib import metadata  # noqa: PLC0415 (takes a part of the start, and is needed once)
-
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @cache

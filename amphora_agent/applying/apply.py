@@ -27,6 +27,8 @@ from amphora_agent.applying.serving import Serving
 from amphora_agent.applying.switch import Switch
 from amphora_agent.applying.tally import UNCHANGED, Deed, Tally
 from amphora_agent.applying.turns import Turns
+from amphora_agent.applying.virtual import VirtualServing
+from amphora_agent.applying.virtual import difference as virtual_difference
 from amphora_agent.bundle import Bundle, Host, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, HaproxyError, MachineError
@@ -52,6 +54,7 @@ class Applier:
     Args:
         after: called after each bundle that was applied.
         tell_pings: is given the addresses to ping, by member, whenever they change.
+        virtual: has UDP and SCTP listeners served.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Applier:
         inner: Namespace,
         after: Callable[[], None],
         tell_pings: Callable[[Mapping[str, Host]], None],
+        *,
+        virtual: VirtualServing,
     ) -> None:
         self._settings = settings
         self._paths = paths
@@ -77,7 +82,8 @@ class Applier:
         self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
         self._serving = Serving(haproxy, self._switch, self._files, paths)
-        self._eye = Eye(paths, haproxy, keepalived, self._plumbing, self._files, self._serving)
+        self._virtual = virtual
+        self._eye = Eye(paths, haproxy, keepalived, self._plumbing, self._files, self._serving, self._virtual)
         self._has_applied = False
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
@@ -308,6 +314,8 @@ class Applier:
                 self._plumbing.doubt()
                 self._files.doubt()
                 self._switch.doubt()
+                self._virtual.doubt()
+            self._virtual.check(bundle)
             plumbed = self._plumbing.is_as(bundle)
             if bundle.haproxy is None:
                 if not plumbed:
@@ -317,13 +325,15 @@ class Applier:
                 deed, loaded = self._serving.stop()
                 if not plumbed:
                     self._finish_plumbing(bundle, may_lack=draft is None)
+                deed = self._unchanged(bundle) if deed == UNCHANGED else deed
             else:
                 deed, loaded = self._serve(bundle, bundle.haproxy, draft, plumbed=plumbed)
+            deed = self._forward(bundle, deed)
             # Last: a node may be given the VIPs only when it serves.
             self._keepalived.bring_about(elected)
             self._confirm(draft)
         except (AgentError, OSError) as error:
-            self._go_back(draft)
+            self._go_back(draft, bundle)
             if isinstance(error, AgentError):
                 raise
             raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
@@ -362,8 +372,19 @@ class Applier:
 
     def _finish_plumbing(self, bundle: Bundle, *, may_lack: bool) -> None:
         """Args: may_lack: what is confirmed already is served with the interfaces that are still there."""
+        if bundle.virtual_servers:  # before the neighbours are told of VIPs
+            self._virtual.bring_about(bundle)
         leaves = pair(bundle.vrrp, bundle.interfaces) is None and self._keepalived.is_running()
         self._plumbing.finish(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
+
+    def _forward(self, bundle: Bundle, deed: Deed) -> Deed:
+        """Have the virtual servers served; what was done for the bundle is told with what changed of them."""
+        self._virtual.bring_about(bundle)
+        served = self._served.virtual_servers if self._served is not None else ()
+        reason = virtual_difference(served, bundle.virtual_servers)
+        if not reason:
+            return deed
+        return Deed("runtime", reason) if deed == UNCHANGED else Deed(deed.how, f"{deed.reason}; {reason}")
 
     def _unchanged(self, bundle: Bundle) -> Deed:
         """What is said of a bundle that leaves HAProxy alone; who may connect is decided in front of it."""
@@ -438,7 +459,7 @@ class Applier:
             _log.error("Removing files that are not needed any more: %s", error)
         reach(Point.TIDIED)
 
-    def _go_back(self, draft: Draft | None) -> None:
+    def _go_back(self, draft: Draft | None, failed: Bundle) -> None:
         """Go back to what served before. The mark of an unfinished change stays: the next one reloads."""
         try:
             if draft is not None:
@@ -450,4 +471,5 @@ class Applier:
         except (AgentError, OSError) as error:
             _log.error("Going back to the last good configuration: %s", error)
         finally:
+            self._virtual.go_back(self._served, failed)
             self._plumbing.go_back(self._served)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from amphora_agent.applying.drift import Difference
 from amphora_agent.applying.files import FileSets, looks_of
 from amphora_agent.applying.serving import Serving
+from amphora_agent.applying.virtual import VirtualServing
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.document import Document
@@ -30,7 +31,14 @@ class Eye:
     """Looks at one machine. Used by whoever has the turn to change it."""
 
     def __init__(
-        self, paths: Paths, haproxy: Haproxy, keepalived: Keepalived, plumbing: Plumbing, files: FileSets, own: Serving
+        self,
+        paths: Paths,
+        haproxy: Haproxy,
+        keepalived: Keepalived,
+        plumbing: Plumbing,
+        files: FileSets,
+        own: Serving,
+        virtual: VirtualServing,
     ) -> None:
         self._paths = paths
         self._haproxy = haproxy
@@ -38,6 +46,7 @@ class Eye:
         self._plumbing = plumbing
         self._files = files
         self._serving = own
+        self._virtual = virtual
         # How HAProxy's file looked when it was right, and who served then; None since the last change.
         self._right: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
@@ -57,6 +66,7 @@ class Eye:
             found += self._haproxy_runs(bundle, bundle.haproxy)
         elif self._paths.configuration.exists() or self._haproxy.is_wanted():
             found.append(Difference("haproxy", "there is a HAProxy, and none is wanted"))
+        found += [Difference("forwarding", one) for one in self._virtual.differences(bundle)]
         amiss = self._keepalived.difference(pair(bundle.vrrp, bundle.interfaces))
         return (*found, *([Difference("keepalived", f"keepalived: {amiss}")] if amiss else []))
 

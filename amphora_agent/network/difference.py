@@ -83,8 +83,12 @@ def _ways(
     )
     yield from (("route", f"{one.destination} of table {one.table} is not as wanted") for one in changes.put)
     yield from (("route", f"{one.destination} of table {one.table} is nobody's") for one in changes.drop)
-    present, needed = routing.present_rules(route), routing.wanted_rules(interfaces)
-    yield from (("rule", f"the one from {one.source} is not there") for one in sorted(needed - present, key=str))
+    present, needed = routing.present_rules(route), routing.wanted_rules(interfaces, forwards=wanted.forwards)
+    yield from (("rule", f"the one from {_of(one)} is not there") for one in sorted(needed - present, key=str))
     # Those of an interface that is gone are in nobody's way until it is back.
-    others = present - needed - routing.wanted_rules(wanted.interfaces)
-    yield from (("rule", f"the one from {one.source} is nobody's") for one in sorted(others, key=str))
+    others = present - needed - routing.wanted_rules(wanted.interfaces, forwards=wanted.forwards)
+    yield from (("rule", f"the one from {_of(one)} is nobody's") for one in sorted(others, key=str))
+
+
+def _of(rule: routing.Rule) -> str:
+    return "everywhere" if rule.source is None else str(rule.source)

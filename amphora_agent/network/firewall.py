@@ -10,6 +10,10 @@ of clients that lose their permission go on. Who may not come in is answered wit
 listens: it knows at once, instead of trying for two minutes and taking the load balancer for dead.
 Families are apart: networks of IPv4 let nobody in by IPv6. The responder on the loopback is HAProxy's and stays open.
 
+Of UDP and SCTP the first packet of a flow is looked at, before a member is found for it (`virtual_servers/ruleset`):
+flows that are known go on. TCP stays untracked then, too. Who forwards for virtual servers is no router: but for their
+flows, nothing passes from one network to another.
+
 Advertisements of VRRP, and entries of stick tables, come from the partners alone.
 
 Partners that speak IPv6 ask clients for segments that fit into the tunnel between them (`detour`): Linux takes a packet
@@ -27,7 +31,10 @@ from amphora_agent.bundle import Bundle, Host, Interface, Network, Vrrp
 
 FAMILY, TABLE = "inet", "amphora"
 PEERS_PORT = 1025
+FORWARDED = 0x616D
+"""The mark of packets that an engine lets through (`virtual_servers/ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
+_TCP = "tcp"
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
 _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
@@ -53,6 +60,34 @@ _LEAVING = """	}
 	chain leaving {
 		type filter hook output priority 0; policy accept;
 """
+# A refusal of its own: where the family is known, versions of nft differ in how they list one.
+_ENTERING = """	}
+
+	chain refusing {
+		counter reject
+	}
+
+	chain entering {
+		type nat hook prerouting priority -101; policy accept;
+"""
+# What IPVS sends has the VIP as its sender by then; what comes from outside with that sender is dropped as martian.
+_FORWARDING = f"""	}}
+
+	chain untracked {{
+		type filter hook prerouting priority -300; policy accept;
+		meta l4proto != {{ 1, 17, 58, 132 }} notrack
+	}}
+
+	chain untracked-own {{
+		type filter hook output priority -300; policy accept;
+		meta l4proto != {{ 1, 17, 58, 132 }} notrack
+		icmpv6 type 137 drop
+	}}
+
+	chain forwarding {{
+		type filter hook forward priority 200; policy drop;
+		meta mark {FORWARDED:#010x} accept
+"""
 _TAIL = """	}
 }
 """
@@ -69,6 +104,12 @@ class Port:
     port: int
     ipv4: Ranges
     ipv6: Ranges
+    protocol: str = _TCP
+
+    @property
+    def key(self) -> tuple[bool, str, int]:
+        """Which one it is; in order, TCP's come first."""
+        return self.protocol != _TCP, self.protocol, self.port
 
     def ranges(self, version: int) -> Ranges:
         return self.ipv4 if version == 4 else self.ipv6
@@ -88,10 +129,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Restrictions:
-    """Everything that is shut out. A port that is not named is open."""
+    """Everything that is shut out. A port that is not named is open.
+
+    ``forwards`` are the VIPs of an amphora that forwards for virtual servers; none where nothing is forwarded.
+    """
 
     ports: tuple[Port, ...] = ()
     pair: Pair | None = None
+    forwards: tuple[Host, ...] = ()
 
 
 OPEN = Restrictions()
@@ -99,12 +144,12 @@ OPEN = Restrictions()
 
 def restrictions_of(bundle: Bundle) -> Restrictions:
     """What a bundle says about it."""
+    ports = [Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6), one.protocol) for one in bundle.allowed]
+    vips = {vip.ip for interface in bundle.interfaces for vip in interface.vips} if bundle.virtual_servers else set()
     return Restrictions(
-        tuple(
-            Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6))
-            for one in sorted(bundle.allowed, key=lambda one: one.port)
-        ),
+        tuple(sorted(ports, key=lambda one: one.key)),
         None if bundle.vrrp is None else _pair(bundle.vrrp, bundle.interfaces),
+        tuple(sorted(vips, key=lambda vip: (vip.version, int(vip)))),
     )
 
 
@@ -130,16 +175,13 @@ def tighter(one: Restrictions, other: Restrictions) -> Restrictions:
 
     A port belongs to one listener before and perhaps to another one after it: neither is open to the other's clients.
     """
-    mine, theirs = ({port.port: port for port in each.ports} for each in (one, other))
+    mine, theirs = ({port.key: port for port in each.ports} for each in (one, other))
     ports = [
-        Port(
-            number,
-            _common(mine.get(number), theirs.get(number), 4),
-            _common(mine.get(number), theirs.get(number), 6),
-        )
-        for number in sorted(mine.keys() | theirs.keys())
+        Port(key[2], _common(mine.get(key), theirs.get(key), 4), _common(mine.get(key), theirs.get(key), 6), key[1])
+        for key in sorted(mine.keys() | theirs.keys())
     ]
-    return Restrictions(tuple(ports), other.pair or one.pair)
+    vips = sorted({*one.forwards, *other.forwards}, key=lambda vip: (vip.version, int(vip)))
+    return Restrictions(tuple(ports), other.pair or one.pair, tuple(vips))
 
 
 def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
@@ -161,11 +203,16 @@ def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
 
 def difference(before: Restrictions, after: Restrictions) -> str:
     """For a person: which ports' clients changed; empty if none did."""
-    mine, theirs = ({port.port: port for port in each.ports} for each in (before, after))
-    ports = [str(number) for number in sorted(mine.keys() | theirs.keys()) if mine.get(number) != theirs.get(number)]
+    mine, theirs = ({port.key: port for port in each.ports} for each in (before, after))
+    ports = [_said(key) for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
     if not ports:
         return ""
     return f"who may reach port {ports[0]} changed" + (f", and {len(ports) - 1} more" if ports[1:] else "")
+
+
+def _said(key: tuple[bool, str, int]) -> str:
+    is_other, protocol, port = key
+    return f"{port} ({protocol.upper()})" if is_other else str(port)
 
 
 # -- text -----------------------------------------------------------------------------------------------------------
@@ -178,17 +225,27 @@ def render(wanted: Restrictions) -> str:
     sets = [text for port in wanted.ports for version in (4, 6) for text in _set(port, version)]
     pair = list(_vrrp(wanted.pair)) if wanted.pair is not None else []
     rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
-    rules += [rule for port in wanted.ports for rule in _rules(port)]
-    leaving = [_LEAVING, *map(_line, fitting)] if (fitting := list(_fitting(wanted.pair))) else []
-    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), *leaving, _TAIL])
+    rules += [rule for port in wanted.ports if port.protocol == _TCP for rule in _rules(port)]
+    entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
+    further = [
+        text
+        for head, lines in (
+            (_LEAVING, list(_fitting(wanted.pair))),
+            (_ENTERING, entering),
+            (_FORWARDING, list(_replies(wanted.forwards))),
+        )
+        if lines
+        for text in (head, *map(_line, lines))
+    ]
+    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), *further, _TAIL])
 
 
 def _line(rule: str) -> str:
     return f"\t\t{rule}\n"
 
 
-def _name(port: int, version: int) -> str:
-    return f"port-{port}-ipv{version}"
+def _name(port: Port, version: int) -> str:
+    return f"{'port' if port.protocol == _TCP else port.protocol}-{port.port}-ipv{version}"
 
 
 def _everybody(ranges: Ranges, version: int) -> bool:
@@ -200,18 +257,20 @@ def _set(port: Port, version: int) -> Iterator[str]:
     if ranges and not _everybody(ranges, version):
         elements = ", ".join(_range(first, last, version) for first, last in ranges)
         yield (
-            f"\tset {_name(port.port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
+            f"\tset {_name(port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
             f"\t\telements = {{ {elements} }}\n\t}}\n\n"
         )
 
 
 def _rules(port: Port) -> Iterator[str]:
+    to_port = f"{port.protocol} dport {port.port}"
+    refuse = _REFUSE if port.protocol == _TCP else "goto refusing"
     for version in (4, 6):
         ranges = port.ranges(version)
         if not ranges:
-            yield f"meta nfproto {_NFPROTO[version]} tcp dport {port.port} {_REFUSE}"
+            yield f"meta nfproto {_NFPROTO[version]} {to_port} {refuse}"
         elif not _everybody(ranges, version):
-            yield f"tcp dport {port.port} {_WORDS[version]} saddr != @{_name(port.port, version)} {_REFUSE}"
+            yield f"{to_port} {_WORDS[version]} saddr != @{_name(port, version)} {refuse}"
 
 
 def _range(first: int, last: int, version: int) -> str:
@@ -250,6 +309,12 @@ def _fitting(pair: Pair | None) -> Iterator[str]:
         for version, header in _HEADER_BYTES.items():
             size = pair.mtu - _TUNNEL_BYTES - header
             yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
+
+
+def _replies(vips: Iterable[Host]) -> Iterator[str]:
+    for version, word in _WORDS.items():
+        if found := [vip for vip in vips if vip.version == version]:
+            yield f"{word} saddr {_among(found)} accept"
 
 
 def _peers(pair: Pair) -> Iterator[str]:

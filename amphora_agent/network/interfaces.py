@@ -37,16 +37,17 @@ class Wanted:
     """What a bundle wants of the network.
 
     ``has_vips`` is False in a pair: keepalived adds the VIPs there and takes them away, so they are neither added nor
-    removed here; what leads their packets is.
+    removed here; what leads their packets is. ``forwards``: packets of virtual servers are led, too.
     """
 
     interfaces: tuple[Interface, ...]
     has_vips: bool
+    forwards: bool = False
 
 
 def wanted_of(bundle: Bundle) -> Wanted:
     """What a bundle wants of the network."""
-    return Wanted(bundle.interfaces, bundle.vrrp is None)
+    return Wanted(bundle.interfaces, bundle.vrrp is None, bool(bundle.virtual_servers))
 
 
 NOTHING = Wanted((), has_vips=True)
@@ -229,7 +230,8 @@ class _Work:
         )
         for item in wanted.put:
             routing.put(self._route, item)
-        present, rules = routing.present_rules(self._route), routing.wanted_rules(self._interfaces)
+        present = routing.present_rules(self._route)
+        rules = routing.wanted_rules(self._interfaces, forwards=self._wanted.forwards)
         for rule in rules - present:
             routing.put_rule(self._route, rule)
         self._routes, self._rules = wanted.drop, present - rules

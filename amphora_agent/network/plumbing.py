@@ -18,10 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
-from amphora_agent.network import difference, firewall, interfaces, nftables, watch
+from amphora_agent.network import difference, firewall, interfaces, nftables, sysctls, watch
 from amphora_agent.network.difference import Said
 from amphora_agent.network.firewall import OPEN, Restrictions
 from amphora_agent.network.interfaces import NOTHING, Taken, Wanted
@@ -52,9 +53,19 @@ class Plumbing:
         self._begun = False
         if self._interfaces.changed():
             self._plugged = None
-        if self._firewall.changed():
+        if self._firewall.changed() and not self._is_in_force():
             self._restricted = None
+        if self._inner.run(sysctls.forwards) != bool(bundle.virtual_servers):
+            return False
         return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), firewall.restrictions_of(bundle))
+
+    def _is_in_force(self) -> bool:
+        """Whether it was another table that somebody has changed: who forwards for virtual servers often does."""
+        if self._restricted is None:
+            return False
+        with suppress(AgentError):
+            return self._inner.run(nftables.same, firewall.render(self._restricted))
+        return False
 
     def differences(self, bundle: Bundle) -> list[Said]:
         """What is not as a bundle wants it; changes nothing, and asks nothing if nothing was announced.
@@ -73,6 +84,8 @@ class Plumbing:
             same = self._inner.run(nftables.same, firewall.render(restricted))
             self._restricted = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
+        if self._inner.run(sysctls.forwards) != bool(bundle.virtual_servers):
+            found.append(("firewall", "whether packets may pass through is not as wanted"))
         return found
 
     def doubt(self) -> None:
@@ -100,6 +113,8 @@ class Plumbing:
             done = interfaces.add(self._inner, wanted, may_lack=may_lack)
             # Where nothing was served before, those too that one took who died before he told it.
             self._taken |= dict.fromkeys(done.taken if served is not None else interfaces.vips_of(wanted))
+        if bundle.virtual_servers:  # not before everything else is kept from passing
+            self._inner.run(sysctls.forward, wanted=True)
 
     def finish(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
         """Make the network exactly what a bundle wants.
@@ -124,6 +139,7 @@ class Plumbing:
                     wait([ended], _GLANCE_SECONDS)
                 ended.result()
         self._settle(wanted, may_lack=may_lack)
+        self._inner.run(sysctls.forward, wanted=bool(bundle.virtual_servers))
         self._restrict(firewall.restrictions_of(bundle))
 
     def go_back(self, served: Bundle | None) -> None:
@@ -134,7 +150,11 @@ class Plumbing:
         wanted = NOTHING if served is None else interfaces.wanted_of(served)
         former = OPEN if served is None else firewall.restrictions_of(served)
         try:
+            if not former.forwards:
+                self._inner.run(sysctls.forward, wanted=False)
             self._restrict(former)
+            if former.forwards:
+                self._inner.run(sysctls.forward, wanted=True)
             self._settle(wanted, may_lack=True)
             self._begun = False
         except AgentError as error:

@@ -3,7 +3,8 @@
 
 Invariant: what comes from a VIP leaves by the VIP's network, whatever other networks the amphora has: a rule for each
 VIP ("from VIP lookup table 1") leads to a table of its own with the connected subnets and the routes of the VIP's
-interface. Everything else follows the main table. In no table is a route, and nowhere a rule, that is not wanted; those
+interface. What a member of a virtual server sends to a client has the member's address until the last moment: a mark
+leads it. Everything else follows the main table. In no table is a route, and nowhere a rule, that is not wanted; those
 the kernel keeps itself are left alone.
 
 Deciding is pure (`wanted_*`, `changes`); `present_*`, `put*` and `drop*` are the edge.
@@ -23,6 +24,8 @@ from amphora_agent.bundle import Host, Interface, Network
 from amphora_agent.network.netlink import NetlinkError
 
 MAIN = 254
+FORWARDED = 0x616D
+"""The mark of packets on their way back to a client of a virtual server."""
 FIRST_TABLE = 1
 """Of the first interface with VIPs, which is the only one; a second one would have the next table."""
 _PRIORITY = 100
@@ -36,7 +39,9 @@ _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
 # Every namespace begins with these: table local, main and default.
 _KERNELS_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
-_FURTHER_SELECTORS = ("FRA_DST", "FRA_IIFNAME", "FRA_OIFNAME", "FRA_FWMARK", "FRA_IP_PROTO", "FRA_SPORT_RANGE")
+_MARK = "FRA_FWMARK"
+_MARKED = ((_MARK, str(FORWARDED)),)
+_FURTHER_SELECTORS = ("FRA_DST", "FRA_IIFNAME", "FRA_OIFNAME", _MARK, "FRA_IP_PROTO", "FRA_SPORT_RANGE")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class TableRoute:
 
 @dataclass(frozen=True)
 class Rule:
-    """What comes from a source is looked up in a table. ``further`` are selectors that none of ours has."""
+    """What comes from a source is looked up in a table. ``further`` are other selectors: of ours, that of a mark."""
 
     version: int
     priority: int
@@ -78,13 +83,16 @@ def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
     yield from enumerate((interface for interface in interfaces if interface.vips), start=FIRST_TABLE)
 
 
-def wanted_rules(interfaces: Sequence[Interface]) -> frozenset[Rule]:
-    """One for each VIP, whether or not the VIP is here at the moment."""
-    return frozenset(
-        Rule(vip.version, _PRIORITY, table, vip.network)
-        for table, interface in _tables(interfaces)
-        for vip in interface.vips
-    )
+def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
+    """One for each VIP, whether or not the VIP is here at the moment.
+
+    Args:
+        forwards: and one for what is forwarded from members to clients.
+    """
+    found = {(table, vip) for table, interface in _tables(interfaces) for vip in interface.vips}
+    rules = {Rule(vip.version, _PRIORITY, table, vip.network) for table, vip in found}
+    marked = {Rule(vip.version, _PRIORITY, table, None, _MARKED) for table, vip in found if table == FIRST_TABLE}
+    return frozenset(rules | marked if forwards else rules)
 
 
 def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -> frozenset[TableRoute]:
@@ -218,6 +226,8 @@ def _rule_arguments(rule: Rule) -> dict[str, Any]:
     arguments: dict[str, Any] = {"family": _FAMILIES[rule.version], "table": rule.table, "priority": rule.priority}
     if rule.source is not None:
         arguments.update(src=str(rule.source.network_address), src_len=rule.source.prefixlen)
+    if mark := dict(rule.further).get(_MARK):
+        arguments["fwmark"] = int(mark)
     return arguments
 
 

@@ -30,6 +30,9 @@ _SETTINGS = {
     # Clients may come in by another interface than the one their route leads to (routing.py); the host's default may be
     # strict. The larger one of "all" and the interface's own holds, so this makes it at least loose.
     "ipv4/conf/all/rp_filter": "2",
+    # Who forwards between clients and members of one network would tell both to do without it (RFC 1812, 5.2.7.2).
+    "ipv4/conf/all/send_redirects": "0",
+    "ipv4/conf/default/send_redirects": "0",
     # Without it the kernel takes every address of a subnet away together with the first one.
     "ipv4/conf/all/promote_secondaries": "1",
     # Clients that arrive faster than HAProxy takes them in wait; HAProxy asks for a queue as long as its limits.
@@ -44,6 +47,9 @@ _SETTINGS = {
     # same member, which time stamps make safe (RFC 6191).
     "ipv4/tcp_tw_reuse": "1",
 }
+
+
+_FORWARDING = ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
 
 
 def prepare(inner: Namespace) -> None:
@@ -64,3 +70,31 @@ def _write() -> None:
             file.write_text(value, encoding="ascii")
         except OSError as error:
             raise InterfaceError(f"set {key}", str(error)) from error
+
+
+def forwards() -> bool:
+    """Whether the namespace that this is called in passes packets on. One family alone counts as none."""
+    return all((_PLACE / key).read_text(encoding="ascii").strip() == "1" for key in _present())
+
+
+def forward(*, wanted: bool) -> None:
+    """Have the namespace that this is called in pass packets on, or not.
+
+    What may pass has to be decided before (`firewall`). Router advertisements, which a router does not hear, are not
+    heard here in any case.
+
+    Raises:
+        InterfaceError: the kernel refused.
+    """
+    for key in _present():
+        file = _PLACE / key
+        try:
+            if file.read_text(encoding="ascii").strip() != str(int(wanted)):
+                file.write_text(str(int(wanted)), encoding="ascii")
+        except OSError as error:
+            raise InterfaceError(f"set {key}", str(error)) from error
+
+
+def _present() -> list[str]:
+    """A kernel may be without IPv6."""
+    return [key for key in _FORWARDING if (_PLACE / key).exists()]

@@ -39,6 +39,7 @@ QUESTION = "show info;show stat -1 7 -1"
 _UNKNOWN = "NaN"
 _ATTEMPTS = 3
 SUMS_SECONDS = 3.0
+_OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
@@ -47,28 +48,40 @@ _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN",
 _Row = list[str]
 
 
-def scrape(worker: Socket, sums: str = "") -> Iterator[str]:
+def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
     """Ask HAProxy, and return what a scraper is told, family by family.
 
     Args:
         sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.earlier`);
             empty: there were none.
+        others: the path of the socket of who knows the listeners that HAProxy does not serve
+            (`amphora_agent.virtual_servers.rows`); nobody may be there.
 
     Raises:
         HaproxyError: it does not answer, or it is not known what came before. To leave that out would look like
             counters that begin again: a scrape that fails does less harm.
     """
     if not sums:
-        return exposition(_ask(worker), load=_load(), memory=_memory())
+        return exposition(_ask(worker), load=_load(), memory=_memory(), others=_ask_others(others))
     deadline = time.monotonic() + SUMS_SECONDS
     while True:
         answer = _ask(worker)
         found = _read_sums(sums)
         if found is not None and f"\nPid: {found.present}\n" in answer:
-            return exposition(answer, load=_load(), memory=_memory(), before=found)
+            return exposition(answer, load=_load(), memory=_memory(), before=found, others=_ask_others(others))
         if time.monotonic() > deadline:
             raise HaproxyError("read HAProxy's statistics", "it was not said what its earlier workers have counted")
         time.sleep(_POLL_SECONDS)  # the agent looks once a second, and right after a reload
+
+
+def _ask_others(path: str) -> str:
+    """Rows of virtual servers; none where there are none, or nobody answers."""
+    if not path or not os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
+        return ""
+    try:
+        return Socket(path).ask('{"op":"rows"}', seconds=_OTHERS_SECONDS)
+    except HaproxyError:
+        return ""
 
 
 def _read_sums(path: str) -> Earlier | None:
@@ -109,17 +122,21 @@ def _memory() -> float:
     return 100 * (total - sizes["MemAvailable:"]) / total
 
 
-def exposition(answer: str, *, load: float, memory: float, before: Earlier | None = None) -> Iterator[str]:
+def exposition(
+    answer: str, *, load: float, memory: float, before: Earlier | None = None, others: str = ""
+) -> Iterator[str]:
     """Translate the answer to `QUESTION`; each part is the whole of a family.
 
     Args:
         before: what is added to counters.
+        others: more rows, under a line with some of the columns' names.
     """
     yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
     info, _, table = answer.partition("# pxname,")
     known = dict(re.findall(r"^([A-Za-z_-]+): (\d+)$", info, re.MULTILINE))
     yield "".join(f"{one.head}{one.name} {known.get(one.column, _UNKNOWN)}\n" for one in PROCESS)
     columns, rows = _read(table)
+    _add(others, columns, rows)
     mode = columns["mode"]
     for subject, families in STATISTICS.items():
         everything = of_http = _Part(subject, columns, rows[subject], before)
@@ -141,6 +158,15 @@ def _read(table: str) -> tuple[dict[str, int], dict[Subject, list[_Row]]]:
         row = next(csv.reader((line,))) if '"' in line else line.split(",")
         rows[row[kind]].append(row)
     return columns, {subject: rows[subject.value] for subject in Subject}
+
+
+def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) -> None:
+    """Rows of others than HAProxy, in its columns."""
+    head, *lines = others.split("\n")
+    names = head.split(",")
+    for line in filter(None, lines):
+        known = dict(zip(names, line.split(","), strict=True))
+        rows[Subject(known["type"])].append([known.get(name, "") for name in columns])
 
 
 class _Part:

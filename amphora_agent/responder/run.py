@@ -37,7 +37,9 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        lambda: metrics.scrape(worker, sums),
+        # The checker's socket has its place beside HAProxy's (amphora_agent/paths.py): one more argument would
+        # keep a responder of an older version from being replaced without a gap.
+        lambda: metrics.scrape(worker, sums, f"{stats.rpartition('/')[0]}/checker.sock"),
         Targets(pings),
         version=version(),
         listener=listener,

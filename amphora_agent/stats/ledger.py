@@ -26,6 +26,7 @@ from amphora_agent.haproxy.leaving import LeavingWorker
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import collect, earlier
 from amphora_agent.stats.totals import Totals
+from amphora_agent.stats.virtual import VirtualLedger
 
 _log = logging.getLogger(__name__)
 # To read or write the counters of a thousand members takes many milliseconds: not each second, nor with each heartbeat.
@@ -53,10 +54,12 @@ class Ledger:
 
     Args:
         keeper: None: what is held dies with the agent.
+        virtual: knows of the listeners that HAProxy does not serve; None: there are none.
     """
 
-    def __init__(self, paths: Paths, keeper: Keeper | None = None) -> None:
+    def __init__(self, paths: Paths, keeper: Keeper | None = None, virtual: VirtualLedger | None = None) -> None:
         self._paths = paths
+        self._virtual = virtual
         self._keeper = keeper
         self._worker = Socket(paths.stats_socket)
         self._lock = threading.Lock()
@@ -99,9 +102,11 @@ class Ledger:
     # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """Read every worker that lives."""
+        """Read every worker that lives, and ask for what others than HAProxy serve."""
         with self._lock:
             self._sample()
+        if self._virtual is not None:
+            self._virtual.sample()
 
     def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
         """Read these of the present worker, by HAProxy's numbers of backend and server."""
@@ -115,7 +120,8 @@ class Ledger:
     def is_large(self) -> bool:
         """Whether there is so much to read that it is not read whenever something happens."""
         latest = self._latest
-        return latest is not None and len(latest.counts) > FEW_ROWS
+        others = self._virtual.rows if self._virtual is not None else 0
+        return others > FEW_ROWS or (latest is not None and len(latest.counts) > FEW_ROWS)
 
     def hold(self, drain: float) -> None:
         """Read the present worker, and keep it readable while it leaves.
@@ -258,6 +264,13 @@ class Ledger:
 
     def document(self, generation: int | None) -> dict[str, Any]:
         """What a heartbeat says."""
+        said = self._of_haproxy(generation)
+        if self._virtual is not None:
+            said["listeners"].update(self._virtual.listeners())
+            said["pools"].update(self._virtual.pools())
+        return said
+
+    def _of_haproxy(self, generation: int | None) -> dict[str, Any]:
         with self._lock:
             sample = self._latest
             if sample is None:
@@ -283,7 +296,9 @@ class Ledger:
     def statuses(self) -> dict[str, dict[str, str]]:
         """Every member's status word."""
         with self._lock:
-            return self._latest.members if self._latest is not None else {}
+            found = self._latest.members if self._latest is not None else {}
+        others = self._virtual.pools() if self._virtual is not None else {}
+        return {**found, **{name: pool["members"] for name, pool in others.items()}} if others else found
 
     def write(self) -> None:
         """Put the sums on disk, if they changed; many of them not each time.
@@ -291,6 +306,8 @@ class Ledger:
         Raises:
             OSError: the disk is full, for example.
         """
+        if self._virtual is not None:
+            self._virtual.write()
         with self._lock:
             before, at, settlements = self._written
             rows = len(self._latest.counts) if self._latest is not None else 0

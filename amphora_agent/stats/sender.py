@@ -20,6 +20,7 @@ from amphora_agent.config import Settings, Target
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import codec
 from amphora_agent.stats.ledger import Ledger
+from amphora_agent.version import agent_version
 
 _log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 1.0
@@ -118,7 +119,7 @@ class Sender:
 
     def _send(self, epoch: int) -> None:
         self._reported = self._ledger.statuses()
-        said = {"holds_vip": self._holds_vip(), **self._drift()}
+        said = {"agent_version": agent_version(), "holds_vip": self._holds_vip(), **self._drift()}
         document = {**self._ledger.document(self._generation()), **said}
         try:
             self._ledger.write()

@@ -33,16 +33,21 @@ class Engine(Protocol):
     def check(self, servers: Sequence[VirtualServer]) -> None:
         """Refuse what this engine, or this kernel, cannot do; touches nothing."""
 
-    def bring_about(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool]) -> None:
-        """Make the kernel forward exactly so.
+    def bring_about(
+        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
+    ) -> None:
+        """Make the kernel forward exactly so, and end the flows of members that are gone, disabled or down.
 
         Args:
             servers: all that are wanted.
             up: by id of the virtual server and of the member, who may be given clients as far as checks say. Who is
                 not named is up.
+            paired: whether another amphora may have to go on with the flows that this one has.
         """
 
-    def differs(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool]) -> list[str]:
+    def differs(
+        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
+    ) -> list[str]:
         """What the kernel has otherwise than `bring_about` would leave it, as sentences; changes nothing."""
 
     def counters(self) -> Mapping[str, Counters]:

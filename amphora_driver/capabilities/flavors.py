@@ -67,6 +67,11 @@ def _terms(deployment: Deployment, named: Mapping[str, object], *, any_backend: 
                 anywhere = any(key in one.supports for one in backends.values())
                 refusal = f"the {kind} backend {name} does not serve it" if anywhere or kind == "compute" else NOT_YET
                 terms[key] = Terms(refusal=refusal)
+    named_network = named.get("network_driver", deployment.default_network)
+    those = [one for one in deployment.network.values() if any_backend or one.name == named_network]
+    if not any("client_address" in one.supports for one in those):
+        otherwise = f"the network backend {named_network} lets no packet out that has another sender"
+        terms["client_address"] = Terms(values=("hidden",), otherwise=otherwise)
     return terms
 
 

@@ -15,7 +15,8 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import HealthMonitor
 from amphora_driver.model.vocabulary import MonitorType
 
-TYPES = (MonitorType.HTTP, MonitorType.HTTPS, MonitorType.TCP, MonitorType.PING, MonitorType.TLS_HELLO)
+TYPES = tuple(MonitorType)
+"""Which of them go with a pool: `virtual_servers.check_monitor`."""
 SPEAK_HTTP = (MonitorType.HTTP, MonitorType.HTTPS)
 SPEAK_TLS = (MonitorType.HTTPS, MonitorType.TLS_HELLO)
 """These speak TLS with the member whether or not its pool does."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls
+from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls, virtual_servers
 from amphora_driver.capabilities.refusal import NOT_YET, absent, between, one_of, refuse
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
+    L7Policy,
     Listener,
     LoadBalancer,
     Member,
@@ -30,14 +31,17 @@ LISTENER_PROTOCOLS = (
     ListenerProtocol.HTTPS,
     ListenerProtocol.TERMINATED_HTTPS,
     ListenerProtocol.PROMETHEUS,
+    ListenerProtocol.UDP,
+    ListenerProtocol.SCTP,
 )
-POOL_PROTOCOLS = (
+_PROXIED = (
     PoolProtocol.HTTP,
     PoolProtocol.TCP,
     PoolProtocol.HTTPS,
     PoolProtocol.PROXY,
     PoolProtocol.PROXYV2,
 )
+POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
 VNIC_TYPES = (None, "", "normal")
 MAX_WEIGHT = 256
@@ -51,11 +55,13 @@ READS_HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)
 """Listeners that read and change what their clients say."""
 
 BEHIND: dict[ListenerProtocol, tuple[PoolProtocol, ...]] = {
-    ListenerProtocol.TCP: POOL_PROTOCOLS,
+    ListenerProtocol.TCP: _PROXIED,
     ListenerProtocol.HTTP: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
     ListenerProtocol.HTTPS: (PoolProtocol.HTTPS, PoolProtocol.TCP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
     ListenerProtocol.TERMINATED_HTTPS: (PoolProtocol.HTTP, PoolProtocol.PROXY, PoolProtocol.PROXYV2),
     ListenerProtocol.PROMETHEUS: (),
+    ListenerProtocol.UDP: (PoolProtocol.UDP,),
+    ListenerProtocol.SCTP: (PoolProtocol.SCTP,),
 }
 """Which pools can stand behind which listeners (Octavia's own matrix)."""
 
@@ -123,6 +129,8 @@ def check_listener(listener: Listener) -> None:
     _check_hsts(listener)
     if protocol is ListenerProtocol.PROMETHEUS:
         absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener serves itself")
+    if listener.virtual:
+        virtual_servers.check_listener(listener)
     tls.check_listener(listener)
 
 
@@ -136,6 +144,17 @@ def _check_hsts(listener: Listener) -> None:
     between("listener option hsts_max_age", age, 0, MAX_TIMEOUT)
 
 
+def check_policy_place(policy: L7Policy, listener: Listener) -> None:
+    """Refuse an L7 policy where nothing reads what it decides by.
+
+    Raises:
+        UnsupportedOption: naming the listener.
+    """
+    if listener.protocol not in READS_HTTP:
+        reason = f"its listener {listener.id} is {listener.protocol}: nothing reads HTTP there"
+        refuse("L7 policy action", str(policy.action), reason, "Use a listener of HTTP or TERMINATED_HTTPS.")
+
+
 def check_pool(pool: Pool) -> None:
     """Check the options of a pool; its members and its health monitor have checks of their own.
 
@@ -147,7 +166,8 @@ def check_pool(pool: Pool) -> None:
     one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
     one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        _check_persistence(pool, pool.session_persistence)
+        check = virtual_servers.check_persistence if pool.virtual else _check_persistence
+        check(pool, pool.session_persistence)
     tls.check_pool(pool)
 
 

@@ -29,7 +29,14 @@ _WHOLE_NUMBERS = (
     "process_threads",
     "warm_spares",
 )
-_SAME_NAME = ("compute_flavor", "tls_minimum_version", "tls_ciphers", "connection_logging", "log_format")
+_SAME_NAME = (
+    "compute_flavor",
+    "tls_minimum_version",
+    "tls_ciphers",
+    "connection_logging",
+    "log_format",
+    "client_address",
+)
 
 
 def choose(
@@ -60,6 +67,12 @@ def choose(
             f"use the network backend {network.name} (flavor key network_driver)",
             f"the VIP was taken from {allocator}, which is asked before the flavor is known",
             f"Make {network.name} the default ([network] driver), or use another flavor.",
+        )
+    if wishes.get("client_address") == "preserved" and "client_address" not in network.supports:
+        raise UnsupportedOption(
+            "show members the addresses of clients (flavor key client_address)",
+            f"the network backend {network.name} lets no packet out that has another sender",
+            "Choose another flavor.",
         )
     if compute.wiring != network.wiring:
         raise UnsupportedOption(

@@ -21,7 +21,7 @@ from amphora_driver.cli.screen import plain
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
 # What stands in HAProxy's file before the load balancer's part.
 _END_OF_HEAD = "# From here on: the load balancer's part.\n"
-_COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp")
+_COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 
 
 def hidden(text: str) -> str:

@@ -28,6 +28,7 @@ from amphora_driver.controller import vips
 from amphora_driver.controller.expected import Recorded, bodies
 from amphora_driver.controller.left_out import left_out_of
 from amphora_driver.controller.reconcile import networks
+from amphora_driver.controller.virtual_servers import engines_of
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.secrets import used_in
@@ -123,6 +124,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
         secrets=secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
         priorities=dict(catalogue.topology(row.topology).priorities),
+        engines=engines_of(tree, catalogue),
     )
 
 

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import msgspec
 
 from amphora_driver.capabilities import addresses
-from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.controller.virtual_servers import VirtualServer
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged
 
+_TCP = "tcp"
 _SERVED = re.compile(r"^frontend (\S+)$", re.MULTILINE)
 
 
@@ -60,11 +62,12 @@ class BundleLimits(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | None
 
 
-class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True):
-    """From where a port may be reached; a port that is not named is open."""
+class BundleAllowed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From where a port may be reached; one that is not named is open. TCP is not said: older agents know no other."""
 
     port: int
     networks: tuple[str, ...]
+    protocol: str = _TCP
 
 
 class BundlePartner(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,21 +89,23 @@ class BundleVrrp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What HAProxy is given.
+    """What serves clients.
 
     Attributes:
-        text: the rendered configuration, None when there is nothing to serve.
+        text: HAProxy's configuration, None when there is nothing for it to serve.
         files: those it names, with their contents.
         pings: addresses that answer for members whose monitor is a ping, by member id.
+        virtual: the listeners that HAProxy does not serve.
     """
 
     text: str | None
     files: tuple[BundleFile, ...] = ()
     pings: dict[str, str] = {}
+    virtual: tuple[VirtualServer, ...] = ()
 
 
-class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole wanted state of one amphora."""
+class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The whole wanted state of one amphora. Without virtual servers the key is left out: older agents know it not."""
 
     format: int
     amphora_id: str
@@ -113,6 +118,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: tuple[BundleInterface, ...]
     allowed: tuple[BundleAllowed, ...]
     vrrp: BundleVrrp | None
+    virtual_servers: tuple[VirtualServer, ...] = ()
 
 
 def bundle(
@@ -130,7 +136,7 @@ def bundle(
         generation: which one this is.
         amphora_id: whom it is for.
         plugged: its ports, the one on the VIP's network included.
-        served: what its HAProxy is given.
+        served: what serves clients on it.
         vrrp: how it is one of several; None where it is on its own.
     """
     return msgspec.json.encode(
@@ -149,28 +155,34 @@ def bundle(
                 workers=None,
             ),
             interfaces=interfaces(tree, plugged),
-            allowed=allowed(tree, served.text),
+            allowed=allowed(tree, served),
             vrrp=vrrp,
+            virtual_servers=served.virtual,
         ),
         enc_hook=_in_clear,
     )
 
 
-def allowed(tree: LoadBalancer, text: str | None) -> tuple[BundleAllowed, ...]:
+def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
     """From where the ports of a load balancer may be reached.
 
-    Only of listeners that are in the text: of two with one port it is one of them, and networks that cannot be read are
-    those of a listener that is not rendered.
+    Only of listeners that are served: of two with one port it is one of them, and networks that cannot be read are
+    those of a listener that is left out.
     """
-    served = frozenset(_SERVED.findall(text or ""))
+    there = {*_SERVED.findall(served.text or ""), *(one.id for one in served.virtual)}
     return tuple(
         BundleAllowed(
             port=listener.protocol_port,
             networks=tuple(dict.fromkeys(str(addresses.parse_network(cidr)) for cidr in listener.allowed_cidrs)),
+            protocol=_transport(listener),
         )
-        for listener in sorted(tree.listeners, key=lambda one: one.protocol_port)
-        if listener.allowed_cidrs and listener.id in served
+        for listener in sorted(tree.listeners, key=lambda one: (one.protocol_port, _transport(one)))
+        if listener.allowed_cidrs and listener.id in there
     )
+
+
+def _transport(listener: Listener) -> str:
+    return listener.protocol.value.lower() if listener.virtual else _TCP
 
 
 def _in_clear(value: object) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from amphora_driver.controller import contents, partners
 from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.configured import advert_interval, defaults, limited
+from amphora_driver.controller.virtual_servers import virtual_servers
 from amphora_driver.errors import ModelError
 from amphora_driver.model.secrets import tickets as ticket_seed
 from amphora_driver.render.haproxy import render
@@ -43,6 +44,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         secrets: sealed.
         tickets: which TLS ticket keys it uses; None if it never needed any.
         priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
+        engines: what its amphorae can forward UDP and SCTP with; None where nobody knows.
     """
 
     tree: LoadBalancer
@@ -53,6 +55,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     secrets: dict[SecretName, Sealed]
     tickets: int | None
     priorities: dict[str, int]
+    engines: frozenset[str] | None = None
 
 
 def body(
@@ -72,7 +75,7 @@ def body(
         generation: which one this is.
         amphora: whom it is for.
         everyone: all amphorae of the load balancer.
-        served: what HAProxy is given.
+        served: what serves clients.
         networks: those the load balancer needs; a port on another one is about to be taken away.
         priorities: who is preferred to have the VIPs, by role.
         interval: seconds between two advertisements.
@@ -99,18 +102,21 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
     tree = limited(recorded.tree, conf)
     failed = dict(recorded.failed)
     while True:
-        rendered = render(tree, failed=failed, defaults=defaults(conf), shared_tickets=True)
+        usual = defaults(conf)
+        rendered = render(tree, failed=failed, defaults=usual, shared_tickets=True)
+        virtual = virtual_servers(tree, failed=failed, engines=recorded.engines, defaults=usual)
         seed = ticket_seed(tree.id)
         if recorded.tickets is None and any(file.secret == seed for file in rendered.files):
             raise ModelError(f"compare load balancer {tree.id}", "it has no TLS ticket keys yet")
-        failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
+        refused = (*rendered.refused, *virtual.refused)
+        failed |= {one.object_id: str(one) for one in refused if one.object_id}
         files, lost = contents.filled(rendered.files, recorded.secrets, vault, tickets=recorded.tickets or 1)
         if not lost:
             break
         if lost.keys() <= failed.keys():
             raise ModelError(f"compare load balancer {tree.id}", str(lost))
         failed |= lost
-    served = Served(text=rendered.text, files=files, pings=dict(rendered.pings))
+    served = Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
     return {
         one.id: body(
             tree,

@@ -22,6 +22,7 @@ from amphora_driver.controller import contents, expected, left_out, partners
 from amphora_driver.controller.bundle import Served
 from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.controller.tickets import SEED_LENGTH
+from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import tickets
@@ -92,6 +93,7 @@ class Pushing:
         self._agents: Any = backends.agents
         self._database: Any = backends.database
         self._vault: Any = backends.vault
+        self._catalogue: Any = backends.catalogue
         self._turn = turn
         self._write = write
         # What could not be served in the generation being pushed: reasons by object id.
@@ -272,13 +274,17 @@ class Pushing:
 
     def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
         """What of the load balancer can be served, whatever else was found not to be."""
+        engines = engines_of(tree, self._catalogue)
         while True:
-            rendered = render(tree, failed=self._failed, defaults=defaults(self._conf), shared_tickets=True)
-            self._failed |= {one.object_id: str(one) for one in rendered.refused if one.object_id}
+            usual = defaults(self._conf)
+            rendered = render(tree, failed=self._failed, defaults=usual, shared_tickets=True)
+            virtual = virtual_servers(tree, failed=self._failed, engines=engines, defaults=usual)
+            refused = (*rendered.refused, *virtual.refused)
+            self._failed |= {one.object_id: str(one) for one in refused if one.object_id}
             found, number = self._tickets(wanted, rendered.files)
             files, lost = contents.filled(rendered.files, found, self._vault, tickets=number)
             if not lost:
-                return Served(text=rendered.text, files=files, pings=dict(rendered.pings))
+                return Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
             if lost.keys() <= self._failed.keys():
                 raise ModelError(f"leave out what cannot be served of load balancer {tree.id}", str(lost))
             for object_id, reason in lost.items():

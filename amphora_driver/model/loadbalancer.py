@@ -103,6 +103,11 @@ class Pool(Shape, frozen=True):
     members: tuple[Member, ...] = ()
     healthmonitor: HealthMonitor | None = None
 
+    @property
+    def virtual(self) -> bool:
+        """Whether virtual servers serve it instead of HAProxy."""
+        return self.protocol in (PoolProtocol.UDP, PoolProtocol.SCTP)
+
 
 class L7Rule(Shape, frozen=True):
     """One condition of an L7 policy."""
@@ -166,6 +171,11 @@ class Listener(Shape, frozen=True):
     hsts_preload: bool = False
     l7policies: tuple[L7Policy, ...] = ()
 
+    @property
+    def virtual(self) -> bool:
+        """Whether a virtual server serves it instead of HAProxy."""
+        return self.protocol in (ListenerProtocol.UDP, ListenerProtocol.SCTP)
+
 
 class Profile(Shape, frozen=True):
     """What flavor, availability zone and configuration chose for a load balancer when it was created.
@@ -197,6 +207,7 @@ class Profile(Shape, frozen=True):
     log_format: str | None = None
     vrrp_advert_interval: float | None = None
     warm_spares: int | None = None
+    client_address: str | None = None
 
 
 class LoadBalancer(Shape, frozen=True):

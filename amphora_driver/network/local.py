@@ -47,7 +47,7 @@ class LocalNetwork:
         database: where the rows are.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids"})
+    supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
 
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue import jobs
 from amphora_driver.store.engine import Database
+from amphora_driver.store.processes import Kind
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from multiprocessing.synchronize import Event
+
+    from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
 # Seconds before a reporter that has died is replaced: one that dies again and again must not keep a processor busy.
@@ -59,7 +64,19 @@ def _work(name: str, exit_event: Event) -> None:
     conf = config.shared()
     hands, auditing = ThreadPoolExecutor(_READERS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
-        Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing).run(exit_event)
+        reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing)
+        with _watched(conf, name, reporter):
+            reporter.run(exit_event)
     finally:
         for pool in (hands, auditing):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _watched(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
+    """Status page and metrics around what the reporter does, where a port was chosen for them."""
+    if not conf.status.provider_agent_port:
+        return nullcontext()
+    # Octavia's process is not ours to fill: it is imported only where it is wanted.
+    from amphora_driver.telemetry.server import Telemetry  # noqa: PLC0415
+
+    return Telemetry(conf, Kind.PROVIDER_AGENT, name, reporter.does_its_duty)

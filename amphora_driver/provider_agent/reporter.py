@@ -29,6 +29,7 @@ from amphora_driver.provider_agent.reading import Reader
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import doorbell, hints, jobs
 from amphora_driver.store import counters, processes, statuses
+from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,8 @@ _AWAY = (
 )
 # How long a load balancer waits for a child whose status Octavia refuses, in seconds: longer is no passing trouble.
 _CHILD_FIRST = 2.0
+# Seconds without a turn after which this process is said not to do its duty: longer than Octavia may take to answer.
+_IDLE = 45.0
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
 
@@ -91,6 +94,7 @@ class Reporter:
         self._held_until = 0.0
         self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._speaks, hands)
         self._turns = 0
+        self._turned_at = time.monotonic()
         self._ended = threading.Event()
         # Objects Octavia would not take: not tried again before this time (seconds, monotonic).
         self._refused: dict[str, tuple[float, float]] = {}
@@ -148,9 +152,14 @@ class Reporter:
         except AmphoraDriverError as error:
             LOG.warning("this process could not say that it ends: %s", error)
 
+    def does_its_duty(self) -> bool:
+        """Whether a turn was taken not long ago, by whomever the duty is; asked by whoever watches this process."""
+        return time.monotonic() - self._turned_at < _IDLE
+
     def turn(self) -> float:
         """Do all that is due; returns after how many seconds to look again if nobody rings."""
         self._turns += 1
+        self._turned_at = time.monotonic()
         if not self._on_duty():
             return float(self._conf.queue.poll_interval)
         waiting = self._pass_barriers()
@@ -224,7 +233,8 @@ class Reporter:
     def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
         """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
         try:
-            self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
+            with metrics.octavia("barrier"):
+                self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
@@ -237,7 +247,8 @@ class Reporter:
                 held.add(load_balancer_id)
                 continue
             try:
-                self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
+                with metrics.octavia("barrier"):
+                    self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 LOG.warning("no barrier for load balancer %s: %s", load_balancer_id, error.fault_string)
                 held.add(load_balancer_id)
@@ -254,7 +265,8 @@ class Reporter:
         # One that has more to say than fits into a call lets the others go first next time.
         self._turn = reports[-1].load_balancer_id
         try:
-            self.library.update_loadbalancer_status(document(reports))
+            with metrics.octavia("statuses"):
+                self.library.update_loadbalancer_status(document(reports))
             accepted = list(reports)
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
@@ -266,6 +278,7 @@ class Reporter:
         points.reach(points.Point.REPORT_SENT)
         self._database.write(lambda connection: statuses.taken(connection, accepted))
         points.reach(points.Point.REPORT_TAKEN)
+        metrics.reported("taken", len(accepted))
         return True
 
     def _due(self, report: statuses.Due) -> bool:
@@ -278,7 +291,8 @@ class Reporter:
 
     def _report_alone(self, report: statuses.Due) -> bool:
         try:
-            self.library.update_loadbalancer_status(document([report]))
+            with metrics.octavia("statuses"):
+                self.library.update_loadbalancer_status(document([report]))
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
@@ -286,6 +300,7 @@ class Reporter:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return report.provisioning is Provisioning.DELETED
             pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
+            metrics.reported("refused")
             LOG.warning(
                 "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
             )
@@ -302,7 +317,8 @@ class Reporter:
         totals = self._database.read(lambda connection: counters.due(connection, _MOST_ROWS))
         if not totals:
             return
-        self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
+        with metrics.octavia("statistics"):
+            self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
         self._database.write(lambda connection: counters.taken(connection, totals))
 
 

@@ -9,7 +9,7 @@ changes without a reload.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -108,8 +108,16 @@ def frontend(listener: Listener, surroundings: Surroundings, failed: frozenset[s
     return found
 
 
-def behind(pool_id: str, pools: dict[str, Examined | None]) -> Behind:
-    """A pool as a listener sees it; None stands for one that is recorded and cannot be served."""
+def behind(pool_id: str, pools: dict[str, Examined | None], strangers: Mapping[str, PoolProtocol]) -> Behind:
+    """A pool as a listener sees it.
+
+    Args:
+        pool_id: which one.
+        pools: what HAProxy may serve; None stands for one that is recorded and cannot be served.
+        strangers: protocols of the pools that are not HAProxy's.
+    """
+    if pool_id in strangers:
+        return Behind(pool_id=pool_id, recorded=True, protocol=strangers[pool_id])
     if pool_id not in pools:
         return Behind(pool_id=pool_id, recorded=False)
     found = pools[pool_id]
@@ -236,6 +244,11 @@ def _policies(
     enabled = [policy for policy in listener.l7policies if policy.admin_state_up]
     if not enabled:
         return l7.L7()
+    if not _reads_http(listener):
+        # HAProxy would take the section and ignore its rules.
+        reason = f"it has L7 policies, and nothing reads HTTP on a listener of {listener.protocol}"
+        refused.append(refusals.because(listener.id, reason, "Remove them, or switch them off."))
+        return None
     culprits = {
         policy.id
         for policy in enabled

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A load balancer as HAProxy's `defaults`, `frontend` and `backend` sections.
 
+Listeners and pools of UDP and SCTP are not HAProxy's: nothing of them is in the text, and what is wrong with them is
+said elsewhere (`controller.virtual_servers`).
+
 Invariant: `render` is a pure function.  An object that cannot be expressed is named in `Rendered.refused` and
 is not in the text; everything else of the load balancer is.  What is left out never widens what is served: a
 listener whose policies cannot be expressed is not served without them.  The same load balancer gives the same
@@ -79,18 +82,19 @@ def render(
         if refusals.attempt(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
     )
     chosen = settings(load_balancer.profile, defaults)
-    pools = _pools(load_balancer.pools, left_out, chosen, refused)
+    pools = _pools([pool for pool in load_balancer.pools if not pool.virtual], left_out, chosen, refused)
+    strangers = {pool.id: pool.protocol for pool in load_balancer.pools if pool.virtual}
     served: list[Made] = []
     ports: set[int] = set()
     for listener in once(load_balancer.listeners, refused):
-        if listener.id in left_out:
+        if listener.virtual or listener.id in left_out:
             continue
         surroundings = Surroundings(
             load_balancer_id=load_balancer.id,
             project_id=load_balancer.project_id,
             addresses=addresses,
             settings=chosen,
-            pools=tuple(behind(pool_id, pools) for pool_id in dict.fromkeys(named_pools(listener))),
+            pools=tuple(behind(pool_id, pools, strangers) for pool_id in dict.fromkeys(named_pools(listener))),
             shared_tickets=shared_tickets,
         )
         made = frontend(listener, surroundings, _of_listener(listener, left_out) if left_out else NOTHING)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from amphora_driver.capabilities import monitoring
+from amphora_driver.capabilities import monitoring, virtual_servers
 from amphora_driver.model.loadbalancer import HealthMonitor, Pool
 from amphora_driver.model.vocabulary import MonitorType, PoolProtocol
 from amphora_driver.render import quoting
@@ -83,6 +83,7 @@ def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
         QuotingError: HAProxy has no way to write a value of it.
     """
     asked = monitoring.checked(wanted)
+    virtual_servers.check_monitor(pool)
     pace: list[Quoted | int] = [
         _CHECK,
         _INTER,

@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--agent-python", help="interpreter of the amphorae's environment; first start only")
     parser.add_argument("--database-url", help="SQLAlchemy URL of the provider's database; first start only")
     parser.add_argument("--broker-url", help="RabbitMQ, for jobs by way of Celery; first start only")
+    parser.add_argument("--compute", choices=["netns", "qemu"], help="what amphorae are; first start only")
+    parser.add_argument("--images", type=Path, help="folder of the images of virtual machines; first start only")
     chosen = parser.parse_args(arguments)
     screen = _Screen()
     try:
@@ -67,6 +69,8 @@ def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
         chosen.agent_python,
         store_url=chosen.database_url,
         broker_url=chosen.broker_url,
+        compute=chosen.compute,
+        images=None if chosen.images is None else str(chosen.images.absolute()),
     )
     Stack(settings, screen.step).up()
     screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")

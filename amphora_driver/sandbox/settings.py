@@ -42,6 +42,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     broker_url: str | None = None
     # Where the status page is found from outside; 0 for nowhere.
     status_port: int = 0
+    # Compute backend of its amphorae, and for qemu the folder of their images.
+    compute: str = "netns"
+    images: str | None = None
     # Options of the provider, by group, beside or instead of the sandbox's own.
     options: dict[str, dict[str, str]] = {}
 
@@ -69,6 +72,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def amphorae(self) -> Path:
         """One folder for each amphora."""
         return Path(self.state, "amphorae")
+
+    @property
+    def machines(self) -> Path:
+        """The same where they are virtual machines."""
+        return Path(self.state, "machines")
 
     @property
     def tls(self) -> Path:
@@ -161,11 +169,19 @@ def choose(
     store_url: str | None = None,
     octavia_url: str | None = None,
     broker_url: str | None = None,
+    compute: str | None = None,
+    images: str | None = None,
     options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
     """The sandbox with this state directory, its choices made now if it was never started."""
     known = find(state)
     if known is not None:
+        if compute not in {None, known.compute}:
+            raise SandboxError(
+                f"use {compute} in {state}",
+                f"this sandbox was begun with {known.compute}",
+                "Remove the state directory to start afresh.",
+            )
         return known
     if len(str(state)) > _LONGEST_STATE:
         raise SandboxError(
@@ -184,6 +200,8 @@ def choose(
         store_url=store_url,
         octavia_url=octavia_url,
         broker_url=broker_url,
+        compute=compute or "netns",
+        images=images,
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import Process, end
+from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology
@@ -44,6 +45,7 @@ _NEEDED = {
     "unshare": "util-linux",
     "nft": "nftables",
 }
+_NEEDED_BY_QEMU = {"qemu-system-x86_64": "qemu-system-x86", "qemu-img": "qemu-utils"}
 
 
 class Stack:
@@ -75,7 +77,7 @@ class Stack:
         Raises:
             SandboxError: naming the program that did not start, and its log.
         """
-        _check_machine()
+        _check_machine(self._settings)
         with self._alone():
             configuration.write(self._settings)
             with self._opened() as network:
@@ -174,20 +176,22 @@ class Stack:
         argv = (*module, inward.__name__, settings.control, str(configuration.STATUS_PORT))
         return [Program(name="status-page", argv=argv, listen=settings.status_port)]
 
-    def _compute(self, network: LocalNetwork) -> NetnsCompute:
-        return NetnsCompute(config.load([str(self._settings.our_configuration)]), network)
+    def _computes(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
+        """Both: a flavor may have named the one that is not the default."""
+        options = config.load([str(self._settings.our_configuration)])
+        return NetnsCompute(options, network), QemuCompute(options, network)
 
     def _power_on(self, network: LocalNetwork) -> None:
-        compute = self._compute(network)
-        for amphora_id in compute.booted():
-            if compute.power_on(amphora_id):
-                self._report(f"amphora {amphora_id} is powered on again")
+        for compute in self._computes(network):
+            for amphora_id in compute.booted():
+                if compute.power_on(amphora_id):
+                    self._report(f"amphora {amphora_id} is powered on again")
 
     def _power_off(self, network: LocalNetwork) -> None:
-        compute = self._compute(network)
-        for amphora_id in compute.booted():
-            compute.power_off(amphora_id)
-            self._report(f"amphora {amphora_id} is off")
+        for compute in self._computes(network):
+            for amphora_id in compute.booted():
+                compute.power_off(amphora_id)
+                self._report(f"amphora {amphora_id} is off")
 
     def _remove(self, name: str) -> bool:
         """Remove a namespace and whatever still runs in it, of which no record is left."""
@@ -214,10 +218,11 @@ class Stack:
             os.close(descriptor)
 
 
-def _check_machine() -> None:
+def _check_machine(settings: Settings) -> None:
     if os.geteuid() != 0:
         raise SandboxError("start the sandbox", "network namespaces need root", "Run it as root.")
-    missing = sorted({package for tool, package in _NEEDED.items() if shutil.which(tool) is None})
+    needed = {**_NEEDED, **(_NEEDED_BY_QEMU if settings.compute == "qemu" else {})}
+    missing = sorted({package for tool, package in needed.items() if shutil.which(tool) is None})
     if missing:
         remedy = f"Install them: apt-get install {' '.join(missing)}"
         raise SandboxError("start the sandbox", f"{', '.join(missing)} is not installed", remedy)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from amphora_driver.sandbox.settings import Settings
 
 CONTROL_ADDRESS = "203.0.113.2"
+# A machine beside the amphorae on which nothing runs: its kernel says no, which is as good as an answer for a witness.
+WITNESS_ADDRESS = "203.0.113.3"
+WITNESS_PORT = 22
 MEMBERS = {"member1": 11, "member2": 12, "member3": 13}
 CLIENT = "client"
 _NAMESPACE = uuid.UUID("5f1f4ab5-70f2-4f3c-9f70-6f6d6d0b8d7e")
@@ -75,11 +78,12 @@ def define(network: LocalNetwork) -> None:
 
 
 def build(settings: Settings, network: LocalNetwork) -> None:
-    """Make the switch, the control namespace, and those of client and members, as far as they are not there."""
+    """Make the switch, and the namespaces of control plane, witness, client and members, as far as they are missing."""
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
     network.guards.enforce()
     _host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
+    _host(settings, network, switch, "witness", MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS})
     client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
     _host(settings, network, switch, CLIENT, VIP_NETWORK, client)
     for name, number in MEMBERS.items():

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from amphora_driver import points
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policies
-from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Node, Pool, Profile
+from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.store import failovers, reading_back, secrets, statuses, wanted
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
 
     Check = Callable[[Node], None]
-    Fits = Callable[[Node, Profile], None]
+    Fits = Callable[[Node, LoadBalancer], None]
     Contents = Mapping[SecretName, Sealed]
 
 
@@ -58,8 +58,9 @@ class Intents:
 
     Args:
         database: where to.
-        check: raises `UnsupportedOption` for an object that cannot be served; called with what the object *becomes*.
-        fits: the same for a listener or pool that cannot be had with the profile of its load balancer.
+        check: raises `UnsupportedOption` for an object that cannot be served; called with what the object *becomes*,
+            and with what it hangs under where only both together say whether it can.
+        fits: the same for a listener or pool that cannot be had with its load balancer's profile and VIPs.
     """
 
     def __init__(self, database: Database, check: Check, fits: Fits | None = None) -> None:
@@ -79,7 +80,7 @@ class Intents:
         for node in nodes:
             self._check(node)
             if self._fits:
-                self._fits(node, tree.profile)
+                self._fits(node, tree)
 
         def write(connection: sa.Connection) -> None:
             connection.execute(
@@ -154,6 +155,7 @@ class Intents:
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, str(wanted.parent_id(node)))
             self._check_fit(connection, load_balancer_id, node)
+            self._check_place(connection, load_balancer_id, node)
             whole = list(nodes)
             if isinstance(node, L7Policy):
                 whole[0] = _make_room(connection, generation, node)
@@ -243,7 +245,9 @@ class Intents:
             for node in (*added, *changed):
                 self._check(node)
             now = {**before, **{node.id: node for node in (*changed, *added)}}
-            self._check(msgspec.structs.replace(pool, members=tuple(now[member_id] for member_id, _, _ in members)))
+            whole = msgspec.structs.replace(pool, members=tuple(now[member_id] for member_id, _, _ in members))
+            self._check(whole)
+            self._check_virtual(connection, load_balancer_id, whole)
             kept = {member_id for member_id, _, _ in members}
             gone = [member_id for member_id in before if member_id not in kept]
             wanted.insert(connection, load_balancer_id, generation, added)
@@ -264,13 +268,29 @@ class Intents:
         others = wanted.children(connection, member.pool_id, Kind.MEMBER)
         self._check(msgspec.structs.replace(pool, members=(*others.values(), member)))
 
+    def _check_place(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
+        """What a new object hangs under may be nothing for it: look at both together."""
+        if isinstance(node, L7Policy):
+            listener: Listener = wanted.load(connection, Kind.LISTENER, node.listener_id)
+            self._check(msgspec.structs.replace(listener, l7policies=(node,)))
+        elif isinstance(node, HealthMonitor):
+            pool: Pool = wanted.load(connection, Kind.POOL, node.pool_id)
+            self._check(msgspec.structs.replace(pool, healthmonitor=node))
+        elif isinstance(node, Member):
+            pool = wanted.load(connection, Kind.POOL, node.pool_id)
+            self._check_virtual(connection, load_balancer_id, msgspec.structs.replace(pool, members=(node,)))
+
+    def _check_virtual(self, connection: sa.Connection, load_balancer_id: str, pool: Pool) -> None:
+        """Members that packets reach unchanged depend on the VIPs: only their calls read the load balancer."""
+        if pool.virtual:
+            self._check_fit(connection, load_balancer_id, pool)
+
     def _check_fit(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
-        """Only listeners and pools depend on the profile: calls about anything else do not read it."""
+        """Only listeners and pools depend on the load balancer: calls about anything else do not read it."""
         if self._fits and isinstance(node, LoadBalancer):
-            self._fits(node, node.profile)
+            self._fits(node, node)
         elif self._fits and isinstance(node, (Listener, Pool)):
-            whole: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
-            self._fits(node, whole.profile)
+            self._fits(node, wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id))
 
     def _finish(
         self,

@@ -29,6 +29,9 @@ OUTCOMES = ("finished", "waiting", "gave_way", "failed", "lost")
 PUSH_ERRORS = ("AgentUnreachable", "AgentRefused", "AgentUntrusted")
 CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation", "drift", "machine")
 ENDS = ("done", "gone", "superseded", "recovered")
+# What Octavia is called for: to wait for its transactions, to be told of statuses, and of statistics.
+CALLS = ("barrier", "statuses", "statistics")
+REPORTS = ("taken", "refused")
 _OTHER = "other"
 
 # How many heartbeats were taken, and how many refused by reason.
@@ -91,6 +94,17 @@ class Meters:
         self.flush_seconds = self._histogram(
             "amphora_health_flush_seconds", "How long it took to write down what was heard.", _STEP
         )
+        self.octavia_seconds = Histogram(
+            "amphora_octavia_seconds",
+            "How long a call of Octavia's took; a barrier's is how long its transaction was waited for.",
+            ["call"],
+            buckets=_STEP,
+            registry=self.registry,
+        )
+        self.octavia_failures = self._counter(
+            "amphora_octavia_failures", "Calls that did not get through to Octavia.", "call", CALLS
+        )
+        self.reports = self._counter("amphora_reports", "Statuses Octavia was told.", "outcome", REPORTS)
         self.database_seconds = Histogram(
             "amphora_database_seconds",
             "How long a transaction took, with its repetitions.",
@@ -121,6 +135,8 @@ class Meters:
                 self.failovers.labels(cause, end)
         for kind in ("read", "write"):
             self.database_seconds.labels(kind)
+        for call in CALLS:
+            self.octavia_seconds.labels(call)
 
     def _counter(self, name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
         made = Counter(name, text, [label], registry=self.registry)
@@ -191,6 +207,26 @@ class Meters:
         if seconds is not None:
             self.failover_seconds.labels(_among(cause, CAUSES)).observe(max(0.0, seconds))
 
+    # --- a provider agent -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def octavia(self, call: str) -> Iterator[None]:
+        """A call of Octavia's; one of `CALLS`. Who is refused was heard: that is no failure of the call."""
+        begun, name = time.monotonic(), _among(call, CALLS)
+        try:
+            yield
+        except Exception as error:
+            # octavia_lib raises the same error for "not reached" and for "refused"; only the latter names an object.
+            if getattr(error, "status_object_id", None) is None:
+                self.octavia_failures.labels(name).inc()
+            raise
+        finally:
+            self.octavia_seconds.labels(name).observe(time.monotonic() - begun)
+
+    def reported(self, outcome: str, number: int = 1) -> None:
+        """So many statuses were taken by Octavia, or refused: one of `REPORTS`."""
+        self.reports.labels(_among(outcome, REPORTS)).inc(number)
+
     # --- a health manager -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -223,4 +259,6 @@ confirmed = OURS.confirmed
 transaction = OURS.transaction
 failover_ended = OURS.failover_ended
 flush = OURS.flush
+octavia = OURS.octavia
+reported = OURS.reported
 heartbeats_from = OURS.heartbeats_from

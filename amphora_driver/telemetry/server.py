@@ -279,7 +279,9 @@ class Telemetry:
     """
 
     def __init__(self, conf: ConfigOpts, kind: Kind, name: str, does_its_duty: Callable[[], bool]) -> None:
-        port = conf.status.health_bind_port if kind is Kind.HEALTH_MANAGER else conf.status.bind_port
+        options = conf.status
+        ports = {Kind.HEALTH_MANAGER: options.health_bind_port, Kind.PROVIDER_AGENT: options.provider_agent_port}
+        port = ports.get(kind, options.bind_port)
         self._looking: Looking | None = None
         self.server: StatusServer | NoServer = NoServer()
         if not port:

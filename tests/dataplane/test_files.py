@@ -194,7 +194,9 @@ def test_after_a_reboot_the_agent_does_not_pretend(amphora, mailbox, network, te
     assert amphora.call("GET", "/v2/bundle") == (200, nothing)
     assert amphora.call("GET", "/v2/info")[1]["generation"] == 0
     heartbeat = eventually(lambda: (h := mailbox.next()).epoch > epoch and h, "a heartbeat of the new start")
-    assert heartbeat.document == {"generation": 0, "listeners": {}, "pools": {}, "holds_vip": None}
+    said = heartbeat.document
+    assert said.pop("agent_version") == amphora.call("GET", "/v2/info")[1]["agent_version"]
+    assert said == {"generation": 0, "listeners": {}, "pools": {}, "holds_vip": None}
     assert amphora.status("haproxy") is None
     status, answer = amphora.push(6, secure(), files(certificate))
     assert (status, answer["generation"]) == (409, 7)

@@ -18,7 +18,7 @@ from wanted import listener, load_balancer, member, pool
 from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1, mac
 
 from amphora_agent.errors import FirewallError
-from amphora_agent.network import firewall, nftables
+from amphora_agent.network import firewall, libnftables, nftables
 from amphora_driver.render.haproxy import render
 
 pytestmark = pytest.mark.root
@@ -41,7 +41,7 @@ def test_rules_of_the_firewall_that_somebody_changed_are_put_right(wire):
 
 
 def test_a_machine_without_nftables_serves_nothing_that_is_restricted(wire, monkeypatch):
-    monkeypatch.setattr(nftables, "_library", lambda: None)
+    monkeypatch.setattr(libnftables, "_library", lambda: None)
     monkeypatch.setenv("PATH", "/nonexistent")
     first = bundle(eth1())
     wire.change(first)
@@ -62,7 +62,7 @@ def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
     )
     wire.change(wanted)
     listed = wire.inner.run(nftables.current)
-    monkeypatch.setattr(nftables, "_library", lambda: None)
+    monkeypatch.setattr(libnftables, "_library", lambda: None)
     assert wire.inner.run(nftables.current) == listed
     assert not wire.inner.run(nftables.replace, firewall.render(firewall.restrictions_of(wanted)))
     assert wire.inner.run(nftables.replace, "")

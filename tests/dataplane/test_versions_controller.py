@@ -38,7 +38,14 @@ def datagram(amphora) -> bytes:
     drift = Drift()
     found = [Difference("interface", "eth1 is gone"), Difference("files", "one is damaged")]
     drift.found(found, found)
-    said = {"generation": 7, "listeners": {}, "pools": {}, "holds_vip": True, **drift.heartbeat()}
+    said = {
+        "generation": 7,
+        "listeners": {},
+        "pools": {},
+        "holds_vip": True,
+        "agent_version": "9.9",
+        **drift.heartbeat(),
+    }
     assert said["drift"]
     return encode(uuid.UUID(amphora.id), amphora.key, 1, 1, said)
 

@@ -254,6 +254,7 @@ PLAIN: tuple[Field, ...] = (
     _field("profile", "compute", "good"),
     _field("profile", "network", "good"),
     _field("profile", "compute_flavor", "good"),
+    _field("profile", "client_address", "good"),
     _field("profile", "compute_zone", "good"),
     _field("profile", "image_tag", "good"),
     _field("profile", "volume_zone", "good"),

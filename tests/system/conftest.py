@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One sandbox for the whole ring; tests that need one of their own make it with `sandbox_of_a_test.running`."""
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -47,6 +48,26 @@ def cloud(settings, connection, database):
     cloud = Cloud(settings, connection, database)
     yield cloud
     cloud.clean()
+
+
+@pytest.fixture
+def flavor(cloud):
+    """Makes flavors; they are gone after the test."""
+    made = []
+
+    def make(name, data):
+        profile = cloud.balancers.create_flavor_profile(
+            name=name, provider_name="haproxy", flavor_data=json.dumps(data)
+        )
+        made.append(lambda: cloud.balancers.delete_flavor_profile(profile))
+        found = cloud.balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
+        made.append(lambda: cloud.balancers.delete_flavor(found))
+        return found
+
+    yield make
+    cloud.clean()
+    for undo in reversed(made):
+        undo()
 
 
 @pytest.fixture

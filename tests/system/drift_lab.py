@@ -117,9 +117,12 @@ class DriftLab(Cloud):
             connection.sendall(json.dumps({"op": "status", "name": name}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 inner = json.loads(lines.readline())["services"][name]["pid"]
+        # `init` may be the one outside, whose own numbers are the machine's: those of its children are the amphora's.
+        wanted = Path(f"/proc/{init}/ns/pid_for_children").stat().st_ino
+        assert wanted != Path("/proc/self/ns/pid").stat().st_ino, "an amphora has processes of its own"
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if (folder / "ns/pid").stat().st_ino != Path(f"/proc/{init}/ns/pid").stat().st_ino:
+                if (folder / "ns/pid").stat().st_ino != wanted:
                     continue
                 status = (folder / "status").read_text()
             except OSError:

@@ -262,7 +262,7 @@ class Lab:
         folders = {path.name for path in self.settings.amphorae.iterdir()}
         found += [f"folder of {one}" for one in folders - amphorae.keys()]
         found += [f"no folder of {one}" for one in amphorae.keys() - folders]
-        fixed = {"switch", "control", "client", "member1", "member2", "member3"}
+        fixed = {"switch", "control", "witness", "client", "member1", "member2", "member3"}
         machines = {self._compute.namespace(one).removeprefix(f"{self.settings.prefix}-") for one in amphorae}
         found += [f"namespace {one}" for one in hosts - fixed - machines]
         found += [

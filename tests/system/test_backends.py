@@ -20,6 +20,9 @@ pytestmark = pytest.mark.root
 
 # A whole backend of its own in all that can be seen: it has images, and its amphorae lie elsewhere.
 SOURCE = """
+    from pathlib import Path
+
+    from amphora_driver.compute.folders import Folders
     from amphora_driver.compute.netns import NetnsCompute
 
 
@@ -28,11 +31,12 @@ SOURCE = """
 
         def __init__(self, conf, network):
             super().__init__(conf, network)
-            self._directory = self._directory.with_name("imaged")
+            options = conf.compute_netns
+            self._folders = Folders(Path(options.directory).with_name("imaged"), options.prefix)
 
         def boot(self, order):
             machine = super().boot(order)
-            (self._directory / order.amphora_id / "image").write_text(order.image_tag or "")
+            (self._folders.path(order.amphora_id) / "image").write_text(order.image_tag or "")
             return machine
 """
 BOTH = {"compute": {"enabled_drivers": "imaging"}}

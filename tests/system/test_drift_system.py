@@ -4,6 +4,10 @@
 import configparser
 import datetime as dt
 import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 from drift_lab import PAUSE, drift_lab
@@ -68,6 +72,50 @@ def test_an_amphora_that_somebody_else_pushed_is_pushed_again(lab, balancer):
     lab.until(lambda: lab.settled(balancer) == said.generation + 1, "a newer generation is served")
     assert "weight 9" not in lab.configuration(one)["haproxy"]
     assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+
+
+@pytest.fixture
+def pair(lab):
+    data = {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.2}
+    profile = lab.balancers.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=json.dumps(data))
+    flavor = lab.balancers.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
+    made = lab.served("pair", flavor_id=flavor.id)
+    lab.settled(made)
+    yield made
+    lab.clean()
+    lab.balancers.delete_flavor(flavor)
+    lab.balancers.delete_flavor_profile(profile)
+
+
+def test_a_node_of_a_pair_that_fell_back_is_pushed_again(lab, pair):
+    """One of two has the state of before the last change: restored from a copy, say."""
+    one = lab.of(pair)[1]
+    var = Path(lab.settings.amphorae, one.id, "var")
+    copy = Path(lab.settings.state, "copy")
+    shutil.copytree(var, copy)
+    lab.balancers.update_listener(lab.listener_of(pair), connection_limit=777)
+    lab.active(pair.id)
+    lab.settled(pair)
+    before = lab.row(one.id).confirmed_at
+    master = lab.service(one, "amphora-agent")
+    assert b"gunicorn: master" in Path(f"/proc/{master}/cmdline").read_bytes()
+    workers = Path(f"/proc/{master}/task/{master}/children").read_text().split()
+    os.kill(master, signal.SIGSTOP)
+    try:
+        for worker in workers:
+            os.kill(int(worker), signal.SIGKILL)
+        for file in copy.iterdir():
+            shutil.copy2(file, var / f".{file.name}")
+            (var / f".{file.name}").replace(var / file.name)
+        (var / "epoch").unlink()
+    finally:
+        os.kill(master, signal.SIGCONT)
+    shutil.rmtree(copy)
+    lab.until(lambda: lab.row(one.id).confirmed_at > before, "it is noticed, and it confirms anew")
+    lab.settled(pair)
+    lab.until(lambda: "maxconn 777" in lab.configuration(one)["haproxy"], "it has the last change")
+    assert {each.id for each in lab.of(pair)} >= {one.id}
+    assert lab.balancers.get_load_balancer(pair.id).provisioning_status == "ACTIVE"
 
 
 def test_a_node_that_was_rebooted_serves_again(lab, balancer):

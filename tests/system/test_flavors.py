@@ -15,26 +15,6 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def flavor(cloud):
-    """Makes flavors; they are gone after the test."""
-    made = []
-
-    def make(name, data):
-        profile = cloud.balancers.create_flavor_profile(
-            name=name, provider_name="haproxy", flavor_data=json.dumps(data)
-        )
-        made.append(lambda: cloud.balancers.delete_flavor_profile(profile))
-        found = cloud.balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
-        made.append(lambda: cloud.balancers.delete_flavor(found))
-        return found
-
-    yield make
-    cloud.clean()
-    for undo in reversed(made):
-        undo()
-
-
-@pytest.fixture
 def zone(cloud):
     """Makes availability zones; they are gone after the test."""
     made = []

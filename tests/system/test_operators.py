@@ -82,6 +82,7 @@ def test_an_amphora_falls_silent_and_is_replaced_by_hand(house, balancer):
     ctl, cloud = house.ctl, house.cloud
     before, _status = ctl.check()
     assert "Failure" not in before.values(), "all is well at first"
+    assert (before["Agents"], before["Witnesses"]) == ("Success", "Success")
     assert (before["Silent amphorae"], before["Load balancers"]) == ("Success", "Success")
     ctl.run("loadbalancer", "list")
     (dead,) = cloud.amphorae(balancer)

@@ -14,8 +14,15 @@ import pytest
 from kill_lab import Witness
 
 from amphora_driver.sandbox import topology
+from amphora_driver.store import breakers
 
-SECONDS = float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8"))
+# So that every outage here lasts longer than an amphora may be silent.
+SILENT_AFTER = 4.0
+SECONDS = max(float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8")), 2 * SILENT_AFTER)
+HASTE = {
+    "health": {"interval": "0.5", "flush_interval": "0.2"},
+    "failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+}
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + 3 * SECONDS)]
 
 
@@ -27,7 +34,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def lab(server):
-    with kill_lab.lab(store_url=server.urls[0]) as made:
+    with kill_lab.lab(store_url=server.urls[0], haste=HASTE) as made:
         yield made
 
 
@@ -53,6 +60,7 @@ def calm(lab, balancer):
     lab.settled()
     found = lab.cloud.online(balancer.id)
     assert found.provisioning_status == "ACTIVE"
+    assert lab.replacements(balancer.id) == [], "nobody was failed over, not even in vain"
 
 
 def change(lab, balancer):
@@ -118,6 +126,44 @@ def test_the_database_is_gone(lab, balancer, server):
     assert "while-it-is-gone" not in names(lab)
     assert next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight == before
     accepted(change(lab, balancer))
+
+
+def sees_for(lab, seconds):
+    """Wait until the detector has seen for so long without being blind in between."""
+
+    def ask():
+        sight = lab.database.read(breakers.every).get(breakers.SIGHT)
+        now = lab.database.now()
+        return sight is not None and sight.state == breakers.SEEING and now - sight.since > seconds
+
+    lab.cloud.until(ask, f"it sees for {seconds:.0f} s")
+
+
+@pytest.mark.usefixtures("calm")
+def test_nobody_is_taken_for_dead_because_the_database_was_away(lab, server):
+    """Longer than an amphora may be silent; whoever is dead afterwards is found all the same."""
+    cloud = lab.cloud
+    other = cloud.served("watched", ("member1",))
+    cloud.online(other.id)
+    sees_for(lab, 0)
+    server.kill()
+    try:
+        time.sleep(2 * SILENT_AFTER)
+    finally:
+        server.start()
+    # Whoever would be taken for dead after that would be by now.
+    sees_for(lab, 2 * SILENT_AFTER)
+    assert lab.replacements(other.id) == []
+    assert cloud.balancers.get_load_balancer(other.id).operating_status == "ONLINE"
+    (dead,) = cloud.amphorae(other)
+    lab.power_off(dead)
+    cloud.until(lambda: lab.replacements(other.id), "the dead one is found")
+    cloud.until(lambda: cloud.amphorae(other) not in ({dead}, set()) and dead not in cloud.amphorae(other), "and gone")
+    (row,) = lab.replacements(other.id)
+    assert (row.cause, row.amphora_id) == ("silent", dead)
+    lab.settled()
+    cloud.balancers.delete_load_balancer(other.id, cascade=True)
+    cloud.gone(other.id)
 
 
 @pytest.mark.usefixtures("calm")

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.root
 OURS, OCTAVIAS, TAKEN = 501, 400, 409
 """Status codes: not served by this provider; not a valid request; it collides with something."""
 TLS = {"protocol": "TERMINATED_HTTPS", "default_tls_container_ref": "one"}
+MASK = {"type": "SOURCE_IP", "persistence_timeout": 60}
 PATTERN = {"type": "PATH", "compare_type": "REGEX"}
 URL = {"action": "REDIRECT_TO_URL"}
 
 LISTENERS = [
-    ({"protocol": "UDP"}, OURS, "listener protocol 'UDP': this provider does not serve it yet. Use one of HTTP, TCP"),
-    ({"protocol": "SCTP"}, OURS, "listener protocol 'SCTP': this provider does not serve it yet"),
+    ({"protocol": "UDP", "insert_headers": {"X-Forwarded-For": "true"}}, OCTAVIAS, "UDP protocol listener"),
+    ({"protocol": "UDP", "default_tls_container_ref": "one"}, OCTAVIAS, "UDP protocol listener does not support TLS"),
+    ({"protocol": "UDP", "hsts_max_age": 5}, OCTAVIAS, "HSTS feature can only be used for listeners using"),
     ({"connection_limit": 0}, OURS, "connection_limit 0: it is not a whole number from 1 to"),
     ({"connection_limit": -2}, OCTAVIAS, "connection_limit"),
     ({"protocol_port": 80}, TAKEN, "already using protocol HTTP and protocol_port 80"),
@@ -44,8 +46,18 @@ LISTENERS = [
     ({**TLS, "client_authentication": "MANDATORY"}, OCTAVIAS, "requires a client CA"),
 ]
 POOLS = [
-    ({"protocol": "UDP"}, OURS, "pool protocol 'UDP': this provider does not serve it yet. Use one of HTTP, TCP"),
-    ({"protocol": "SCTP"}, OURS, "pool protocol 'SCTP': this provider does not serve it yet"),
+    (
+        {"protocol": "UDP", "lb_algorithm": "LEAST_CONNECTIONS"},
+        OURS,
+        "lb_algorithm 'LEAST_CONNECTIONS': for UDP it needs amphorae whose kernel has IPVS",
+    ),
+    ({"protocol": "SCTP", "tls_enabled": True}, OURS, "tls_enabled True: SCTP carries no TLS"),
+    ({"protocol": "UDP", "session_persistence": {"type": "HTTP_COOKIE"}}, OCTAVIAS, "is not supported for UDP/SCTP"),
+    (
+        {"protocol": "UDP", "session_persistence": {**MASK, "persistence_granularity": "255.0.255.0"}},
+        OURS,
+        "persistence_granularity '255.0.255.0': the bits of a client's address have to be the first ones",
+    ),
     ({"lb_algorithm": "RANDOM"}, OCTAVIAS, "lb_algorithm"),
     (
         {"protocol": "TCP", "session_persistence": {"type": "HTTP_COOKIE"}},
@@ -111,7 +123,11 @@ LOAD_BALANCERS = [
     ({"vip_address": "203.0.113.77"}, OURS, "203.0.113.77"),
     ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "qos_policy"),
     ({"vip_sg_ids": [topology.VIP_SUBNET]}, OCTAVIAS, "Security Group"),
-    ({"listeners": [{"name": "x", "protocol": "UDP", "protocol_port": 53}]}, OURS, "listener protocol 'UDP'"),
+    (
+        {"pools": [{"name": "x", "protocol": "UDP", "lb_algorithm": "LEAST_CONNECTIONS"}]},
+        OURS,
+        "lb_algorithm 'LEAST_CONNECTIONS'",
+    ),
     (
         {
             "pools": [

@@ -36,6 +36,11 @@ def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(
     said = old.agents(lambda client: client.info(one.id, one.management_address))
     assert "audit" not in said.capabilities
 
+    # It does not say which version it is, so that it is known for one to be replaced some time.
+    status, checks, _ = old.amphoractl("status", "check", "-f", "json")
+    (agents,) = [each for each in json.loads(checks) if each["Check"] == "Agents"]
+    assert (status, agents["Result"], "one that does not say" in agents["Details"]) == (1, "Warning", True), agents
+
     # A change, and heartbeats without anything new in them.
     old.balancers.update_listener(old.listener_of(balancer), connection_limit=555)
     old.active(balancer.id)

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from amphora_agent.applying import confirmed
-from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse
+from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse, parse_stored
 from amphora_agent.errors import MachineError, MalformedBundle
 
 OWNER = "6005052a-3a34-59e3-815f-5cebba3097eb"
@@ -217,3 +217,58 @@ def test_no_bundle_at_all(body):
 
 def test_the_digest():
     assert digest(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+SERVER = {
+    "id": "0b9d7a52-0000-4000-8000-00000000000a",
+    "protocol": "UDP",
+    "port": 53,
+    "addresses": ["198.51.100.5"],
+    "connection_limit": None,
+    "pool_id": None,
+    "algorithm": "ROUND_ROBIN",
+    "persistence": None,
+    "client_address": "hidden",
+    "monitor": None,
+    "members": [],
+}
+
+
+def test_virtual_servers_are_left_out_where_there_is_none():
+    """So that what was confirmed by an older agent, and its digest, stay what they are."""
+    bundle = parse(json.dumps(GOOD).encode())
+    assert bundle.virtual_servers == ()
+    assert "virtual_servers" not in bundle.stored()
+    assert bundle.stored()["allowed"] == GOOD["allowed"]
+    assert parse_stored(bundle.without_contents().stored()) == bundle
+    assert parse(changed(["virtual_servers"], [])) == bundle
+
+
+def test_virtual_servers_and_their_ports():
+    allowed = [*GOOD["allowed"], {"port": 80, "networks": [], "protocol": "udp"}]
+    document = {**GOOD, "virtual_servers": [SERVER], "allowed": allowed}
+    bundle = parse(json.dumps(document).encode())
+    (server,) = bundle.virtual_servers
+    assert (server.protocol, server.port) == ("UDP", 53)
+    assert [one.protocol for one in bundle.allowed] == ["tcp", "udp"]
+    stored = bundle.without_contents().stored()
+    assert stored["virtual_servers"] == [SERVER]
+    assert stored["allowed"] == allowed
+    assert parse_stored(json.loads(json.dumps(stored))) == bundle
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["virtual_servers"], {}, "virtual_servers"),
+        (["virtual_servers"], [SERVER, SERVER], "the same id"),
+        (["virtual_servers"], [{**SERVER, "port": 0}], "port"),
+        (["virtual_servers"], [{**SERVER, "surprise": 1}], "surprise"),
+        (["allowed"], [{"port": 80, "networks": [], "protocol": "icmp"}], "icmp"),
+        (["allowed"], [{"port": 80, "networks": [], "protocol": "udp"}] * 2, "twice"),
+        (["allowed"], [{"port": 80, "networks": [], "more": 1}], "more"),
+    ],
+)
+def test_what_is_wrong_with_virtual_servers_is_said(path, value, said):
+    with pytest.raises(MalformedBundle, match=said):
+        parse(changed(path, value))

@@ -206,3 +206,68 @@ def test_a_thousand_networks_are_as_many_elements():
     made = of(p80=networks)
     assert isinstance(made.ports[0], Port)
     assert rules(made)[1]["port-80-ipv4"].split(", ") == networks
+
+
+# -- UDP and SCTP ---------------------------------------------------------------------------------------------------
+
+
+def other(allowed, servers=(), vips=()):
+    """What a bundle of (protocol, port, networks) says."""
+    eth1 = Interface("02:00:00:00:00:01", "eth1", 1500, (), tuple(map(ipaddress.ip_interface, vips)), ())
+    return restrictions_of(
+        replace(
+            bundle(),
+            interfaces=(eth1,),
+            virtual_servers=servers,
+            allowed=tuple(
+                Allowed(port, tuple(map(ipaddress.ip_network, nets)), protocol) for protocol, port, nets in allowed
+            ),
+        )
+    )
+
+
+def chain(restrictions, name):
+    text = render(restrictions).partition(f"chain {name} {{")[2].partition("}\n")[0]
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_flows_are_looked_at_when_they_begin_and_before_a_member_is_found():
+    found = other([("udp", 53, ["192.0.2.0/24"]), ("sctp", 53, []), ("tcp", 53, ["::/0"])])
+    head, *entering = chain(found, "entering")
+    assert head == "type nat hook prerouting priority -101; policy accept;"
+    assert entering == [
+        "meta nfproto 2 sctp dport 53 goto refusing",
+        "meta nfproto 10 sctp dport 53 goto refusing",
+        "udp dport 53 ip saddr != @udp-53-ipv4 goto refusing",
+        "meta nfproto 10 udp dport 53 goto refusing",
+    ]
+    assert chain(found, "beginning")[2:] == [f"meta nfproto 2 tcp dport 53 {REFUSE}"]
+    assert rules(found)[1] == {"udp-53-ipv4": "192.0.2.0/24"}
+
+
+def test_ports_of_two_protocols_are_two_ports():
+    udp, tcp = other([("udp", 53, ["192.0.2.0/24"])]), other([("tcp", 53, ["192.0.2.0/24"])])
+    both = tighter(udp, tcp)
+    assert {(port.protocol, port.ipv4) for port in both.ports} == {
+        ("tcp", udp.ports[0].ipv4),
+        ("udp", udp.ports[0].ipv4),
+    }
+    assert difference(OPEN, udp) == "who may reach port 53 (UDP) changed"
+    assert difference(udp, both) == "who may reach port 53 changed"
+
+
+def test_who_forwards_is_no_router():
+    server = object()
+    forwards = other([], (server,), ("198.51.100.5/32", "2001:db8:1::5/128", "198.51.100.4/32"))
+    head, *rest = chain(forwards, "forwarding")
+    assert head == "type filter hook forward priority 200; policy drop;"
+    assert rest == [
+        "meta mark 0x0000616d accept",
+        "ip saddr { 198.51.100.4, 198.51.100.5 } accept",
+        "ip6 saddr 2001:db8:1::5 accept",
+    ]
+    alone = other([], (), ("198.51.100.5/32",))
+    assert alone == OPEN
+    assert render(alone) == ""
+    # As long as one of the two forwards, nothing else may pass.
+    assert tighter(forwards, OPEN).forwards == tighter(OPEN, forwards).forwards == forwards.forwards

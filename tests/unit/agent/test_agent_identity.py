@@ -123,3 +123,56 @@ def test_the_context_changes_with_the_files_only(place):
     assert place.identity.context() is first
     place.own.write_text(pem(place.issuer))
     assert place.identity.context() is not first
+
+
+# -- where /etc/amphora-agent is made anew at each boot ---------------------------------------------------------------
+
+
+def boot(place, given):
+    """The files are those of the config drive again."""
+    for file in place.paths.etc.iterdir():
+        file.unlink()
+    for name, content in given.items():
+        (place.paths.etc / name).write_text(content)
+    place.identity = Identity(place.paths, AMPHORA, lasting=False)
+    place.identity.restore()
+
+
+def test_a_new_certificate_survives_a_boot(place):
+    given = place.files()
+    boot(place, given)
+    assert place.files() == given
+    both = place.controllers + authority("next controllers")[0]
+    place.take(pem(place.issuer, 2), client_ca=both)
+    taken = place.files()
+    boot(place, given)
+    assert place.files() == taken != given
+    assert place.paths.identity.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in place.paths.identity.iterdir()} == {0o600}
+
+
+def test_a_newer_one_that_comes_with_the_boot_goes_first(place):
+    boot(place, place.files())
+    place.take(pem(place.issuer, 2))
+    rebuilt = {**place.files(), "server.pem": pem(place.issuer, 3)}
+    boot(place, rebuilt)
+    assert place.files() == rebuilt
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"])
+def test_one_that_was_damaged_is_left_alone(place, content):
+    given = place.files()
+    boot(place, given)
+    place.take(pem(place.issuer, 2))
+    (place.paths.identity / "server.pem").write_text(content)
+    boot(place, given)
+    assert place.files() == given
+
+
+def test_what_does_not_work_is_not_kept(place):
+    given = place.files()
+    boot(place, given)
+    with pytest.raises(MachineError):
+        place.take(pem(place.issuer, 2), prove=lambda anchor: "another one")
+    boot(place, given)
+    assert place.files() == given

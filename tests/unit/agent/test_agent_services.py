@@ -10,9 +10,9 @@ from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services import connect
 
 
-def test_systemd_is_refused_and_not_pretended(tmp_path):
-    with pytest.raises(SettingsError, match="systemd is not implemented yet"):
-        connect("systemd", Paths(tmp_path))
+def test_an_unknown_one_is_refused_and_not_pretended(tmp_path):
+    with pytest.raises(SettingsError, match="systemd and to the supervisor only"):
+        connect("runit", Paths(tmp_path))
 
 
 def test_a_supervisor_that_does_not_answer(tmp_path):

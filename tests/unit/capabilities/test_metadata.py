@@ -34,6 +34,7 @@ GOOD = {
     "log_format": '%ci:%cp [%tr] "%{+Q}r" %[ssl_c_verify] 100%%',
     "vrrp_advert_interval": 0.2,
     "warm_spares": 1,
+    "client_address": "hidden",
     "compute_zone": "nova",
     "volume_zone": "ssd",
     "management_network": "9c0b5d0e-5ad6-4ef5-9d0c-1d3b0a6ee9f4",

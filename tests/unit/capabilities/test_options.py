@@ -128,8 +128,6 @@ def test_served(check, wanted):
 @pytest.mark.parametrize(
     ("check", "wanted", "option", "value"),
     [
-        (options.check_listener, listener(protocol=ListenerProtocol.UDP), "protocol", "UDP"),
-        (options.check_listener, listener(protocol=ListenerProtocol.SCTP), "protocol", "SCTP"),
         (options.check_listener, listener(insert_headers=("X-A",)), "insert_headers", "X-A"),
         (options.check_listener, listener(insert_headers=("X-SSL-Issuer",)), "insert_headers", "X-SSL-Issuer"),
         (
@@ -158,8 +156,6 @@ def test_served(check, wanted):
         (options.check_listener, listener(connection_limit=-2), "connection_limit", "-2"),
         (options.check_listener, listener(connection_limit=2**31), "connection_limit", "2147483648"),
         (options.check_listener, listener(timeout_member_data=-1), "timeout_member_data", "-1"),
-        (options.check_pool, pool(protocol=PoolProtocol.UDP), "protocol", "UDP"),
-        (options.check_pool, pool(protocol=PoolProtocol.SCTP), "protocol", "SCTP"),
         (options.check_pool, pool(tls_enabled=True, crl_container_ref="c"), "crl_container_ref", "c"),
         (options.check_pool, pool(tls_enabled=True, alpn_protocols=("h3",)), "alpn_protocols", "h3"),
         (options.check_pool, pool(tls_enabled=True, tls_versions=("TLSv1", "TLSv1.3")), "tls_versions", "TLSv1.1"),
@@ -195,8 +191,6 @@ def test_served(check, wanted):
         (options.check_member, member(address="fe80::1%eth0"), "address", "fe80::1%eth0"),
         (options.check_member, member(monitor_address="::"), "monitor_address", "::"),
         (options.check_member, member(monitor_port=0), "monitor_port", "0"),
-        (options.check_healthmonitor, monitor(type=MonitorType.UDP_CONNECT), "type", "UDP-CONNECT"),
-        (options.check_healthmonitor, monitor(type=MonitorType.SCTP), "type", "SCTP"),
         (options.check_healthmonitor, monitor(delay=0), "delay", "0"),
         (options.check_healthmonitor, monitor(timeout=2147484), "timeout", "2147484"),
         (options.check_healthmonitor, monitor(max_retries=11), "max_retries", "11"),

@@ -72,6 +72,7 @@ def test_nothing_differs():
         ),
         ({"bundle": {**said()["bundle"], "allowed": [{"port": 80, "networks": []}]}}, '+   "port": 80.0'),
         ({"bundle": {**said()["bundle"], "files": []}}, '-   "name": "tls/a.pem",'),
+        ({"bundle": {**said()["bundle"], "virtual_servers": [{"port": 53}]}}, '+   "port": 53.0'),
     ],
 )
 def test_what_differs(changes, line):

@@ -70,7 +70,7 @@ def test_who_may_reach_a_port(listeners, wanted):
 
 def test_nobody_is_named_where_nothing_is_served():
     assert told(tree(listener(1, "192.0.2.0/24"), admin_state_up=False)) == {}
-    assert allowed(tree(listener(1, "192.0.2.0/24")), None) == ()
+    assert allowed(tree(listener(1, "192.0.2.0/24")), Served(text=None)) == ()
 
 
 def plugged(network, mac):

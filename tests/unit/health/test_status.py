@@ -263,3 +263,68 @@ def test_reasons_and_kinds():
         "m2": Kind.MEMBER,
         "h1": Kind.HEALTH_MONITOR,
     }
+
+
+# A UDP listener and its pool: amphorae say the same words of them as of HAProxy's, under the same keys.
+VIRTUAL = change(
+    LB,
+    listeners=(change(LISTENER, protocol=ListenerProtocol.UDP),),
+    pools=(change(POOL, protocol=PoolProtocol.UDP, healthmonitor=change(MONITOR, type=MonitorType.UDP_CONNECT)),),
+)
+
+
+def behind(**more) -> LoadBalancer:
+    return change(VIRTUAL, pools=(change(VIRTUAL.pools[0], **more),))
+
+
+def first_member(**more) -> LoadBalancer:
+    return behind(members=(change(MEMBERS[0], **more), MEMBERS[1]))
+
+
+@pytest.mark.parametrize(
+    ("tree", "words", "wanted"),
+    [
+        (VIRTUAL, ("UP", "UP"), {"m1": "ONLINE", "p1": "ONLINE", "l1": "ONLINE", "h1": "ONLINE", "b": "ONLINE"}),
+        (VIRTUAL, ("DOWN", "UP"), {"m1": "ERROR", "m2": "ONLINE", "p1": "DEGRADED", "l1": "ONLINE", "b": "DEGRADED"}),
+        (VIRTUAL, ("DOWN", "DOWN"), {"p1": "ERROR", "l1": "ONLINE", "b": "ERROR"}),
+        (behind(healthmonitor=None), ("no check", "no check"), {"m1": "NO_MONITOR", "p1": "ONLINE", "b": "ONLINE"}),
+        (behind(healthmonitor=change(MONITOR, **OFF)), ("no check", "no check"), {"m1": "NO_MONITOR", "h1": "OFFLINE"}),
+        (first_member(weight=0), ("DRAIN", "UP"), {"m1": "DRAINING", "p1": "ONLINE"}),
+        (first_member(weight=0), ("DOWN", "UP"), {"m1": "ERROR", "p1": "DEGRADED"}),
+        (first_member(**OFF), ("MAINT", "UP"), {"m1": "OFFLINE", "p1": "ONLINE", "b": "ONLINE"}),
+        (first_member(**OFF), ("MAINT", "DOWN"), {"m1": "OFFLINE", "p1": "ERROR", "b": "ERROR"}),
+        # A backup that nobody needs is as well as its checks say.
+        (first_member(backup=True), ("UP", "UP"), {"m1": "ONLINE", "p1": "ONLINE"}),
+        (first_member(backup=True), ("DOWN", "UP"), {"m1": "ERROR", "p1": "DEGRADED"}),
+        (behind(members=()), (None, None), {"p1": "ONLINE", "l1": "ONLINE", "b": "ONLINE"}),
+    ],
+)
+def test_virtual_servers(tree, words, wanted):
+    found = statuses(tree, report(*words))
+    assert {one: found.get(one) for one in wanted} == wanted
+
+
+def test_a_disabled_virtual_listener_is_not_reported_and_offline():
+    tree = change(VIRTUAL, listeners=(change(VIRTUAL.listeners[0], **OFF),))
+    found = statuses(tree, Report(generation=8))
+    assert found == dict.fromkeys(("l1", "p1", "m1", "m2"), "OFFLINE") | {"h1": "ONLINE", "b": "ONLINE"}
+
+
+def test_a_disabled_virtual_pool_is_not_reported_and_offline():
+    said = report(listener="OPEN")
+    found = statuses(behind(**OFF), change(said, pools={}))
+    assert (found["l1"], found["p1"], found["m1"], found["h1"], found["b"]) == (
+        "ONLINE",
+        "OFFLINE",
+        "OFFLINE",
+        "OFFLINE",
+        "ONLINE",
+    )
+
+
+def test_the_part_of_a_report_in_which_a_virtual_pool_is_not():
+    """A large report comes in parts; what one does not name is unknown, not down."""
+    whole = report("DOWN", "UP")
+    one, other = change(whole, pools={}), change(whole, listeners={})
+    assert statuses(VIRTUAL, one, other) == statuses(VIRTUAL, whole)
+    assert "m1" not in statuses(VIRTUAL, one)

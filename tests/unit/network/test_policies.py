@@ -41,6 +41,14 @@ def test_groups_let_in_what_one_of_them_names():
     assert [line for line in found if "jump" in line] == 2 * ['oifname { "p1", "p2" } jump vip0']
 
 
+@pytest.mark.parametrize("protocol", ["udp", "sctp"])
+def test_ports_of_what_haproxy_does_not_serve(protocol):
+    group = SecurityGroup(id="g", name="names", rules=(Rule(protocol=protocol, first_port=53, last_port=53),))
+    policies.check(group)
+    found = rules(guarded(addresses=("198.51.100.10",), groups=(group,)))
+    assert f"ip daddr 198.51.100.10 {protocol} dport 53-53 accept" in found
+
+
 def test_a_group_without_rules_lets_nobody_in():
     found = rules(guarded(addresses=("198.51.100.10",), groups=(SecurityGroup(id="g", name="none"),)))
     assert [line for line in found if line.startswith("ip ")] == [

@@ -93,8 +93,6 @@ def test_nothing_to_serve(load_balancer):
 @pytest.mark.parametrize(
     ("load_balancer", "object_id", "named"),
     [
-        (with_listener(protocol=ListenerProtocol.UDP), "l1", "UDP"),
-        (with_listener(protocol=ListenerProtocol.SCTP), "l1", "SCTP"),
         (with_listener(protocol=ListenerProtocol.PROMETHEUS), "l1", "default_pool_id"),
         (with_listener(protocol=ListenerProtocol.TERMINATED_HTTPS), "l1", "default_tls_container_ref"),
         (with_listener(allowed_cidrs=("192.0.2.0/240",)), "l1", "allowed_cidrs"),
@@ -133,7 +131,6 @@ def test_one_bad_object_does_not_take_the_others_down(load_balancer, object_id, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"protocol": PoolProtocol.UDP},
         {"tls_enabled": True, "tls_versions": ("TLSv1", "TLSv1.3")},
         {"tls_enabled": True, "crl_container_ref": "c"},
         {"tls_enabled": True, "tls_ciphers": "a b"},
@@ -208,8 +205,37 @@ def test_a_failed_policy_that_is_switched_off_keeps_nobody_out():
     assert render(tree, failed=["y1", "r1"]).text == render(LB).text
 
 
-def test_an_http_listener_needs_an_http_pool():
-    assert "l1" in refused(with_pool(protocol=PoolProtocol.TCP))
+@pytest.mark.parametrize("protocol", [PoolProtocol.TCP, PoolProtocol.UDP, PoolProtocol.SCTP])
+def test_an_http_listener_needs_an_http_pool(protocol):
+    assert str(protocol) in refused(with_pool(protocol=protocol))["l1"]
+
+
+@pytest.mark.parametrize("protocol", [ListenerProtocol.UDP, ListenerProtocol.SCTP])
+def test_nothing_of_udp_and_sctp_is_haproxys(protocol):
+    virtual = change(OTHER, protocol=protocol, default_pool_id="p2")
+    pool = change(POOL, id="p2", protocol=PoolProtocol(protocol.value), healthmonitor=None)
+    rendered = render(change(LB, listeners=(LISTENER, virtual), pools=(POOL, pool)))
+    assert rendered == render(change(LB, listeners=(LISTENER,)))
+    alone = render(change(LB, listeners=(virtual,), pools=(pool,)))
+    assert (alone.text, alone.refused) == (None, ())
+
+
+def test_a_port_of_udp_is_not_one_of_tcp():
+    same = change(OTHER, protocol=ListenerProtocol.UDP, protocol_port=80, default_pool_id=None)
+    assert refused(change(LB, listeners=(LISTENER, same))) == {}
+
+
+def test_a_listener_that_reads_no_http_is_not_served_without_its_policies():
+    said = refused(with_listener(protocol=ListenerProtocol.TCP, default_pool_id=None, l7policies=(POLICY,)))
+    assert "nothing reads HTTP on a listener of TCP" in said["l1"]
+    assert (
+        refused(
+            with_listener(
+                protocol=ListenerProtocol.TCP, default_pool_id=None, l7policies=(change(POLICY, admin_state_up=False),)
+            )
+        )
+        == {}
+    )
 
 
 def test_without_any_good_vip_there_is_nothing():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from octavia_lib.api.drivers.exceptions import UpdateStatusError
 from some_fleet import INTERVAL, NOW, balancer, fleet, machine
 from test_attention import AUTHORITY, GOING, ROTATION
 
@@ -98,6 +99,25 @@ def test_transactions_that_did_not_happen():
             raise error
     assert value(meters, "amphora_database_failures_total", kind="read") == 1
     assert value(meters, "amphora_database_seconds_count", kind="read") == 2
+
+
+def test_calls_of_octavia_and_what_came_of_them():
+    meters = Meters()
+    with meters.octavia("barrier"):
+        pass
+    with pytest.raises(UpdateStatusError), meters.octavia("statuses"):
+        raise UpdateStatusError(fault_string="no such file")
+    with pytest.raises(UpdateStatusError), meters.octavia("statuses"):
+        raise UpdateStatusError(fault_string="not there", status_object="listeners", status_object_id="li")
+    meters.reported("taken", 3)
+    meters.reported("refused")
+    assert value(meters, "amphora_octavia_seconds_count", call="barrier") == 1
+    assert value(meters, "amphora_octavia_seconds_count", call="statuses") == 2
+    assert value(meters, "amphora_octavia_seconds_count", call="statistics") == 0
+    assert value(meters, "amphora_octavia_failures_total", call="barrier") == 0
+    assert value(meters, "amphora_octavia_failures_total", call="statuses") == 1, "who refuses was reached"
+    assert value(meters, "amphora_reports_total", outcome="taken") == 3
+    assert value(meters, "amphora_reports_total", outcome="refused") == 1
 
 
 def test_heartbeats_are_read_where_they_are_counted():

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checker has to do for a change of the virtual servers, and how it gets back.
+
+Invariant: what is served is what was asked for last, or nothing is known of it; then the checker is asked once more. A
+change has a reason that names the listener, and the member if it is one.
+
+The checker says which engine forwards. Where it is IPVS, a keepalived of its own is told after the checker
+(`keepalived/lvs_process`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from amphora_agent.bundle import Bundle
+from amphora_agent.errors import AgentError
+from amphora_agent.keepalived.lvs_process import LvsKeepalived
+from amphora_agent.virtual_servers.wanted import Member, VirtualServer
+
+_log = logging.getLogger(__name__)
+_LVS = "lvs"
+_Wanted = tuple[tuple[VirtualServer, ...], bool]
+
+
+class Told(Protocol):
+    """What the checker answers."""
+
+    @property
+    def engine(self) -> str:
+        """What forwards: "nftables" or "lvs"."""
+
+
+class Forwards(Protocol):
+    """Who has virtual servers served (`virtual_servers.launch.Checker`). Methods raise `AgentError`."""
+
+    def check(self, servers: Sequence[VirtualServer], /) -> None:
+        """Refuse what cannot be served; changes nothing."""
+
+    def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> Told:
+        """Have these served, and no others."""
+
+    def differs(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
+        """What is otherwise, as sentences."""
+
+
+class VirtualServing:
+    """The virtual servers of one amphora, while one bundle takes the place of another. Used by one thread at a time."""
+
+    def __init__(self, forwards: Forwards, lvs: LvsKeepalived) -> None:
+        self._forwards = forwards
+        self._lvs = lvs
+        # What the checker has confirmed; None where it has to be asked.
+        self._served: _Wanted | None = None
+        self._checked: _Wanted | None = None
+        # Whether IPVS forwards; None where an agent before this one may have had it do so.
+        self._by_lvs: bool | None = None
+
+    def doubt(self) -> None:
+        """Look at everything, whatever is known."""
+        self._served = self._checked = None
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what cannot be served, before anything is changed.
+
+        Raises:
+            AgentError: it cannot.
+        """
+        wanted = _of(bundle)
+        if wanted not in (self._served, self._checked):
+            self._forwards.check(wanted[0])
+            if self._by_lvs:
+                self._lvs.check(bundle)
+            self._checked = wanted
+
+    def bring_about(self, bundle: Bundle) -> None:
+        """Have a bundle's virtual servers served; asks nobody where they are.
+
+        Raises:
+            AgentError: what was served before still is.
+        """
+        wanted = _of(bundle)
+        if wanted == self._served:
+            return
+        known, self._served = self._served, None
+        # Who has begun, or says the same once more, looks first; the checker then writes anew what it has found.
+        touched = self._forwards.differs(wanted[0], paired=wanted[1]) if known is None else []
+        self._serve(bundle)
+        if touched and self._by_lvs:
+            self._lvs.renew()
+
+    def _serve(self, bundle: Bundle) -> None:
+        servers, paired = _of(bundle)
+        # No flow of IPVS is left to rules that are gone.
+        if not servers and self._by_lvs is not False:
+            self._lvs.bring_about(bundle)
+        by_lvs = self._forwards.serve(servers, paired=paired).engine == _LVS and bool(servers)
+        if by_lvs:
+            self._lvs.bring_about(bundle)
+        elif servers and self._by_lvs is not False:
+            self._lvs.stop()
+        self._by_lvs, self._served = by_lvs, (servers, paired)
+
+    def go_back(self, served: Bundle | None, failed: Bundle) -> None:
+        """Have served what was, if it may be otherwise by now."""
+        before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
+        wanted = _of(before)
+        if wanted == self._served or (self._served is None and not (wanted[0] or failed.virtual_servers)):
+            return
+        try:
+            self._serve(before)
+        except AgentError as error:
+            self._served = None
+            _log.error("Going back to the virtual servers of before: %s", error)
+
+    def differences(self, bundle: Bundle) -> list[str]:
+        """What is not as a bundle wants it, as sentences; changes nothing.
+
+        Raises:
+            AgentError: it cannot be found out.
+        """
+        servers, paired = _of(bundle)
+        found = self._forwards.differs(servers, paired=paired)
+        amiss = self._lvs.difference(bundle) if self._by_lvs else ""
+        return [*found, *([amiss] if amiss else [])]
+
+
+def _of(bundle: Bundle) -> _Wanted:
+    return bundle.virtual_servers, bundle.vrrp is not None
+
+
+# -- for a person to read -------------------------------------------------------------------------------------------
+
+
+def difference(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> str:
+    """What changed, as words; empty if nothing did. The first change is named, the others are counted."""
+    changes = list(_changes(before, after))
+    return changes[0] + (f", and {len(changes) - 1} more" if changes[1:] else "") if changes else ""
+
+
+def _changes(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> Iterator[str]:
+    mine, theirs = ({one.id: one for one in each} for each in (before, after))
+    for name in theirs.keys() - mine.keys():
+        yield f"{theirs[name].protocol} listener {name} added"
+    for name in mine.keys() - theirs.keys():
+        yield f"{mine[name].protocol} listener {name} removed"
+    for name in theirs:
+        if name in mine and mine[name] != theirs[name]:
+            where = f"{theirs[name].protocol} listener {name}"
+            yield from (f"{where}: {change}" for change in _within(mine[name], theirs[name]))
+
+
+def _within(mine: VirtualServer, theirs: VirtualServer) -> Iterator[str]:
+    for name in theirs.__dataclass_fields__:
+        if name != "members" and getattr(mine, name) != getattr(theirs, name):
+            yield f"{name} changed"
+    former, latter = ({one.id: one for one in each.members} for each in (mine, theirs))
+    yield from (f"member {name} added" for name in latter if name not in former)
+    yield from (f"member {name} removed" for name in former if name not in latter)
+    for name, member in latter.items():
+        if name in former and former[name] != member:
+            yield f"member {name}: {_of_member(former[name], member)}"
+    if former == latter and mine.members != theirs.members:
+        yield "members in another order"
+
+
+def _of_member(former: Member, member: Member) -> str:
+    changed = [name for name in member.__dataclass_fields__ if getattr(former, name) != getattr(member, name)]
+    return ", ".join(f"{name} {getattr(former, name)} -> {getattr(member, name)}" for name in changed)

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a virtual machine is told at boot: its config drive, as Nova makes it.
+
+Invariant: the drive can be anybody's, and nothing on it is run. Only regular files of bounded size are read, no
+link is followed, and the only things written are files of mode 0600 directly in /etc/amphora-agent (which is memory),
+networkd's file for the management interface, and the time servers. What is there already stays: a certificate that
+was renewed is not taken back by running this again. Of Python only the standard library is used:
+
+    python3 -I -S config_drive.py
+
+Source: OpenStack's config drive (Nova, "Metadata"); ECMA-119 8.4 and Microsoft's FAT specification for the labels.
+"""
+
+from __future__ import annotations
+
+import configparser
+import ctypes
+import json
+import os
+import re
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Started by its path, which may be a link: -I leaves nothing of ours on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from amphora_agent import boot_network
+from amphora_agent.errors import AgentError, SettingsError
+
+LABEL = "config-2"
+LATEST = "openstack/latest"
+WAIT_SECONDS = 120.0
+MOST_FILES, LARGEST_FILE, LARGEST_DOCUMENT = 64, 256 * 1024, 1024 * 1024
+_HEADER_BYTES = 34 * 1024
+_LOOK_SECONDS = 1.0
+_CLOCK_SECONDS = 2.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
+_PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
+_KEYS = "authorized_keys"
+# mount(2): read only, without set-user-id, devices, programs, links (MS_NOSYMFOLLOW).
+_MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
+_KOBJECT_UEVENT = 15
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is; a test moves it."""
+
+    root: Path = Path("/")
+
+    @property
+    def files(self) -> Path:
+        return self.root / "etc/amphora-agent"
+
+    @property
+    def network(self) -> Path:
+        return self.root / "run/systemd/network/10-management.network"
+
+    @property
+    def time_servers(self) -> Path:
+        return self.root / "run/amphora-chrony/config-drive.sources"
+
+    @property
+    def command_line(self) -> Path:
+        return self.root / "proc/cmdline"
+
+    @property
+    def blocks(self) -> Path:
+        return self.root / "sys/class/block"
+
+    @property
+    def devices(self) -> Path:
+        return self.root / "dev"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the drive says. ``skipped`` are the paths of files that are not this reader's to write."""
+
+    hostname: str | None
+    files: Mapping[str, bytes]
+    skipped: tuple[str, ...]
+    network: Mapping[str, Any]
+
+
+# --- which drive it is -------------------------------------------------------------------------------------
+
+
+def label(header: bytes) -> tuple[str, str] | None:
+    """Kind of file system and label, from the first 34 KiB of a device; None if it is neither ISO 9660 nor FAT."""
+    descriptor = header[32768:32840]
+    if descriptor[:6] == b"\x01CD001":
+        return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
+    if header[510:512] == b"\x55\xaa":
+        for kind, name in ((82, 71), (54, 43)):  # FAT32, then FAT12 and FAT16
+            if header[kind : kind + 3] == b"FAT":
+                return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
+    return None
+
+
+def find(places: Places, seconds: float) -> tuple[Path, str]:
+    """The drive's device and kind of file system; waits until there is one.
+
+    Raises:
+        SettingsError: there is none within that time.
+    """
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
+        events.bind((0, 1))  # before the first look: a device that comes between two looks is heard
+        first = True
+        while True:
+            found = _look(places)
+            if found is not None:
+                return found
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SettingsError(
+                    "find the config drive",
+                    f"no device has the label {LABEL} within {seconds:g} s",
+                    "Boot this image with a config drive (nova boot --config-drive true).",
+                )
+            if first:
+                _say("waiting for the config drive")
+                first = False
+            events.settimeout(min(left, _LOOK_SECONDS))
+            with suppress(OSError):  # nothing came, or too much: look again in any case
+                events.recv(65536)
+
+
+def _look(places: Places) -> tuple[Path, str] | None:
+    for entry in sorted(places.blocks.iterdir()) if places.blocks.is_dir() else ():
+        with suppress(OSError), (places.devices / entry.name).open("rb", buffering=0) as device:
+            found = label(device.read(_HEADER_BYTES))
+            if found is not None and found[1].lower() == LABEL:
+                return places.devices / entry.name, found[0]
+    return None
+
+
+@contextmanager
+def mounted(device: Path, kind: str) -> Iterator[int]:
+    """The drive's root directory as a descriptor, for as long as this lasts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with tempfile.TemporaryDirectory(prefix="config-drive-", dir="/run") as place:
+        result = libc.mount(os.fsencode(device), place.encode(), kind.encode(), ctypes.c_ulong(_MOUNT_FLAGS), None)
+        if result != 0:
+            raise SettingsError(f"mount {device} as {kind}", os.strerror(ctypes.get_errno()))
+        try:
+            root = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                yield root
+            finally:
+                os.close(root)
+        finally:
+            libc.umount2(place.encode(), 0)
+
+
+# --- what it says ------------------------------------------------------------------------------------------
+
+
+def read(root: int) -> Told:
+    """Everything on the drive that this machine wants to know.
+
+    Args:
+        root: an open directory.
+
+    Raises:
+        SettingsError: the drive is not a config drive, or says what it may not say.
+    """
+    meta = _document(root, "meta_data.json")
+    try:
+        network = _document(root, "network_data.json")
+    except SettingsError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        network = {}
+    files: dict[str, bytes] = {}
+    skipped = []
+    listed = meta.get("files") or []
+    if not isinstance(listed, list) or len(listed) > MOST_FILES:
+        raise SettingsError("read meta_data.json", f"files is not a list of at most {MOST_FILES}")
+    for one in listed:
+        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("path", "content_path")):
+            raise SettingsError("read meta_data.json", "one of its files has no path or no content_path")
+        name = _ours(one["path"])
+        if name is None:
+            skipped.append(one["path"][:200])
+        else:
+            files[name] = content(root, f"openstack/{one['content_path'].lstrip('/')}", LARGEST_FILE)
+    keys = _public_keys(meta.get("public_keys"))
+    if keys:
+        files[_KEYS] = keys
+    return Told(_hostname(meta), files, tuple(skipped), network)
+
+
+def content(root: int, path: str, largest: int) -> bytes:
+    """A file's content. Neither it nor a directory on the way to it may be a link.
+
+    Args:
+        root: an open directory.
+        path: seen from there.
+        largest: how many bytes it may have.
+
+    Raises:
+        SettingsError: it is not there, not a regular file, or too large.
+    """
+    parts = path.split("/")
+    wanted = f"read {path[:200]!r} of the config drive"
+    if not all(parts) or any(part in {".", ".."} or "\0" in part for part in parts):
+        raise SettingsError(wanted, "this is no path on it")
+    directory = os.dup(root)
+    try:
+        for part in parts[:-1]:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            inside = os.open(part, flags, dir_fd=directory)
+            os.close(directory)
+            directory = inside
+        descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise SettingsError(wanted, "it is not a file")
+            data = file.read(largest + 1)
+    except OSError as error:
+        raise SettingsError(wanted, error.strerror or str(error)) from error
+    finally:
+        os.close(directory)
+    if len(data) > largest:
+        raise SettingsError(wanted, f"it has more than {largest} bytes")
+    return data
+
+
+def _document(root: int, name: str) -> dict[str, Any]:
+    text = content(root, f"{LATEST}/{name}", LARGEST_DOCUMENT)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Not quoted: a drive may hold keys in its documents.
+        raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"read {name}", "it is not an object")
+    return found
+
+
+def _ours(path: str) -> str | None:
+    folder, _, name = path.rpartition("/")
+    return name if folder == "/etc/amphora-agent" and name != _KEYS and _NAME.fullmatch(name) else None
+
+
+def _public_keys(found: object) -> bytes:
+    keys = found.values() if isinstance(found, dict) else ()
+    lines = [key.strip() for key in keys if isinstance(key, str) and _PUBLIC_KEY.fullmatch(key.strip())]
+    return "".join(f"{line}\n" for line in lines[:MOST_FILES]).encode()
+
+
+def _hostname(meta: Mapping[str, Any]) -> str | None:
+    name = meta.get("hostname") or meta.get("name")
+    return name if isinstance(name, str) and len(name) <= 64 and _HOSTNAME.fullmatch(name) else None
+
+
+# --- what becomes of it ------------------------------------------------------------------------------------
+
+
+def lay(places: Places, told: Told) -> None:
+    """Write the files that are not there yet, agent.conf last; then the network.
+
+    Raises:
+        SettingsError: the network is not described as it should be.
+        OSError: there is no room.
+    """
+    places.files.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in sorted(told.files, key=lambda name: name == "agent.conf"):
+        _write_new(places.files / name, told.files[name])
+    interface = boot_network.management(told.network, _bind_address(told.files.get("agent.conf", b"")))
+    _write(places.network, boot_network.FALLBACK if interface is None else boot_network.rendered(interface))
+    servers = boot_network.time_servers(told.network)
+    if servers:
+        _write(places.time_servers, "".join(f"server {address} iburst\n" for address in servers))
+
+
+def _bind_address(settings: bytes) -> str | None:
+    parser = configparser.ConfigParser(interpolation=None)
+    with suppress(ValueError, configparser.Error):
+        parser.read_string(settings.decode())
+        return parser.get("agent", "bind_address")
+    return None
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Readable by all: networkd and chrony are not root."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="ascii")
+    temporary.chmod(0o644)
+    temporary.replace(path)
+
+
+def set_clock() -> None:
+    """Take the time from the machine's clock: one that was frozen while it waited for its drive has that day's."""
+    with suppress(OSError, ValueError):
+        now = float(Path("/sys/class/rtc/rtc0/since_epoch").read_text(encoding="ascii"))
+        if abs(now - time.time()) > _CLOCK_SECONDS:
+            time.clock_settime(time.CLOCK_REALTIME, now)
+
+
+def patience(command_line: str) -> float:
+    """How long to wait for the drive, in seconds: ``amphora.wait=`` on the kernel's command line says otherwise."""
+    for word in command_line.split():
+        name, _, value = word.partition("=")
+        if name == "amphora.wait":
+            with suppress(ValueError):
+                return float(value)
+    return WAIT_SECONDS
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"amphora: {line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Console entry."""
+    places = Places()
+    try:
+        device, kind = find(places, patience(places.command_line.read_text(encoding="ascii", errors="replace")))
+        set_clock()
+        with mounted(device, kind) as root:
+            told = read(root)
+        if told.hostname is not None:
+            socket.sethostname(told.hostname)
+        lay(places, told)
+    except (AgentError, OSError) as error:
+        # Reachable all the same, for whoever built ssh in.
+        if not places.network.exists():
+            _write(places.network, boot_network.FALLBACK)
+        sys.exit(f"amphora: {error}")
+    for path in told.skipped:
+        _say(f"{path!r} is not written: only files in /etc/amphora-agent are")
+    _say(f"{len(told.files)} files of {device.name} are in {places.files}")
+
+
+if __name__ == "__main__":
+    main()

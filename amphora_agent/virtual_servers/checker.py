@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members of virtual servers are checked, and the engine is told.
+
+Invariant: what is served is always what was wanted last and could be brought about; a wish that cannot be fulfilled
+leaves the one before it in force. A state that changes is in the kernel before anything else is done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from amphora_agent.errors import AgentError
+from amphora_agent.virtual_servers import record, rows, states, wanted
+from amphora_agent.virtual_servers.check import Kind, target
+from amphora_agent.virtual_servers.counted import SUMMED
+from amphora_agent.virtual_servers.engine import Engine
+from amphora_agent.virtual_servers.loop import Loop, Timer
+from amphora_agent.virtual_servers.record import Record, Wish
+from amphora_agent.virtual_servers.schedule import Schedule
+from amphora_agent.virtual_servers.states import Key, States, Status
+from amphora_agent.virtual_servers.wanted import VirtualServer
+
+FIRST_RETRY, LAST_RETRY = 0.5, 30.0
+# What changes no member's status may be lost if this process is killed.
+_NOTE_SECONDS = 1.0
+
+
+class Checker:
+    """States of members, and what follows from them. Used by one thread.
+
+    Args:
+        kinds: as `Schedule` has it.
+        version: of the code that runs, for whoever asks.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        engine: Engine,
+        kept: Record,
+        kinds: Mapping[str, Callable[[Loop], Kind]],
+        version: str = "",
+    ) -> None:
+        self._loop = loop
+        self._engine = engine
+        self._record = kept
+        self._version = version
+        self._schedule = Schedule(loop, kinds, self._verdict)
+        left = kept.read()
+        self._wish = left.wish
+        self._counted = left.counted
+        self._states = states.carried(left.states, (), left.wish.servers, time.time())
+        self._monitors: dict[Key, wanted.Monitor] = {}
+        self._changed = bool(left.wish.servers)  # the kernel may hold what nobody has noted
+        self._noted = True
+        self._trouble: str | None = None
+        self._retry: Timer | None = None
+        self._notes: Timer | None = None
+        self._rests_until = 0.0
+        self._patience = FIRST_RETRY
+        self._look_after(self._wish.servers)
+
+    # -- checks ---------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Wait for the next thing and do all that is due."""
+        rest = self._rests_until - time.monotonic()
+        if self._changed and self._retry is None and rest <= 0:
+            self._follow()
+            return
+        self._loop.turn(rest if self._changed and self._retry is None else None)
+        if not self._noted and self._notes is None:
+            self._notes = self._loop.at(time.monotonic() + _NOTE_SECONDS, self._note)
+
+    def _verdict(self, key: Key, good: bool, seen: str) -> None:
+        before, monitor = self._states.get(key), self._monitors.get(key)
+        if before is None or monitor is None:
+            return
+        state = states.after(before, good=good, reason=seen, rise=monitor.rise, fall=monitor.fall, now=time.time())
+        if state == before:
+            return
+        self._states[key] = state
+        self._noted = False
+        if state.up != before.up:
+            self._changed = True
+            _say(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {seen}")
+
+    def _follow(self) -> None:
+        """Have the engine do what the states say; again a while later if it cannot.
+
+        Where many change, half of the time is left for checks.
+        """
+        begun = time.monotonic()
+        try:
+            self._bring_about(self._wish, self._states)
+        except Exception as error:  # noqa: BLE001 (members are to be checked whatever the kernel says)
+            text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
+            if text != self._trouble:
+                _say(text)
+            self._trouble = text
+            self._retry = self._loop.at(time.monotonic() + self._patience, self._again)
+            self._patience = min(LAST_RETRY, 2 * self._patience)
+        else:
+            self._done()
+        self._note()
+        self._rests_until = 2 * time.monotonic() - begun
+
+    def _again(self) -> None:
+        self._retry = None
+
+    def _done(self) -> None:
+        self._changed, self._trouble, self._patience = False, None, FIRST_RETRY
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _note(self) -> None:
+        self._noted = True
+        if self._notes is not None:
+            self._notes.cancel()
+            self._notes = None
+        self._record.knows(self._states, self._counted)
+
+    def _bring_about(self, wish: Wish, known: States) -> None:
+        """What is counted until the kernel's table is another one, and what that one begins with, is told apart."""
+        self._count()
+        if wish.servers:
+            self._engine.bring_about(wish.servers, states.may_serve(wish.servers, known), paired=wish.paired)
+        else:
+            self._engine.release()
+        self._count()
+
+    def _count(self) -> None:
+        with suppress(AgentError):
+            if self._counted.read(self._engine.counters()):
+                self._noted = False
+
+    def _look_after(self, servers: Sequence[VirtualServer]) -> None:
+        """Check the members of these."""
+        found = states.checked(servers)
+        self._monitors = {key: server.monitor for key, (server, _) in found.items() if server.monitor is not None}
+        self._schedule.want({key: target(found[key][1], monitor) for key, monitor in self._monitors.items()})
+
+    # -- questions ------------------------------------------------------------------------------------------
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any] | str:
+        """What the control socket says.
+
+        Raises:
+            AgentError: the engine refuses, or fails.
+            KeyError, TypeError, ValueError: it is no question.
+        """
+        operation = question["op"]
+        if operation == "version":
+            return {"version": self._version, "engine": self._engine.name}
+        if operation == "state":
+            return self._state()
+        if operation == "rows":
+            return rows.compose(self._state()["servers"])
+        if operation not in ("check", "serve", "differs"):
+            raise ValueError(f"there is no {operation!r}")
+        if operation == "check":
+            self._engine.check(wanted.parse(question["servers"]))
+            return {}
+        if operation == "differs":
+            return {"differs": self._differs(record.wish(question))}
+        self._serve(record.wish(question))
+        return self._state()
+
+    def _serve(self, wish: Wish) -> None:
+        before = self._wish
+        known = states.carried(self._states, before.servers, wish.servers, time.time())
+        self._engine.check(wish.servers)
+        try:
+            self._bring_about(wish, known)
+            self._record.serves(wish)
+        except Exception:
+            with suppress(AgentError):
+                self._bring_about(before, self._states)
+            raise
+        self._wish, self._states = wish, known
+        self._done()
+        self._note()
+        self._look_after(wish.servers)
+
+    def _differs(self, wish: Wish) -> list[str]:
+        if wish.digest != self._wish.digest:
+            return ["the checker serves other virtual servers than those of the last confirmed bundle"]
+        up = states.may_serve(wish.servers, self._states)
+        return list(self._engine.differs(wish.servers, up, paired=wish.paired))
+
+    def _state(self) -> dict[str, Any]:
+        self._count()
+        present = {server.id for server in self._wish.servers}
+        return {
+            "digest": self._wish.digest,
+            "error": self._trouble,
+            "engine": self._engine.name,
+            "birth": self._counted.birth,
+            "servers": {server.id: self._of(server) for server in self._wish.servers},
+            "former": {name: self._sums(name) for name in sorted(self._counted.names - present)},
+        }
+
+    def _sums(self, name: str) -> dict[str, int]:
+        found = self._counted.visible(name)
+        return {field: getattr(found, field) for field in SUMMED}
+
+    def _of(self, server: VirtualServer) -> dict[str, Any]:
+        active = self._counted.visible(server.id).active_connections
+        full = server.connection_limit is not None and active >= server.connection_limit
+        pool = None
+        if server.pool_id is not None:
+            members = {}
+            for member in server.members:
+                since, reason = states.reason(server, member, self._states)
+                status = states.word(server, member, self._states)
+                members[member.id] = {"status": status, "since": since, "reason": reason, "weight": member.weight}
+            pool = {"id": server.pool_id, "status": states.pool_word(server, self._states), "members": members}
+        status = Status.FULL if full else Status.OPEN
+        return {"status": status, "active_connections": active, **self._sums(server.id), "pool": pool}
+
+    def close(self) -> None:
+        """Check nobody any more. The kernel goes on as it is."""
+        self._count()
+        self._note()
+        self._schedule.close()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"checker: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's side of the checker: start it when there are virtual servers, replace it when its code changed, ask it.
+
+Invariant: the checker outlives the agent. Nothing here ends it but that nothing is wanted any more, or a change of how
+it is started; the kernel forwards meanwhile. Where no virtual server was ever wanted there is no checker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
+from amphora_agent.paths import Paths
+from amphora_agent.services import Care, Services
+from amphora_agent.virtual_servers import wanted
+from amphora_agent.virtual_servers.version import version
+from amphora_agent.virtual_servers.wanted import VirtualServer
+
+_log = logging.getLogger(__name__)
+SERVICE = "amphora-checker"
+STATE_SECONDS = 1.0
+# To change the kernel's table takes milliseconds; on a machine that has much else to do, more.
+SERVE_SECONDS = 30.0
+START_SECONDS = 15.0
+_RESTART_DELAY = 0.1
+_POLL_SECONDS = 0.02
+_PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is served now."""
+
+    digest: str
+    engine: str
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What one virtual server has counted since the amphora's kernel began."""
+
+    total_connections: int
+    bytes_in: int
+    bytes_out: int
+    request_errors: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The pool of a virtual server; ``members`` are their words, ``reasons`` why they are so."""
+
+    id: str
+    status: str
+    members: dict[str, str]
+    reasons: dict[str, str]
+    weights: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """One virtual server as the checker sees it."""
+
+    status: str
+    active_connections: int
+    pool: Pool | None
+
+
+@dataclass(frozen=True)
+class State:
+    """One answer of the checker's.
+
+    ``sums`` are also of virtual servers that are wanted no longer; ``birth`` is the name of the counters' life, after
+    which they begin at zero.
+    """
+
+    digest: str | None
+    engine: str
+    birth: str
+    error: str | None
+    listeners: dict[str, Listener]
+    sums: dict[str, Sums]
+
+
+def digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
+    """SHA-256 of what is wanted, in hexadecimal."""
+    document = {"paired": paired, "servers": wanted.document(servers)}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+class Checker:
+    """Whoever wants virtual servers served. Safe to use from several threads.
+
+    Args:
+        engine: what forwards: "auto", "nftables" or "lvs".
+    """
+
+    def __init__(self, paths: Paths, services: Services, engine: str = "auto") -> None:
+        self._paths = paths
+        self._services = services
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._version = version()
+        self._last_words: State | None = None
+
+    def check(self, servers: Sequence[VirtualServer]) -> None:
+        """Ask whether these could be served; changes nothing.
+
+        Raises:
+            ConfigurationRefused: they cannot.
+            VirtualServersError, ServiceError: nobody can tell.
+        """
+        if not servers:
+            return
+        with self._lock:
+            self._ensure()
+            self._ask({"op": "check", "servers": wanted.document(servers)}, SERVE_SECONDS)
+
+    def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> Answer:
+        """Have these served and no others; returns when it is so.
+
+        Args:
+            paired: the amphora has a partner.
+
+        Raises:
+            ConfigurationRefused, VirtualServersError, ServiceError: what was served before is still served.
+        """
+        wish = digest(servers, paired=paired)
+        with self._lock:
+            if not servers and not self._exists():
+                return Answer(wish, self._engine)
+            self._ensure()
+            document = {"op": "serve", "digest": wish, "paired": paired, "servers": wanted.document(servers)}
+            state = _state(self._ask(document, SERVE_SECONDS))
+            if not servers:
+                self._last_words = state
+                self._end()
+            return Answer(wish, state.engine)
+
+    def differs(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> list[str]:
+        """What is otherwise than `serve` would leave it, as sentences."""
+        if not servers and not self._exists():
+            return []
+        document = {"op": "differs", "digest": digest(servers, paired=paired), "paired": paired}
+        try:
+            said = self._ask({**document, "servers": wanted.document(servers)}, SERVE_SECONDS)
+            return [str(one) for one in said["differs"]]
+        except (VirtualServersError, ConfigurationRefused) as error:
+            return [f"the checker of UDP and SCTP listeners: {error.happened}"]
+
+    def state(self) -> State | None:
+        """What is found and counted; None: nothing is wanted, or nobody answers."""
+        if not self._paths.checker_socket.exists():
+            return None
+        try:
+            return _state(self._ask({"op": "state"}, STATE_SECONDS))
+        except (VirtualServersError, ConfigurationRefused):
+            return None
+
+    def last_words(self) -> State | None:
+        """What was counted when the last virtual server was given up; it is told once."""
+        with self._lock:
+            said, self._last_words = self._last_words, None
+            return said
+
+    # -- the process ----------------------------------------------------------------------------------------
+
+    def _exists(self) -> bool:
+        """Whether there is, or should be, a checker."""
+        if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
+            return True
+        status = self._services.status(SERVICE)
+        return status is not None and status.wanted
+
+    def _ensure(self) -> None:
+        """Return when a checker answers that runs the code that is here.
+
+        Raises:
+            ServiceError, VirtualServersError: there is none.
+        """
+        self._start()
+        present = self._await(None)
+        if present != self._version:
+            _log.info("The checker is replaced: it runs %s, this is %s", present, self._version)
+            self._services.signal(SERVICE, signal.SIGHUP)
+            self._await(self._version)
+
+    def _start(self) -> None:
+        script = str(Path(__file__).with_name("run.py"))
+        words = [self._engine, str(self._paths.run), str(self._paths.checker_socket)]
+        argv = [sys.executable, "-I", "-S", script, *words]
+        care = Care(restart_delay=_RESTART_DELAY)
+        try:
+            self._services.start(SERVICE, argv, inner=True, care=care)
+        except ServiceError:
+            self._services.stop(SERVICE)  # another Python, another engine: it cannot go on as it is
+            self._services.start(SERVICE, argv, inner=True, care=care)
+
+    def _await(self, version_wanted: str | None) -> str:
+        """Ask for its version until it is this one; None: until there is an answer at all."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with suppress(VirtualServersError):
+                found = str(self._ask({"op": "version"}, STATE_SECONDS)["version"])
+                if version_wanted in (None, found):
+                    return found
+            if time.monotonic() > deadline:
+                said = self._services.log(SERVICE)
+                why = said[-1] if said else f"no answer within {START_SECONDS:.0f} s"
+                raise VirtualServersError("start the checker of UDP and SCTP listeners", why)
+            time.sleep(_POLL_SECONDS)  # it announces itself to nobody
+
+    def _end(self) -> None:
+        """Nothing is wanted any more, and the kernel holds nothing of it."""
+        self._services.stop(SERVICE)
+        for path in (self._paths.checker_socket, self._paths.virtual_servers, self._paths.virtual_states):
+            path.unlink(missing_ok=True)
+
+    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(seconds)
+                connection.connect(str(self._paths.checker_socket))
+                connection.sendall(json.dumps(question).encode() + b"\n")
+                with connection.makefile("rb", _PIECE) as lines:
+                    answer: dict[str, Any] = json.loads(lines.readline())
+        except (OSError, ValueError) as error:
+            raise VirtualServersError(
+                f"have the checker do '{question['op']}'", f"it does not answer: {error or type(error).__name__}"
+            ) from error
+        if isinstance(said := answer.get("error"), dict):
+            kind = ConfigurationRefused if said.get("refused") else VirtualServersError
+            raise kind(said["wanted"], said["happened"], said["remedy"], object_id=said.get("object_id"))
+        return answer
+
+
+def _state(answer: dict[str, Any]) -> State:
+    listeners, sums = {}, {name: _sums(found) for name, found in answer["former"].items()}
+    for name, found in answer["servers"].items():
+        pool = found["pool"]
+        sums[name] = _sums(found)
+        listeners[name] = Listener(
+            found["status"], found["active_connections"], None if pool is None else _pool(pool, pool["members"])
+        )
+    return State(answer["digest"], answer["engine"], answer["birth"], answer["error"], listeners, sums)
+
+
+def _pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Pool:
+    return Pool(
+        id=found["id"],
+        status=found["status"],
+        members={name: one["status"] for name, one in members.items()},
+        reasons={name: one["reason"] for name, one in members.items()},
+        weights={name: one["weight"] for name, one in members.items()},
+    )
+
+
+def _sums(found: dict[str, Any]) -> Sums:
+    return Sums(found["total_connections"], found["bytes_in"], found["bytes_out"], found["request_errors"])

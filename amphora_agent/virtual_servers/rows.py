@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual servers as rows of HAProxy's statistics, for the responder's metrics.
+
+Invariant: pure. Columns have HAProxy's names (management guide 9.1), and hold what they hold there; what is not counted
+of virtual servers has no column. No value has a comma in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+COLUMNS = ("pxname", "svname", "type", "mode", "status", "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight")
+_LISTENER, _POOL, _MEMBER = "0", "1", "2"
+
+
+def compose(servers: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line of names, and one for each listener, pool and member.
+
+    Args:
+        servers: as the checker's state has them.
+    """
+    lines = [",".join(COLUMNS)]
+    for name, found in servers.items():
+        total = found["total_connections"]
+        counted = {"scur": found["active_connections"], "stot": total}
+        counted |= {"bin": found["bytes_in"], "bout": found["bytes_out"]}
+        errors = {"conn_tot": total, "ereq": found["request_errors"]}
+        lines.append(_row(name, "FRONTEND", _LISTENER, found["status"], {**counted, **errors}))
+        if (pool := found["pool"]) is None:
+            continue
+        proxy = f"{pool['id']}:{name}"
+        # All that a listener is given goes to its pool.
+        lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
+        for member, one in pool["members"].items():
+            lines.append(_row(proxy, member, _MEMBER, one["status"], {"weight": one["weight"]}))
+    return "\n".join(lines) + "\n"
+
+
+def _row(proxy: str, name: str, kind: str, status: str, counted: Mapping[str, int]) -> str:
+    known = {"pxname": proxy, "svname": name, "type": kind, "mode": "udp", "status": status, **counted}
+    return ",".join(str(known.get(column, "")) for column in COLUMNS)

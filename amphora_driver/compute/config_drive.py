@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a virtual machine is told at its first boot: a config drive, laid out as Nova does it.
+
+Invariant: pure. The same order makes the same bytes. An image that boots from a drive of ours boots from Nova's too:
+label ``config-2``, ``openstack/latest`` with ``meta_data.json`` (whose ``files`` name the contents of what is to be
+written where), ``network_data.json`` and ``user_data`` (Nova's documentation, "Metadata").
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from amphora_driver.compute import iso9660
+from amphora_driver.network.interface import Port, Subnet
+
+LABEL = "config-2"
+PLACE = "/etc/amphora-agent"
+
+
+class InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is to be written, and where its content is on the drive, seen from ``openstack``."""
+
+    content_path: str
+    path: str
+
+
+class MetaData(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the machine is."""
+
+    uuid: str
+    hostname: str
+    name: str
+    availability_zone: str
+    launch_index: int
+    meta: dict[str, str]
+    files: tuple[InjectedFile, ...]
+
+
+class NetworkRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A route of a network, in addresses and netmasks, as Nova has it."""
+
+    network: str
+    netmask: str
+    gateway: str
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """One address of an interface."""
+
+    id: str
+    link: str
+    type: str
+    ip_address: str
+    netmask: str
+    network_id: str
+    routes: tuple[NetworkRoute, ...]
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One interface, by its MAC address."""
+
+    id: str
+    type: str
+    ethernet_mac_address: str
+    mtu: int
+
+
+class NetworkData(msgspec.Struct, frozen=True, kw_only=True):
+    """The interfaces that the machine configures itself."""
+
+    links: tuple[Link, ...]
+    networks: tuple[Network, ...]
+    services: tuple[str, ...] = ()
+
+
+def config_drive(
+    amphora_id: str, hostname: str, files: Mapping[str, bytes], port: Port, subnets: Sequence[Subnet]
+) -> bytes:
+    """The drive of one amphora.
+
+    Args:
+        amphora_id: who it is.
+        hostname: what it calls itself.
+        files: what lies in ``/etc/amphora-agent``, by file name.
+        port: its port on the management network.
+        subnets: those of the port's addresses.
+    """
+    names = sorted(files)
+    injected = tuple(
+        InjectedFile(content_path=f"/content/{number:04}", path=f"{PLACE}/{name}") for number, name in enumerate(names)
+    )
+    meta = MetaData(
+        uuid=amphora_id,
+        hostname=hostname,
+        name=hostname,
+        availability_zone="",
+        launch_index=0,
+        meta={},
+        files=injected,
+    )
+    written = {
+        "openstack/latest/meta_data.json": msgspec.json.encode(meta),
+        "openstack/latest/network_data.json": msgspec.json.encode(network_data(port, subnets)),
+        "openstack/latest/user_data": b"",
+        **{f"openstack/content/{number:04}": files[name] for number, name in enumerate(names)},
+    }
+    return iso9660.image(LABEL, written)
+
+
+def network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
+    """The management interface: all its addresses, and the routes of their subnets."""
+    known = {subnet.id: subnet for subnet in subnets}
+    networks = []
+    for number, fixed in enumerate(port.addresses):
+        subnet = known[fixed.subnet_id]
+        network = ipaddress.ip_network(subnet.cidr)
+        networks.append(
+            Network(
+                id=f"network{number}",
+                link="management",
+                type=f"ipv{network.version}",
+                ip_address=fixed.address,
+                netmask=str(network.netmask),
+                network_id=subnet.network_id,
+                routes=_routes(subnet),
+            )
+        )
+    link = Link(id="management", type="bridge", ethernet_mac_address=port.mac, mtu=port.mtu)
+    return NetworkData(links=(link,), networks=tuple(networks))
+
+
+def _routes(subnet: Subnet) -> tuple[NetworkRoute, ...]:
+    default = "::/0" if ":" in subnet.cidr else "0.0.0.0/0"
+    wanted = [(default, subnet.gateway)] if subnet.gateway else []
+    wanted += [(route.destination, route.gateway) for route in subnet.routes]
+    found = [(ipaddress.ip_network(destination), gateway) for destination, gateway in wanted]
+    return tuple(
+        NetworkRoute(network=str(network.network_address), netmask=str(network.netmask), gateway=gateway)
+        for network, gateway in found
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of a directory, by tag.
+
+Invariant: what a machine was booted from stays as it was for as long as the machine is there, whatever becomes of the
+directory: the machine has a name of its own for the file (a hard link), or a copy where that cannot be. The digest
+names contents, and is made again only when a file has changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import msgspec
+
+from amphora_driver.compute.qemu_command import INITRD, KERNEL
+from amphora_driver.errors import ComputeError
+
+BASE = "base.qcow2"
+# What a kernel is told that has no file of arguments: the file system is the whole disk, and a machine that dies starts
+# again.
+ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGITS = 16
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """One image: its files, and what its kernel is told; None where it has a boot loader."""
+
+    tag: str
+    disk: Path
+    kernel: Path | None = None
+    initrd: Path | None = None
+    arguments: str | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(path for path in (self.disk, self.kernel, self.initrd) if path is not None)
+
+
+class Images:
+    """One directory of images."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[object, str]] = {}
+
+    def find(self, tag: str) -> Image:
+        """The image with this tag.
+
+        Raises:
+            ComputeError: there is none.
+        """
+        wanted = f"find the image {tag!r}"
+        if not _TAG.fullmatch(tag):
+            raise ComputeError(wanted, "this is not the tag of an image", final=True)
+        disk, kernel, initrd, arguments = (self._path(tag, kind) for kind in ("qcow2", "kernel", "initrd", "arguments"))
+        if disk is None:
+            place = self._directory / f"{tag}.qcow2"
+            raise ComputeError(wanted, f"there is no {place}", "diskimage/README.md says how to make one.", final=True)
+        if kernel is None:
+            return Image(tag=tag, disk=disk)
+        words = ARGUMENTS if arguments is None else " ".join(arguments.read_text(encoding="ascii").split())
+        return Image(tag=tag, disk=disk, kernel=kernel, initrd=initrd, arguments=words)
+
+    def digest(self, image: Image) -> str:
+        """What tells it from every other image.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        seen = (image.arguments, *((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, image.files)))
+        with self._lock:
+            known = self._known.get(image.tag)
+            if known is None or known[0] != seen:
+                made = hashlib.sha256((image.arguments or "").encode())
+                for path in image.files:
+                    with path.open("rb") as file:
+                        while block := file.read(2**20):
+                            made.update(block)
+                known = (seen, f"{image.tag}-{made.hexdigest()[:_DIGITS]}")
+                self._known[image.tag] = known
+            return known[1]
+
+    def _path(self, tag: str, kind: str) -> Path | None:
+        path = self._directory / f"{tag}.{kind}"
+        return path if path.is_file() else None
+
+
+def keep(image: Image, folder: Path) -> None:
+    """Give a machine its own names for an image's files."""
+    for name, path in ((BASE, image.disk), (KERNEL, image.kernel), (INITRD, image.initrd)):
+        place = folder / name
+        place.unlink(missing_ok=True)
+        if path is not None:
+            _link(path, place)
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.link(source, place)
+    except OSError as error:
+        if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
+            raise
+        # Another file system: one copy for each machine is the price of it.
+        temporary = place.with_name(f".{place.name}.new")
+        shutil.copyfile(source, temporary)
+        temporary.replace(place)

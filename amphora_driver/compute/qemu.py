@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amphorae as virtual machines of this machine.
+
+Invariant: all that is known of an amphora lies in its folder (`folders`): its disk, which is what differs from its
+image, its config drive, what its console said, and who its process is. Every step finds what an earlier, interrupted
+attempt left. A machine survives the process that booted it, and its interfaces hang in the same switch as those of
+amphorae made of namespaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from amphora_driver.compute import acceleration
+from amphora_driver.compute.config_drive import config_drive
+from amphora_driver.compute.folders import (
+    Folders,
+    explained,
+    files_of,
+    image_of,
+    last_words,
+    remove,
+    write,
+    write_image,
+)
+from amphora_driver.compute.images import BASE, Images, keep
+from amphora_driver.compute.interface import BootOrder, Machine, MachineState
+from amphora_driver.compute.process import Process, end, find, spawn
+from amphora_driver.compute.qemu_command import (
+    CONSOLE,
+    DISK,
+    DRIVE,
+    PID,
+    Hardware,
+    command,
+    device_id,
+    interface,
+    tap,
+)
+from amphora_driver.compute.qmp import Monitor, talking
+from amphora_driver.deadline import least
+from amphora_driver.errors import ComputeError
+from amphora_driver.network import namespaces, taps
+from amphora_driver.network.bridges import Switch
+from amphora_driver.network.interface import Subnet
+
+if TYPE_CHECKING:
+    from oslo_config import cfg
+
+    from amphora_driver.network.addresses import Segment
+    from amphora_driver.network.interface import Port
+    from amphora_driver.network.local import LocalNetwork
+
+LOG = logging.getLogger(__name__)
+_RECORD, _HARDWARE = "process.json", "hardware.json"
+# Seconds for a process to end, for an overlay to be made, and for a guest to let go of an interface.
+_KILL_SECONDS, _OVERLAY_SECONDS, _RELEASE_SECONDS = 10.0, 60.0, 10.0
+
+
+class QemuCompute:
+    """Boots amphorae from images.
+
+    Args:
+        conf: our options.
+        network: where ports come from; the management port of an amphora is taken and given back here.
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset({"amp_image_tag"})
+    wiring: ClassVar[str] = "bridge"
+    engines: ClassVar[frozenset[str]] = frozenset({"nftables"})
+
+    def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
+        self._options = conf.compute_qemu
+        self._network = network
+        self._folders = Folders(Path(self._options.directory).absolute(), self._options.prefix)
+        self._images = Images(Path(self._options.image_directory).absolute())
+        self._management: str = self._options.management_network
+        self._switch_name: str = conf.network_local.switch
+        self._switch = Switch(self._switch_name, self._management)
+
+    # --- the backend's interface ---------------------------------------------------------------------------
+
+    def boot(self, order: BootOrder) -> Machine:
+        """Boot the amphora, or find the one already booted under this id. One that has ended begins with a new disk."""
+        wanted = f"boot amphora {order.amphora_id}"
+        with self._folders.locked(order.amphora_id, make=True) as folder, explained(wanted):
+            machine = self._machine(order.amphora_id)
+            if machine is not None and machine.state is MachineState.RUNNING:
+                return machine
+            self._folders.mark(folder)
+            self._stop(folder, wanted)
+            image = self._images.find(order.image_tag or self._options.image_tag)
+            digest = self._images.digest(image)
+            port = self._management_port(order.amphora_id)
+            address = port.addresses[0].address
+            name = f"amphora-{order.amphora_id}"
+            drive = config_drive(order.amphora_id, name, files_of(order, address), port, self._subnets(port))
+            write(folder / DRIVE, drive)
+            keep(image, folder)
+            _make_overlay(folder, wanted)
+            hardware = self._hardware(name, image.arguments, initrd=image.initrd is not None)
+            write_image(folder, digest)
+            write(folder / _HARDWARE, msgspec.json.encode(hardware))
+            self._start(order.amphora_id, folder, hardware, (port,))
+            return self._running(order.amphora_id, address, digest)
+
+    def image(self, tag: str | None) -> str | None:
+        """Tag and digest of the image with this tag; None where there is none."""
+        with explained("look at the images"):
+            try:
+                return self._images.digest(self._images.find(tag or self._options.image_tag))
+            except ComputeError as error:
+                LOG.warning("%s", error)
+                return None
+
+    def machines(self) -> frozenset[str]:
+        """The ids of all amphorae of this deployment of which something is left."""
+        with explained("list amphorae"):
+            return self._folders.ours()
+
+    def get(self, amphora_id: str) -> Machine | None:
+        """The amphora's machine, or None if there is none."""
+        with explained(f"look up amphora {amphora_id}"):
+            return self._machine(amphora_id)
+
+    def attach(self, amphora_id: str, port: Port) -> None:
+        """Give the machine an interface with the port's MAC address, joined to the port's network."""
+        wanted = f"attach port {port.id} to amphora {amphora_id}"
+        with self._folders.locked(amphora_id) as folder, explained(wanted):
+            process = self._process(folder) if folder.is_dir() else None
+            if process is None or not process.alive():
+                raise ComputeError(wanted, "the amphora does not run")
+            self._connect(amphora_id, port)
+            with talking(folder, wanted) as monitor:
+                _plug(monitor, port)
+
+    def detach(self, amphora_id: str, port: Port) -> None:
+        """Take that interface away again; no error if it is not there."""
+        wanted = f"detach port {port.id} from amphora {amphora_id}"
+        with self._folders.locked(amphora_id) as folder, explained(wanted):
+            process = self._process(folder) if folder.is_dir() else None
+            if process is not None and process.alive():
+                with talking(folder, wanted) as monitor:
+                    _unplug(monitor, port)
+            self._switch.disconnect(port.id)
+
+    def destroy(self, amphora_id: str) -> None:
+        """Stop the machine and remove all that `boot` made; no error if nothing is there."""
+        wanted = f"destroy amphora {amphora_id}"
+        with self._folders.locked(amphora_id) as folder, explained(wanted):
+            self._vanish(amphora_id, folder, wanted)
+            for port in self._network.ports(amphora_id):
+                if port.network_id == self._management:
+                    self._network.delete_port(port.id)
+            if folder.is_dir():
+                remove(folder)
+
+    # --- what the sandbox and tests ask besides ------------------------------------------------------------
+
+    def power_off(self, amphora_id: str) -> None:
+        """Stop the machine as a power cut does; its disk and ports stay for `power_on`."""
+        wanted = f"power amphora {amphora_id} off"
+        with self._folders.locked(amphora_id) as folder, explained(wanted):
+            self._vanish(amphora_id, folder, wanted)
+
+    def power_on(self, amphora_id: str) -> bool:
+        """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
+        wanted = f"power amphora {amphora_id} on"
+        with self._folders.locked(amphora_id) as folder, explained(wanted):
+            machine = self._machine(amphora_id)
+            # Without its hardware its boot never came to the end: whoever began it boots it again.
+            if machine is None or machine.state is MachineState.RUNNING or not (folder / _HARDWARE).exists():
+                return False
+            hardware = msgspec.json.decode((folder / _HARDWARE).read_bytes(), type=Hardware)
+            first = self._management_port(amphora_id)
+            others = [port for port in self._network.ports(amphora_id) if port.id != first.id]
+            self._start(amphora_id, folder, hardware, (first, *others))
+            return True
+
+    def booted(self) -> list[str]:
+        """The ids of all amphorae that have a folder, running or not, whoever's they are."""
+        return self._folders.all()
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def _machine(self, amphora_id: str) -> Machine | None:
+        folder = self._folders.path(amphora_id)
+        if not folder.is_dir():
+            return None
+        process = self._process(folder)
+        if process is None:
+            reason = "its boot was interrupted; boot it again"
+            return Machine(compute_id=amphora_id, state=MachineState.BUILDING, reason=reason)
+        address = self._address(amphora_id)
+        if process.alive() and address is not None:
+            return self._running(amphora_id, address, image_of(folder))
+        reason = f"it ended: {last_words(folder / CONSOLE)}"
+        return Machine(compute_id=amphora_id, state=MachineState.FAILED, management_address=address, reason=reason)
+
+    @staticmethod
+    def _running(amphora_id: str, address: str, image: str | None) -> Machine:
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=address, image=image)
+
+    def _address(self, amphora_id: str) -> str | None:
+        ports = [port for port in self._network.ports(amphora_id) if port.network_id == self._management]
+        return ports[0].addresses[0].address if ports and ports[0].addresses else None
+
+    def _management_port(self, amphora_id: str) -> Port:
+        subnets = self._network.subnets(self._management)
+        return self._network.ensure_port(amphora_id, self._management, [subnet.id for subnet in subnets])
+
+    def _subnets(self, port: Port) -> list[Subnet]:
+        return [self._network.subnet(fixed.subnet_id) for fixed in port.addresses]
+
+    def _hardware(self, name: str, arguments: str | None, *, initrd: bool) -> Hardware:
+        options = self._options
+        chosen = options.accelerator
+        accelerated = chosen == "kvm" or (chosen == "auto" and acceleration.usable(options.program))
+        return Hardware(
+            program=options.program,
+            name=name,
+            machine=options.machine,
+            accelerated=accelerated,
+            processors=options.processors,
+            memory=options.memory,
+            kernel_arguments=arguments,
+            initrd=initrd,
+        )
+
+    def _start(self, amphora_id: str, folder: Path, hardware: Hardware, ports: tuple[Port, ...]) -> None:
+        for port in ports:
+            self._connect(amphora_id, port)
+        argv = [
+            *("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--"),
+            *command(hardware, folder, ports),
+        ]
+        environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
+        process = spawn(argv, {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
+        write(folder / _RECORD, msgspec.json.encode(process))
+
+    def _connect(self, amphora_id: str, port: Port) -> None:
+        taps.connect(self._switch_name, port, self._segment(port.network_id, f"connect port {port.id}"), amphora_id)
+
+    def _segment(self, network_id: str, wanted: str) -> Segment:
+        for segment in self._network.networks():
+            if segment.id == network_id:
+                return segment
+        remedy = "See [compute_qemu] management_network."
+        raise ComputeError(wanted, f"network {network_id} does not exist", remedy, final=True)
+
+    def _process(self, folder: Path) -> Process | None:
+        """Its process, from its record or, where the record was never written, by its arguments."""
+        try:
+            return msgspec.json.decode((folder / _RECORD).read_bytes(), type=Process)
+        except FileNotFoundError:
+            found = find(str(folder / PID))
+            return found[0] if found else None
+
+    def _stop(self, folder: Path, wanted: str) -> None:
+        process = self._process(folder)
+        if process is not None and not end([process], signal.SIGKILL, least(_KILL_SECONDS)):
+            raise ComputeError(wanted, "its process does not end")
+        (folder / _RECORD).unlink(missing_ok=True)
+
+    def _vanish(self, amphora_id: str, folder: Path, wanted: str) -> None:
+        self._stop(folder, wanted)
+        self._switch.disconnect_owner(amphora_id)
+
+
+def _plug(monitor: Monitor, port: Port) -> None:
+    """Add the interface, unless it is there. What joins it to its tap may be left of an attempt that ended between."""
+    if device_id(port) in monitor.devices():
+        return
+    backend: dict[str, Any] = tap(port)
+    monitor.attempt("netdev_del", id=backend["id"])
+    monitor.ask("netdev_add", **backend)
+    monitor.ask("device_add", **interface(port))
+
+
+def _unplug(monitor: Monitor, port: Port) -> None:
+    """Remove the interface. A guest that does not let it go keeps one that leads nowhere."""
+    if device_id(port) in monitor.devices():
+        # Refused only while an earlier request waits for the guest.
+        monitor.attempt("device_del", id=device_id(port))
+        if not monitor.await_gone(device_id(port), _RELEASE_SECONDS):
+            LOG.warning("the guest does not let go of the interface of port %s: its cable is pulled", port.id)
+    monitor.attempt("netdev_del", id=tap(port)["id"])
+
+
+def _make_overlay(folder: Path, wanted: str) -> None:
+    """A new disk on top of the image."""
+    temporary = f".{DISK}.new"
+    argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", BASE, temporary]
+    try:
+        subprocess.run(
+            argv, cwd=folder, capture_output=True, text=True, timeout=least(_OVERLAY_SECONDS), check=True, umask=0o077
+        )
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise ComputeError(wanted, f"qemu-img: {str(said).strip()}") from error
+    (folder / temporary).replace(folder / DISK)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a virtual machine.
+
+Invariant: pure. Nothing of the machine's is left to qemu's defaults or to its configuration files. Paths are names in
+the machine's folder, where qemu is started; the last argument alone holds the folder, so that the process can be found
+by it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from amphora_driver.compute.qmp import SOCKET
+from amphora_driver.network.bridges import far_end, near_end
+from amphora_driver.network.interface import Port
+
+DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
+# Measured (a kernel's start takes two thirds of the time that it takes with `max`): what is emulated costs less, the
+# less of it there is.
+_EMULATED = "Nehalem-v1"
+# MiB of translated code that qemu keeps.
+_TRANSLATED = 128
+# MiB of address space for all of qemu that is not the guest's memory (0.7 GiB were measured).
+_OWN = 2048
+_MIB = 2**20
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine is made of. Memory in MiB.
+
+    Attributes:
+        kernel_arguments: boots the kernel that lies in the folder; None for the disk's own boot loader.
+        initrd: whether that kernel has an initial RAM disk.
+    """
+
+    program: str
+    name: str
+    machine: str
+    accelerated: bool
+    processors: int
+    memory: int
+    kernel_arguments: str | None = None
+    initrd: bool = False
+
+
+def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
+    """Program and arguments.
+
+    Args:
+        hardware: the machine.
+        folder: where its files are.
+        ports: what it has interfaces for, the management port first; their taps are there.
+    """
+    argv = [
+        *("prlimit", f"--as={(hardware.memory + _OWN) * _MIB}", "--core=0", "--"),
+        *_machine(hardware),
+        *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+        *("-qmp", f"unix:{SOCKET},server=on,wait=off"),
+        *("-chardev", f"file,id=console,path={CONSOLE},append=on", "-serial", "chardev:console"),
+        *("-drive", f"file={DISK},format=qcow2,if=none,id=disk,discard=unmap"),
+    ]
+    for port in ports:
+        backend, device = tap(port), interface(port)
+        argv += ["-netdev", _words(backend), "-device", _words(device)]
+    if hardware.kernel_arguments is not None:
+        argv += ["-kernel", KERNEL, *(("-initrd", INITRD) if hardware.initrd else ())]
+        argv += ["-append", hardware.kernel_arguments]
+    return [*argv, "-pidfile", str(folder / PID)]
+
+
+def hand_command(hardware: Hardware, image: str, forward: str, mac: str) -> list[str]:
+    """The same machine for somebody who looks at its console: qemu's own network, and a disk that is not kept.
+
+    Args:
+        hardware: the machine.
+        image: its disk; what it writes is thrown away.
+        forward: the port of this machine that leads to one of its own, in qemu's words.
+        mac: of its only interface.
+    """
+    return [
+        *_machine(hardware),
+        *("-chardev", "stdio,id=console,signal=on", "-serial", "chardev:console"),
+        *("-drive", f"file={image},if=none,id=disk,snapshot=on"),
+        *("-netdev", f"user,id=net,hostfwd={forward}", "-device", f"virtio-net-pci,netdev=net,mac={mac},romfile="),
+    ]
+
+
+def _machine(hardware: Hardware) -> list[str]:
+    """What both have: all but who has their console, their disk and their network."""
+    accelerator = "kvm" if hardware.accelerated else f"tcg,tb-size={_TRANSLATED}"
+    return [
+        *(hardware.program, "-name", hardware.name, "-nodefaults", "-no-user-config", "-display", "none"),
+        *("-machine", f"{hardware.machine},usb=off", "-accel", accelerator),
+        *("-cpu", "host" if hardware.accelerated else _EMULATED),
+        *("-smp", str(hardware.processors), "-m", str(hardware.memory), "-rtc", "base=utc"),
+        *("-device", "virtio-blk-pci,drive=disk,bootindex=1"),
+        *("-drive", f"file={DRIVE},format=raw,if=none,id=drive,readonly=on", "-device", "virtio-blk-pci,drive=drive"),
+        *("-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto"),
+    ]
+
+
+def tap(port: Port) -> dict[str, str]:
+    """What joins an interface to the port's network; the words of ``-netdev`` and `netdev_add`."""
+    name = near_end(port.id)
+    return {"type": "tap", "id": name, "ifname": name, "script": "no", "downscript": "no"}
+
+
+def interface(port: Port) -> dict[str, str | int]:
+    """The interface of a port; the words of ``-device`` and `device_add`."""
+    return {
+        "driver": "virtio-net-pci",
+        "id": device_id(port),
+        "netdev": near_end(port.id),
+        "mac": port.mac,
+        "host_mtu": port.mtu,
+        "romfile": "",
+    }
+
+
+def device_id(port: Port) -> str:
+    """What qemu calls the interface of a port."""
+    return far_end(port.id)
+
+
+def _words(options: dict[str, str] | dict[str, str | int]) -> str:
+    first, *others = options.items()
+    return ",".join((str(first[1]), *(f"{name}={value}" for name, value in others)))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor of a running qemu (QEMU Machine Protocol).
+
+Invariant: one conversation at a time (qemu serves one, whoever calls has the lock on the amphora's folder), and none
+waits longer than it was told to: a machine that is frozen costs its caller that time and nobody else. The socket is
+found through its folder, so that the folder's path may have any length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amphora_driver.deadline import least
+from amphora_driver.errors import ComputeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOCKET = "monitor"
+_SECONDS = 10.0
+_PAUSE = 0.05
+
+
+class Monitor:
+    """An open conversation; made by `talking`."""
+
+    def __init__(self, connection: socket.socket, wanted: str) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+        self._wanted = wanted
+        self._next()  # the greeting
+        self.ask("qmp_capabilities")
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """What qemu answers.
+
+        Raises:
+            ComputeError: it says no.
+        """
+        self._connection.sendall(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+        while True:
+            answer = self._next()
+            if "error" in answer:
+                raise ComputeError(self._wanted, f"qemu refuses {command}: {answer['error'].get('desc', 'no reason')}")
+            if "return" in answer:
+                return answer["return"]
+            # Anything else is an event; whoever waits for something asks for it.
+
+    def devices(self) -> frozenset[str]:
+        """The ids of all devices that were given one."""
+        found = self.ask("qom-list", path="/machine/peripheral")
+        return frozenset(one["name"] for one in found if one["type"].startswith("child<"))
+
+    def attempt(self, command: str, **arguments: Any) -> bool:
+        """Ask for what may be done already, or be impossible; whether qemu did it."""
+        try:
+            self.ask(command, **arguments)
+        except ComputeError:
+            return False
+        return True
+
+    def await_gone(self, device: str, seconds: float) -> bool:
+        """Wait until a device is gone, which takes the guest's consent; False if it is still there then."""
+        deadline = time.monotonic() + seconds
+        while device in self.devices():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(least(_PAUSE))
+        return True
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _next(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            raise ConnectionResetError("qemu has ended the conversation")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def talking(folder: Path, wanted: str) -> Iterator[Monitor]:
+    """A conversation with the qemu whose monitor lies in this folder.
+
+    Raises:
+        ComputeError: nobody answers, in time or at all.
+    """
+    place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(least(_SECONDS))
+            _connect(connection, f"/proc/self/fd/{place}/{SOCKET}")
+            monitor = Monitor(connection, wanted)
+            try:
+                yield monitor
+            finally:
+                monitor.close()
+    except (OSError, ValueError) as error:
+        raise ComputeError(wanted, f"its qemu does not answer: {error}") from error
+    finally:
+        os.close(place)
+
+
+def _connect(connection: socket.socket, path: str) -> None:
+    """A qemu that was started a moment ago has no socket yet."""
+    deadline = time.monotonic() + (connection.gettimeout() or 0.0)
+    while True:
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            connection.connect(path)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("there is no monitor")
+        time.sleep(least(_PAUSE))

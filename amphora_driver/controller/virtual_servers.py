@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP and SCTP listeners as the virtual servers of a bundle (docs/agent-api.md).
+
+Invariant: pure, like rendering, and with the same rules: an object that cannot be served is named in `Made.refused` and
+left out, everything else is served, and what is left out never lets in more than was wanted. The same load balancer
+makes the same list, in whatever order its children come.
+
+A listener without a pool that serves is there without members: its clients hear at once that nobody is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from amphora_driver.capabilities import addresses, monitoring, options
+from amphora_driver.capabilities import virtual_servers as capabilities
+from amphora_driver.errors import ModelError
+from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
+from amphora_driver.model.vocabulary import Algorithm, MonitorType
+from amphora_driver.render import refusals
+from amphora_driver.render.backend import once
+from amphora_driver.render.settings import DEFAULTS, Defaults, settings
+
+if TYPE_CHECKING:
+    from amphora_driver.backends import Catalogue
+
+_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+HIDDEN, PRESERVED = "hidden", "preserved"
+"""Members see the amphora, unless the load balancer's profile says otherwise."""
+
+
+class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
+    """For how many seconds a client stays with its member, and how many bits of its address are the client."""
+
+    timeout: int
+    prefix_v4: int
+    prefix_v6: int
+
+
+class VirtualMonitor(msgspec.Struct, frozen=True, kw_only=True):
+    """How members are checked, in seconds; what belongs to HTTP is None or empty for the others."""
+
+    id: str
+    type: str
+    interval: int
+    timeout: int
+    rise: int
+    fall: int
+    method: str | None
+    path: str | None
+    codes: tuple[str, ...]
+    host: str | None
+    version: str | None
+
+
+class VirtualMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One member; None where it is checked at its own address or port."""
+
+    id: str
+    address: str
+    port: int
+    weight: int
+    backup: bool
+    enabled: bool
+    check_address: str | None
+    check_port: int | None
+
+
+class VirtualServer(msgspec.Struct, frozen=True, kw_only=True):
+    """One listener with what is behind it."""
+
+    id: str
+    protocol: str
+    port: int
+    addresses: tuple[str, ...]
+    connection_limit: int | None
+    pool_id: str | None
+    algorithm: str
+    persistence: VirtualPersistence | None
+    client_address: str
+    monitor: VirtualMonitor | None
+    members: tuple[VirtualMember, ...]
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome: the list, and one error for each object that is not in it although it is recorded."""
+
+    servers: tuple[VirtualServer, ...] = ()
+    refused: tuple[ModelError, ...] = ()
+
+
+class _Behind(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a pool is served, whoever uses it."""
+
+    persistence: VirtualPersistence | None
+    monitor: VirtualMonitor | None
+    members: tuple[VirtualMember, ...]
+
+
+def virtual_servers(
+    load_balancer: LoadBalancer,
+    *,
+    failed: Collection[str] = (),
+    engines: Collection[str] | None = None,
+    defaults: Defaults = DEFAULTS,
+) -> Made:
+    """The virtual servers of a load balancer.
+
+    Args:
+        load_balancer: the complete tree.
+        failed: ids of objects that amphorae refused, or that are otherwise known not to be servable. They are left
+            out, and not listed again.
+        engines: what its amphorae can forward with; None where nobody knows.
+        defaults: what applies where neither an object nor the profile says anything.
+    """
+    listeners = [one for one in load_balancer.listeners if one.virtual]
+    pools = [one for one in load_balancer.pools if one.virtual]
+    if not listeners and not pools:
+        return Made()
+    refused: list[ModelError] = []
+    behind: dict[str, _Behind | None] = {}
+    for pool in once(pools, refused):
+        known = pool.id not in failed
+        examine = partial(_behind, pool, load_balancer.vips, failed, engines, refused)
+        behind[pool.id] = refusals.attempt(examine, pool.id, refused) if known else None
+    vips = tuple(_known(load_balancer.vips))
+    limit = settings(load_balancer.profile, defaults).connection_limit
+    servers: list[VirtualServer] = []
+    taken: set[tuple[str, int]] = set()
+    for listener in once(listeners, refused):
+        if listener.id in failed:
+            continue
+        made = refusals.attempt(partial(_server, listener, load_balancer, vips, behind, limit), listener.id, refused)
+        if made is None or not (listener.admin_state_up and load_balancer.admin_state_up and vips):
+            continue
+        if (made.protocol, made.port) in taken:
+            refused.append(refusals.because(listener.id, f"another listener has port {made.port}"))
+            continue
+        taken.add((made.protocol, made.port))
+        servers.append(made)
+    return Made(servers=tuple(servers), refused=tuple(refused))
+
+
+def engines_of(load_balancer: LoadBalancer, catalogue: Catalogue | Any) -> frozenset[str] | None:
+    """What the amphorae of a load balancer can forward with; None where nobody knows, or nobody will ask."""
+    if not any(pool.virtual for pool in load_balancer.pools):
+        return None
+    found: frozenset[str] | None = catalogue.engines(load_balancer.profile.compute)
+    return found
+
+
+def _check_id(object_id: str) -> None:
+    """An agent takes no bundle in which an id is something else.
+
+    Raises:
+        ModelError: it is not written as Octavia writes ids.
+    """
+    if not _ID.fullmatch(object_id):
+        shown = ascii(object_id[:80])
+        raise ModelError(f"serve {shown}", "it is no id", object_id=object_id)
+
+
+def _known(vips: tuple[Vip, ...]) -> Iterator[str]:
+    """The VIPs in canonical form, each once; one that is no address is refused where HAProxy's part is rendered."""
+    seen: set[str] = set()
+    for vip in vips:
+        try:
+            text = str(addresses.parse(vip.address))
+        except ValueError:
+            continue
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _server(
+    listener: Listener,
+    load_balancer: LoadBalancer,
+    vips: tuple[str, ...],
+    behind: Mapping[str, _Behind | None],
+    limit: int | None,
+) -> VirtualServer:
+    """One listener, switched on or not.
+
+    Raises:
+        UnsupportedOption: an option of it is not served.
+        ModelError: it cannot be served by the pool it names, or not without its policies.
+    """
+    _check_id(listener.id)
+    options.check_listener(listener)
+    if any(policy.admin_state_up for policy in listener.l7policies):
+        reason = f"it has L7 policies, and nothing reads HTTP on a listener of {listener.protocol}"
+        raise refusals.because(listener.id, reason, "Remove them, or switch them off.")
+    pool = _pool_of(listener, load_balancer)
+    found = behind.get(pool.id) if pool is not None and pool.admin_state_up else None
+    served = pool if found is not None else None
+    return VirtualServer(
+        id=listener.id,
+        protocol=listener.protocol.value,
+        port=listener.protocol_port,
+        addresses=vips,
+        connection_limit=limit if listener.connection_limit == -1 else listener.connection_limit,
+        pool_id=None if served is None else served.id,
+        algorithm=(Algorithm.ROUND_ROBIN if served is None else served.lb_algorithm).value,
+        persistence=None if found is None else found.persistence,
+        client_address=PRESERVED if load_balancer.profile.client_address == PRESERVED else HIDDEN,
+        monitor=None if found is None else found.monitor,
+        members=() if found is None else found.members,
+    )
+
+
+def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:
+    if listener.default_pool_id is None:
+        return None
+    pool = load_balancer.pool(listener.default_pool_id)
+    if pool is None:
+        reason = f"its pool {listener.default_pool_id[:80]!a} is not recorded"
+        raise refusals.because(listener.id, reason, "Name another pool.")
+    if pool.protocol not in options.BEHIND[listener.protocol]:
+        reason = f"a pool of protocol {pool.protocol} ({pool.id}) cannot stand behind a listener of {listener.protocol}"
+        raise refusals.because(listener.id, reason, "Name another pool.")
+    return pool
+
+
+def _behind(
+    pool: Pool,
+    vips: tuple[Vip, ...],
+    failed: Collection[str],
+    engines: Collection[str] | None,
+    refused: list[ModelError],
+) -> _Behind:
+    """What of a pool can be served. What is wrong with a member or the monitor is noted, and takes nothing along.
+
+    Raises:
+        UnsupportedOption: the pool itself cannot.
+    """
+    kept = pool.session_persistence
+    wanted = [one for one in once(pool.members, refused) if one.id not in failed]
+    members = [refusals.attempt(partial(_member, one, pool, vips), one.id, refused) for one in wanted]
+    monitor = pool.healthmonitor
+    checked = None
+    if monitor is not None and monitor.id not in failed:
+        # A refused monitor leaves its pool served without checks, as HAProxy's pools are.
+        checked = refusals.attempt(lambda: (_monitor(monitor, pool),), monitor.id, refused)
+    _check_id(pool.id)
+    options.check_pool(pool)
+    capabilities.check_engines(pool, engines)
+    persistence = None
+    if kept is not None:
+        prefixes = capabilities.prefixes(kept.persistence_granularity)
+        seconds = capabilities.timeout(kept)
+        persistence = VirtualPersistence(timeout=seconds, prefix_v4=prefixes.v4, prefix_v6=prefixes.v6)
+    return _Behind(
+        persistence=persistence,
+        monitor=checked[0] if checked else None,
+        members=tuple(one for one in members if one is not None),
+    )
+
+
+def _member(member: Member, pool: Pool, vips: tuple[Vip, ...]) -> VirtualMember:
+    _check_id(member.id)
+    options.check_member(member)
+    capabilities.check_families(msgspec.structs.replace(pool, members=(member,)), vips)
+    at = member.monitor_address
+    return VirtualMember(
+        id=member.id,
+        address=str(addresses.parse(member.address)),
+        port=member.protocol_port,
+        weight=member.weight,
+        backup=member.backup,
+        enabled=member.admin_state_up,
+        check_address=None if at is None else str(addresses.parse(at)),
+        check_port=member.monitor_port,
+    )
+
+
+def _monitor(monitor: HealthMonitor, pool: Pool) -> VirtualMonitor | None:
+    """A pool's monitor; None if it is switched off. It is checked in any case."""
+    _check_id(monitor.id)
+    asked = monitoring.checked(monitor)
+    capabilities.check_monitor(pool)
+    if not monitor.admin_state_up:
+        return None
+    http = asked if monitor.type is MonitorType.HTTP else None
+    return VirtualMonitor(
+        id=monitor.id,
+        type=monitor.type.value,
+        interval=monitor.delay,
+        timeout=monitor.timeout,
+        rise=monitor.max_retries,
+        fall=monitor.max_retries_down,
+        method=None if http is None else http.method,
+        path=None if http is None else http.path,
+        codes=() if http is None else tuple(http.expected.split(",")),
+        host=None if http is None or http.host is None else http.host.removesuffix("."),
+        version=None if http is None else http.version.removeprefix("HTTP/"),
+    )

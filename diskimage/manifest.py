@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an image is, beside it: its manifest.
+
+Invariant: a manifest is enough to ask for the same packages again (`pins`, `constraints`), and to tell whether one got
+them (`differences`).
+
+    python3 -m diskimage.manifest write TREE OUTPUT.manifest NAME RELEASE ARCH COMMIT BUILT ELEMENTS FILE...
+    python3 -m diskimage.manifest pins MANIFEST | constraints MANIFEST | summary MANIFEST | compare MANIFEST TREE
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diskimage.contents import Package, packages
+
+FORMAT = 1
+_AGENT = "octavia-amphora-driver"
+
+
+def document(
+    tree: Path,
+    *,
+    name: str,
+    release: str,
+    architecture: str,
+    commit: str,
+    built: str,
+    elements: Sequence[str],
+    files: Sequence[Path],
+) -> dict[str, Any]:
+    """The manifest.
+
+    Args:
+        tree: what is in the image.
+        commit: of these sources, with "-dirty" where they were changed since.
+        built: when, RFC 3339.
+        files: the images that were made of the tree.
+    """
+    found = packages(tree)
+    versions = {one.name: one.version for one in found}
+    return {
+        "format": FORMAT,
+        "name": name,
+        "release": release,
+        "architecture": architecture,
+        "built": built,
+        "elements": list(elements),
+        "agent": {"version": versions.get(_AGENT), "commit": commit},
+        "haproxy": versions.get("haproxy"),
+        "keepalived": versions.get("keepalived"),
+        "kernel": sorted(path.name for path in (tree / "lib/modules").glob("*")),
+        "tree_bytes": size(tree),
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": digest(file)} for file in files},
+        "packages": [
+            {"name": one.name, "version": one.version, "architecture": one.architecture}
+            for one in found
+            if one.kind == "deb"
+        ],
+        "python": [{"name": one.name, "version": one.version} for one in found if one.kind == "pypi"],
+    }
+
+
+def size(tree: Path) -> int:
+    """How many bytes its files have, each counted once however many names it has."""
+    seen = {}
+    for path in tree.rglob("*"):
+        found = path.lstat()
+        if path.is_file() and not path.is_symlink():
+            seen[found.st_dev, found.st_ino] = found.st_size
+    return sum(seen.values())
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    found = hashlib.sha256()
+    with file.open("rb") as data:
+        while block := data.read(2**20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A manifest that was written before.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{file} is not a manifest of format {FORMAT}")
+    return found
+
+
+def pins(manifest: dict[str, Any]) -> str:
+    """apt_preferences(5) that allow these versions only."""
+    blocks = [
+        f"Package: {one['name']}\nPin: version {one['version']}\nPin-Priority: 1001\n" for one in manifest["packages"]
+    ]
+    return "\n".join(blocks)
+
+
+def constraints(manifest: dict[str, Any]) -> str:
+    """The same for pip."""
+    return "".join(f"{one['name']}=={one['version']}\n" for one in manifest["python"] if one["name"] != _AGENT)
+
+
+def differences(manifest: dict[str, Any], found: Sequence[Package]) -> list[str]:
+    """In what a tree is not as a manifest says, a line for each package; the agent itself may be another one."""
+    wanted = {("deb", one["name"]): one["version"] for one in manifest["packages"]}
+    wanted |= {("pypi", one["name"]): one["version"] for one in manifest["python"]}
+    there = {(one.kind, one.name): one.version for one in found}
+    return [
+        f"{name}: {wanted.get((kind, name), 'not')} was asked for, {there.get((kind, name), 'not')} is there"
+        for kind, name in sorted(wanted.keys() | there.keys())
+        if name != _AGENT and wanted.get((kind, name)) != there.get((kind, name))
+    ]
+
+
+def summary(manifest: dict[str, Any]) -> str:
+    """One line for a person."""
+    agent = manifest["agent"]
+    return (
+        f"{manifest['name']}: {len(manifest['packages'])} packages, {len(manifest['python'])} of Python, "
+        f"{manifest['tree_bytes'] // 10**6} MB of files; HAProxy {manifest['haproxy']}, "
+        f"keepalived {manifest['keepalived']}, kernel {', '.join(manifest['kernel'])}, "
+        f"agent {agent['version']} ({agent['commit'][:12]})\n"
+    )
+
+
+_TEXTS = {"pins": pins, "constraints": constraints, "summary": summary}
+
+
+def main(words: Sequence[str]) -> None:
+    """Console entry."""
+    verb, *rest = words
+    if verb == "write":
+        tree, output, name, release, architecture, commit, built, elements, *files = rest
+        found = document(
+            Path(tree),
+            name=name,
+            release=release,
+            architecture=architecture,
+            commit=commit,
+            built=built,
+            elements=elements.split(),
+            files=[Path(file) for file in files],
+        )
+        Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    elif verb in _TEXTS:
+        sys.stdout.write(_TEXTS[verb](read(Path(rest[0]))))
+    elif lines := differences(read(Path(rest[0])), packages(Path(rest[1]))):
+        sys.exit("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

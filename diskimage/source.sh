@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# What diskimage/build does with the machine it runs on. To be sourced from the project's folder.
+# shellcheck shell=bash
+# shellcheck disable=SC2154 # release, mirror, security, arch are build's
+
+say() { printf '\033[1m%s\033[0m\n' "$*"; }
+die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
+
+# failed WHAT LOG: with the log's last words, without the shell's own.
+failed() {
+  grep -v '^+' "$2" | tail -n 15 >&2
+  die "Could not build $1. The whole log is $2."
+}
+
+require_root() { [[ $(id -u) == 0 ]] || die "Could not build: a tree with its owners needs root. Run this as root."; }
+
+# require_room DIR MEBIBYTES
+require_room() {
+  local free
+  free=$(df -m --output=avail "$1" | tail -n 1)
+  ((free >= $2)) || die "There are $((free)) MB free in $1, and $2 are needed. --work names another place."
+}
+
+run_python() { PYTHONDONTWRITEBYTECODE=1 python3 -m "$@"; }
+
+# mebibytes_of SIZE: 2G, 1500M
+mebibytes_of() {
+  [[ $1 =~ ^([1-9][0-9]{0,5})([GM])$ ]] || return 1
+  if [[ ${BASH_REMATCH[2]} == G ]]; then echo $((BASH_REMATCH[1] * 1024)); else echo "${BASH_REMATCH[1]}"; fi
+}
+
+# python_of RELEASE: the version of Python that Debian release has.
+python_of() {
+  case $1 in
+    trixie) echo 3.13 ;;
+    bookworm) echo 3.11 ;;
+    *) return 1 ;;
+  esac
+}
+
+# commit_of: of these sources, and whether they are as committed.
+commit_of() {
+  local found
+  found=$(git -c safe.directory='*' rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
+  [[ -z $(git -c safe.directory='*' status --porcelain -- amphora_agent diskimage setup.cfg constraints.txt 2>/dev/null) ]] || found+=-dirty
+  echo "$found"
+}
+
+# install_tools LOG: the programs of this machine that are used, where they are missing.
+install_tools() {
+  local wanted=() pair
+  for pair in mmdebstrap=mmdebstrap qemu-img=qemu-utils mke2fs=e2fsprogs sfdisk=fdisk mkfs.vfat=dosfstools mcopy=mtools zstd=zstd sudo=sudo \
+    python3=python3 debootstrap=debootstrap gpg=gnupg; do
+    command -v "${pair%%=*}" >/dev/null || [[ -x /usr/sbin/${pair%%=*} || -x /sbin/${pair%%=*} ]] || wanted+=("${pair#*=}")
+  done
+  python3 -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
+  ((${#wanted[@]})) || return 0
+  command -v apt-get >/dev/null || die "Could not install ${wanted[*]}: there is no apt-get here. Install them and run this again."
+  say "Installing ${wanted[*]} (Debian packages)"
+  {
+    DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 update &&
+      DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${wanted[@]}"
+  } >>"$1" 2>&1 || failed "without ${wanted[*]}" "$1"
+}
+
+# can_run ARCH: programs of that architecture run here, by themselves or by qemu-user.
+can_run() {
+  local own
+  own=$(dpkg --print-architecture)
+  [[ $own != "$1" ]] || return 0
+  local machine=aarch64
+  [[ $1 == arm64 ]] || machine=x86_64
+  grep -qs '^enabled' "/proc/sys/fs/binfmt_misc/qemu-$machine" || die "Could not build for $1 on $own: programs of $1 do not run here.
+Build on an $1 machine, or have qemu-user run them: apt-get install qemu-user-static binfmt-support, on a machine whose
+kernel has binfmt_misc (/proc/sys/fs/binfmt_misc is mounted, and qemu-$machine in it is enabled)."
+}
+
+# builder_environment LOG: diskimage-builder in an environment of its own; its place.
+builder_environment() {
+  local place=$PWD/.sandbox/diskimage-venv
+  if [[ ! -x $place/bin/disk-image-create ]]; then
+    say "Installing diskimage-builder into .sandbox/diskimage-venv" >&2
+    mkdir -p "$PWD/.sandbox"
+    {
+      python3 -m venv "$place" &&
+        "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check 'diskimage-builder>=3.43,<4' setuptools networkx wheel
+    } >>"$1" 2>&1 || failed "diskimage-builder's environment" "$1"
+  fi
+  echo "$place"
+}
+
+# Of which releases this machine's package sources can give us: "RELEASE MIRROR" lines. apt itself asks, with its own proxies.
+has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1; }
+
+# find_mirrors: sets mirror, security and, where nobody asked for one, release.
+find_mirrors() {
+  local sources found=() one
+  sources=$(apt-get indextargets --format '$(RELEASE) $(REPO_URI)' 'Created-By: Packages' 'Target-Of: deb' | sort -u)
+  [[ -n $mirror ]] || mirror=$(awk '$1 !~ /security|updates|backports/ {print $2; exit}' <<<"$sources")
+  [[ -n $mirror ]] || die "Could not tell where packages come from: apt names no source on this machine. Say --mirror URL."
+  if [[ -z $security ]]; then
+    security=$(awk '$1 ~ /-security/ {print $2; exit}' <<<"$sources")
+    # Of a mirror that somebody named, the usual place beside it.
+    if [[ -z $security || $mirror != $(awk '$1 !~ /security|updates|backports/ {print $2; exit}' <<<"$sources") ]]; then
+      security=${mirror%/}-security
+    fi
+  fi
+  for one in trixie bookworm; do
+    if has_release "$one" "$mirror" && has_release "$one-security" "$security"; then found+=("$one"); fi
+  done
+  if [[ -z $release ]]; then
+    release=trixie
+    if [[ " ${found[*]} " != *" trixie "* && ${#found[@]} -gt 0 ]]; then
+      release=${found[0]}
+      python=$(python_of "$release")
+      name=${name/trixie/$release}
+      printf '\033[33m%s\033[0m\n' "The package source here has no trixie: this will be an image of $release, with an older HAProxy." >&2
+    fi
+  fi
+  [[ " ${found[*]} " == *" $release "* ]] ||
+    die "The package source here has no $release with its security updates. It has: ${found[*]:-none of the releases these elements are for}. --mirror and --security-mirror name another one."
+}
+
+# agent_wheels TOOLS ARCH PYTHON PLACE MANIFEST: pip, the agent and what it needs, for the image's Python.
+agent_wheels() {
+  local tools=$1 python=$3 out=$4 manifest=$5 machine=x86_64 platform platforms=() limits=constraints.txt
+  [[ $2 == amd64 ]] || machine=aarch64
+  # What Debian 12's C library can run.
+  for platform in manylinux2014 manylinux_2_17 manylinux_2_28 manylinux_2_34 manylinux_2_36; do platforms+=(--platform "${platform}_$machine"); done
+  run_python diskimage.agent_source "$PWD" "${out%/*}/agent" || return 1
+  "$tools/bin/python" -m pip wheel -q --no-deps --no-cache-dir --disable-pip-version-check -w "$out" "${out%/*}/agent" || return 1
+  if [[ -n $manifest ]]; then
+    limits=${out%/*}/constraints
+    run_python diskimage.manifest constraints "$manifest" >"$limits" || return 1
+  fi
+  "$tools/bin/python" -m pip download -q --no-cache-dir --disable-pip-version-check -c "$limits" --implementation cp --python-version "$python" \
+    "${platforms[@]}" --only-binary :all: --find-links "$out" -d "$out" 'octavia-amphora-driver[agent]' pip
+}
+
+# end_group PID: all of a process group that is ours.
+end_group() {
+  kill -TERM -- "-$1" 2>/dev/null || return 0
+  local i
+  for i in $(seq 50); do kill -0 -- "-$1" 2>/dev/null || return 0; sleep 0.1; done
+  : "$i"
+  kill -KILL -- "-$1" 2>/dev/null || true
+}
+
+# release_below DIR: what is mounted in it, the loop devices over files in it, and itself.
+release_below() {
+  local mounted loop
+  # The last one mounted is the first to go; twice, because what was mounted over another one hides it.
+  for _ in 1 2; do
+    while read -r mounted; do umount "$mounted" 2>/dev/null || umount -l "$mounted" 2>/dev/null || true; done < <(
+      awk -v below="$1/" 'index($5, below) == 1 {print $5}' /proc/self/mountinfo | sort -r
+    )
+  done
+  while read -r loop; do losetup -d "$loop" 2>/dev/null || true; done < <(
+    losetup -n -O NAME,BACK-FILE -l 2>/dev/null | awk -v below="$1/" 'index($2, below) == 1 {print $1}'
+  )
+  if grep -q " $1/" /proc/self/mountinfo; then
+    printf 'Something is still mounted below %s; it is left there.\n' "$1" >&2
+    return
+  fi
+  rm -rf --one-file-system "$1"
+}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An amphora that is run by systemd, as in a virtual machine, but without one.
+
+Invariant: systemd is process 1 of namespaces of its own (processes, mounts, network, cgroups), sees no unit of the
+host, and ends with this process; its cgroup is removed. The unit files of agent and namespace are those of the image;
+only where Python and the sources are is the test's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from amphora_lab import ROOT, Amphora, alive, descendants, eventually
+
+from amphora_agent.applying.points import VARIABLE
+
+SYSTEMD = Path("/lib/systemd/systemd")
+IMAGE_UNITS = ROOT / "diskimage/elements/amphora/static/usr/lib/systemd/system"
+AGENT = "amphora-agent.service"
+# What every unit refers to without saying so.
+_TARGETS = ("basic", "sysinit", "shutdown", "umount", "final", "multi-user", "poweroff")
+_POWER_OFF = "systemd-poweroff.service"
+_JOURNAL = """[Unit]
+DefaultDependencies=no
+Before=sysinit.target
+Requires=systemd-journald.socket
+After=systemd-journald.socket
+[Service]
+Type=notify
+ExecStart=/lib/systemd/systemd-journald
+FileDescriptorStoreMax=4224
+Restart=always
+Sockets=systemd-journald.socket
+"""
+_BUILD = """set -e
+mount --make-rprivate /
+mount -t tmpfs -o mode=755 tmpfs /run
+for place in etc var/lib; do
+    own=/run/private/$place
+    mkdir -p $own/upper $own/work
+    mount -t overlay overlay -o lowerdir=/$place,upperdir=$own/upper,workdir=$own/work /$place
+    mkdir -p /$place/amphora-agent
+done
+mount --bind "$1/etc" /etc/amphora-agent
+mount --bind "$1/var" /var/lib/amphora-agent
+while umount /sys/fs/cgroup 2>/dev/null || umount -R /sys/fs/cgroup 2>/dev/null; do :; done
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /run/systemd/journald.conf.d
+printf '[Journal]\\nStorage=volatile\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
+exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/system" PATH="$PATH" \
+    /lib/systemd/systemd --system --unit=multi-user.target --log-target=journal --show-status=no
+"""
+
+
+def cgroups() -> Path | None:
+    """Where the host has its version 2 cgroups."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(place)
+    return None
+
+
+def missing() -> str | None:
+    """Why there can be no such amphora here."""
+    if not SYSTEMD.exists():
+        return "systemd is not installed"
+    if cgroups() is None:
+        return "no cgroup2 is mounted"
+    return None if (IMAGE_UNITS / AGENT).exists() else "the image's units are not in this tree"
+
+
+class SystemdAmphora(Amphora):
+    """systemd, the agent and HAProxy, in namespaces."""
+
+    def __init__(self, network, directory: Path, authority, **changes) -> None:
+        super().__init__(network, directory, authority, **changes)
+        file = directory / "etc/agent.conf"
+        file.write_text(file.read_text().replace("services = supervisor\n", "services = systemd\n"))
+        self._cgroup = cgroups() / f"{network.prefix}-{self.id[:8]}"
+        units = directory / "units"
+        (units / f"{AGENT}.d").mkdir(parents=True)
+        (units / "multi-user.target.wants").mkdir()
+        for target in _TARGETS:
+            shutil.copy(SYSTEMD.parent / f"system/{target}.target", units)
+        for name in ("systemd-journald.socket", _POWER_OFF):
+            shutil.copy(SYSTEMD.parent / "system" / name, units)
+        (units / "systemd-journald.service").write_text(_JOURNAL)
+        for name in (AGENT, "amphora-netns.service"):
+            shutil.copy(IMAGE_UNITS / name, units)
+        # The files are there already.
+        (units / "amphora-config-drive.service").write_text("[Service]\nType=oneshot\nExecStart=/bin/true\n")
+        (units / f"{AGENT}.d/test.conf").write_text(
+            f"[Service]\nExecStart=\nExecStart={sys.executable} -m amphora_agent.server\n"
+            f"Environment=PYTHONPATH={ROOT} {VARIABLE}={self.points}\n"
+        )
+        for name in ("systemd-journald.service", AGENT):
+            (units / "multi-user.target.wants" / name).symlink_to(units / name)
+
+    def start(self) -> None:
+        self._cgroup.mkdir()
+        script = f'echo $$ > {self._cgroup}/cgroup.procs && exec "$@"'
+        command = [
+            *("setpriv", "--pdeathsig", "KILL", "--", "sh", "-c", script, "sh"),
+            *("nsenter", f"--net=/run/netns/{self.network.name(self.place)}", "--"),
+            *(
+                "unshare",
+                "--cgroup",
+                "--pid",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--mount-proc",
+                "--fork",
+                "--kill-child=KILL",
+            ),
+            *("--", "sh", "-c", _BUILD, "sh", str(self._directory)),
+        ]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def power_off(self) -> None:
+        if self._process is None:
+            return
+        super().power_off()
+        for place, _, _ in os.walk(self._cgroup, topdown=False):
+            eventually(lambda place=place: _removed(Path(place)), "the cgroup is empty")
+
+    def shut_down(self) -> None:
+        """End it as an operator does."""
+        self.disconnect()
+        left = descendants(self._process.pid)
+        os.kill(self.init(), signal.SIGRTMIN + 4)
+        eventually(lambda: not any(alive(pid) for pid in left), "the machine has ended", 90.0)
+        self.power_off()
+
+    def inside(self, *command: str) -> list[str]:
+        """The command line that runs something within."""
+        return ["nsenter", f"--target={self.init()}", "--all", "--", *command]
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """What a command says that is run within."""
+        done = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False, timeout=60)
+        assert not check or done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def pid(self, service: str) -> int | None:
+        """The first process of a service, by its number outside."""
+        inside = self.run("systemctl", "show", "--property=MainPID", "--value", f"amphora-{service}.service").strip()
+        with suppress(AssertionError):
+            return None if inside in ("", "0") else self.outside_pid(int(inside))
+        return None
+
+    def file(self, path: str) -> Path:
+        """A file within."""
+        return Path(f"/proc/{self.init()}/root{path}")
+
+    def log(self) -> str:
+        said = self.run("journalctl", "--no-pager", "--output=short-monotonic", check=False) if self._process else ""
+        return super().log() + said
+
+
+def _removed(place: Path) -> bool:
+    try:
+        place.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

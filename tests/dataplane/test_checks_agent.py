@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker in a whole amphora: what heartbeats say of UDP listeners, and that nothing counted is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+
+import pytest
+from amphora_lab import Amphora, alive, children, eventually, ip
+from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server
+
+pytestmark = pytest.mark.root
+PLACES = {"c1": "198.51.100.131", "c2": "198.51.100.132"}
+ID, POOL = name_of("listener", PORT, "UDP"), name_of("pool", PORT)
+NAME = f"{POOL}:{ID}"
+MONITOR = {
+    "id": name_of("monitor"),
+    "type": "UDP-CONNECT",
+    **dict.fromkeys(("interval", "timeout", "rise", "fall"), 1),
+    **dict.fromkeys(("method", "path", "host", "version")),
+    "codes": [],
+}
+SERVER = virtual_server(*(member(name, address) for name, address in PLACES.items()), monitor=MONITOR)
+# What is said in time is said because it has changed.
+SELDOM = 3600.0
+
+
+class Machine(Amphora):
+    """An amphora with members, clients, and somebody who hears its heartbeats."""
+
+    generation = 0
+
+    def serve(self, *servers, text=None):
+        self.generation += 1
+        key = {"virtual_servers": list(servers)} if servers else {}
+        status, answer = self.push(self.generation, text, **key)
+        assert status == 200, answer
+
+    def start_member(self, name):
+        self.members[name] = UdpMember(self.network.thread("mem"), name, PLACES[name])
+
+    def checker(self):
+        """Its process, as this machine numbers it."""
+        status = self.status("amphora-checker")
+        return self.outside_pid(status["pid"]) if status is not None and status["pid"] else None
+
+    def heard(self, condition, what):
+        """The first heartbeat that is so; each says the truth of its moment."""
+
+        def next_one():
+            said = self.mailbox.next().document
+            self.said = said
+            return condition(said)
+
+        end = time.monotonic() + 30
+        while not next_one():
+            assert time.monotonic() < end, f"{what}: {self.said}"
+        return self.said
+
+    def ask(self, count):
+        """So many flows of one question each."""
+        with contextlib.closing(Clients(self.network.thread("cl"))) as clients:
+            for _ in range(count):
+                assert clients.flow().ask() is not None
+
+
+@pytest.fixture
+def machine(network, authority, tmp_path, mailbox_of, request):
+    network.plug()
+    made = Machine(network, tmp_path, authority, interval=request.param)
+    made.members = {}
+    try:
+        for name, address in PLACES.items():
+            ip(f"-n {network.name('mem')} addr replace {address}/24 dev eth0")
+            made.start_member(name)
+        made.mailbox = mailbox_of(made)
+        made.start()
+        eventually(made.answers, "the agent answers")
+        yield made
+    finally:
+        for one in made.members.values():
+            one.close()
+        made.power_off()
+        network.unplug()
+
+
+def words(said):
+    return said["pools"].get(NAME, {}).get("members")
+
+
+@pytest.mark.parametrize("machine", [SELDOM], indirect=True)
+def test_a_member_that_dies_is_told_at_once(machine):
+    assert machine.status("amphora-checker") is None, "nobody pays for what nobody wants"
+    machine.serve(SERVER)
+    ids = {name: name_of("member", name) for name in PLACES}
+    said = machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")
+    assert said["listeners"][ID]["status"] == "OPEN"
+    assert said["pools"][NAME]["status"] == "UP"
+    machine.members.pop("c1").close()
+    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one is down")
+    status, found = machine.call("GET", "/v2/diagnostics")
+    assert status == 200
+    pool = found["virtual servers"]["listeners"][ID]["pool"]
+    assert pool["reasons"][ids["c1"]] == "port unreachable"
+    assert "amphora_virtual" in found["virtual table"]
+    assert any("is DOWN: port unreachable" in line for line in found["checker log"])
+    machine.start_member("c1")
+    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "it is back")
+    pid = machine.checker()
+    machine.serve()
+    eventually(lambda: not alive(pid), "there is no checker without virtual servers")
+    machine.heard(lambda said: said["pools"] == {}, "nothing is told of what is gone")
+
+
+@pytest.mark.parametrize("machine", [0.5], indirect=True)
+def test_nothing_that_was_counted_is_lost(machine):
+    machine.serve(SERVER)
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
+    total = 0
+
+    def counted(more):
+        nonlocal total
+        machine.ask(more)
+        total += more
+
+        def found(said):
+            present = said["listeners"].get(ID)
+            assert present is None or present["total_connections"] <= total
+            return present is not None and present["total_connections"] == total
+
+        return machine.heard(found, f"{total} connections")["listeners"][ID]
+
+    counted(5)
+    before = machine.checker()
+    os.kill(before, signal.SIGKILL)
+    assert machine.members["c1"], "and clients are served meanwhile"
+    counted(3)
+    eventually(lambda: machine.checker() not in (None, before), "another one runs")
+    assert machine.checker() != before
+    (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
+    os.kill(worker, signal.SIGKILL)
+    machine.ask(4)
+    total += 4
+    eventually(machine.answers, "the agent answers")
+    counted(2)
+    machine.serve(SERVER, virtual_server(port=PORT + 1, pool_id=None, monitor=None))
+    counted(1)
+    machine.serve()  # and the table with it
+    machine.heard(lambda said: ID not in said["listeners"], "it is gone")
+    machine.serve(SERVER)
+    counted(2)
+    machine.terminate()
+    assert json.loads((machine.var / "virtual-totals.json").read_text())
+    machine.network.unplug()
+    machine.network.plug()
+    machine.start()
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up again")
+    found = counted(3)
+    assert found["bytes_in"] > 20 * total
+    assert found["bytes_out"] > 20 * total
+
+
+@pytest.mark.parametrize("machine", [SELDOM], indirect=True)
+def test_the_agent_dies_and_members_are_checked_on(machine):
+    machine.serve(SERVER)
+    ids = {name: name_of("member", name) for name in PLACES}
+    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")
+    pid = machine.checker()
+    (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
+    os.kill(worker, signal.SIGKILL)
+    machine.members.pop("c1").close()
+    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one is down")
+    assert machine.checker() == pid

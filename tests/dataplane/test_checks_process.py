@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker as a process: what it tells its engine, what it leaves to the next one, what it costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from amphora_lab import eventually
+from checked_members import POOL, SERVER, Place, Process, address, member, monitor, server, tcp
+
+from amphora_agent.haproxy.control import Socket
+from amphora_agent.virtual_servers.wanted import document
+
+pytestmark = pytest.mark.root
+THOUSAND = 1000
+
+
+@pytest.fixture(scope="module")
+def place():
+    made = Place(f"chp{os.getpid()}")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def checker(place, tmp_path):
+    process = Process(place, tmp_path)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def test_a_change_is_told_at_once(place, checker):
+    """From the moment at which it was found to the engine's call."""
+    program = tcp(place, address(1))
+    try:
+        checker.serve(server(member(1), checked=monitor("TCP")))
+        checker.become("UP")
+    finally:
+        program.close()
+    checker.become("DOWN")
+    since = next(iter(checker.members().values()))["since"]
+    assert checker.told()[-1]["at"] - since < 0.5  # milliseconds; the machine is shared
+
+
+def test_a_new_member_waits_for_its_check_and_the_others_stay(place, checker):
+    programs = [tcp(place, address(1))]
+    try:
+        checker.serve(server(member(1), checked=monitor("TCP")))
+        checker.become("UP")
+        checker.serve(server(member(1), member(2), checked=monitor("TCP")))
+        assert checker.told()[-1]["up"] == {member(1).id: True, member(2).id: False}
+        checker.become("UP", "DOWN")
+        programs.append(tcp(place, address(2)))
+        checker.become("UP", "UP")
+        assert checker.told()[-1]["up"] == {member(1).id: True, member(2).id: True}
+    finally:
+        for program in programs:
+            program.close()
+
+
+def test_what_is_refused_changes_nothing(checker):
+    checker.serve(server(member(1)))
+    before = checker.told()
+    wrong = replace(server(member(1)), port=666)
+    said = checker.ask(op="serve", digest="x", paired=False, servers=document((wrong,)))["error"]
+    assert (said["refused"], said["object_id"]) == (True, SERVER)
+    assert checker.ask(op="check", servers=document((wrong,)))["error"]["refused"]
+    assert checker.ask(op="check", servers=document((server(member(2)),))) == {}
+    assert checker.told() == before
+    assert checker.state()["digest"] == "1"
+
+
+def test_an_engine_that_fails_is_asked_again(place, checker):
+    broken = checker.directory / "broken"
+    program = tcp(place, address(1))
+    try:
+        checker.serve(server(member(1), checked=monitor("TCP")))
+        checker.become("UP")
+        broken.touch()
+    finally:
+        program.close()
+    eventually(lambda: "broken" in (checker.state()["error"] or ""), "it says that it cannot")
+    before = len(checker.told())
+    broken.unlink()
+    eventually(lambda: len(checker.told()) > before, "it has told the engine")
+    assert checker.told()[-1]["up"] == {member(1).id: False}
+    eventually(lambda: checker.state()["error"] is None, "all is well")
+
+
+def test_a_push_that_fails_leaves_what_was_there(checker):
+    checker.serve(server(member(1)))
+    (checker.directory / "broken").touch()
+    with pytest.raises(AssertionError, match="it is broken"):
+        checker.serve(server(member(2)))
+    (checker.directory / "broken").unlink()
+    assert checker.state()["digest"] == "1"
+    assert list(checker.members()) == [member(1).id]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
+def test_what_it_knows_stays_when_it_is_replaced(place, checker, number):
+    """A member that is down stays so: its successor does not have to find out anew."""
+    program = tcp(place, address(1))
+    try:
+        wanted = server(member(1), member(2), checked=monitor("TCP", interval=3600, timeout=1, rise=5, fall=5))
+        first = replace(wanted, monitor=monitor("TCP"))
+        checker.serve(first)
+        checker.become("UP", "DOWN")
+        checker.serve(wanted)  # from now on it looks once in an hour
+        known = checker.members()
+        (checker.directory / "counters").write_text(f'{{"{SERVER}": [1, 10, 100, 1000, 2]}}')
+        birth, told = checker.state()["birth"], len(checker.told())
+        if number == signal.SIGHUP:
+            os.kill(checker.pid, number)
+            eventually(lambda: len(checker.told()) > told and checker.answers(), "its successor answers")
+        else:
+            checker.kill(number)
+            (checker.directory / "counters").write_text(f'{{"{SERVER}": [1, 12, 120, 1200, 2]}}')
+            checker.start()
+        assert checker.members() == known
+        eventually(lambda: len(checker.told()) > told, "it has told the engine")
+        assert checker.told()[-1]["up"] == {member(1).id: True, member(2).id: False}
+        after = checker.state()
+        assert after["birth"] == birth
+        assert after["servers"][SERVER]["bytes_in"] >= 100
+    finally:
+        program.close()
+
+
+def test_rows_for_the_metrics(checker):
+    checker.serve(server(member(1)))
+    told = Socket(checker.directory / "checker.sock").ask('{"op":"rows"}').splitlines()
+    assert [line.split(",")[:3] for line in told[1:]] == [
+        [SERVER, "FRONTEND", "0"],
+        [f"{POOL}:{SERVER}", "BACKEND", "1"],
+        [f"{POOL}:{SERVER}", member(1).id, "2"],
+    ]
+
+
+def test_counters_go_on_over_tables_that_begin_anew(checker):
+    checker.serve(server(member(1)))
+    counters = checker.directory / "counters"
+    for number, total in ((10, 10), (15, 15), (3, 18), (7, 22), (0, 22), (1, 23)):
+        counters.write_text(f'{{"{SERVER}": [0, {number}, 0, 0, 0]}}')
+        assert checker.state()["servers"][SERVER]["total_connections"] == total
+    said = checker.serve()  # nothing is wanted any more
+    assert said["servers"] == {}
+    assert said["former"][SERVER]["total_connections"] == 23
+    assert checker.told()[-1]["released"]
+
+
+def test_whoever_asks_slowly_or_nonsense_holds_up_nobody(checker):
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(checker.directory / "checker.sock"))
+        slow.sendall(b'{"op":')
+        for question in ({"op": "explode"}, {}, {"op": "serve"}, {"op": "check", "servers": [{}]}):
+            assert checker.ask(**question)["error"]["refused"]
+        assert checker.state()["servers"] == {}
+
+
+def thousand(kind):
+    """Each of them at one address, at a port of its own. (A real host says "no" once a second.)"""
+    members = [replace(member(1, port=2000 + number), id=str(UUID(int=5000 + number))) for number in range(THOUSAND)]
+    return server(*members, checked=monitor(kind, interval=5, timeout=3, rise=3, fall=3))
+
+
+def open_ports(kind):
+    """The members' sockets; the kernel takes connections for them."""
+    opened = []
+    for number in range(THOUSAND):
+        one = socket.socket(socket.AF_INET, socket.SOCK_STREAM if kind == "TCP" else socket.SOCK_DGRAM)
+        opened.append(one)
+        one.bind((address(1), 2000 + number))
+        if kind == "TCP":
+            one.listen(256)
+    return opened
+
+
+@pytest.mark.parametrize(("kind", "word"), [("UDP-CONNECT", "UP"), ("TCP", "DOWN")])
+def test_a_thousand_members_cost_little(place, checker, kind, word, record_property):
+    place.run(place.members, "sysctl", "-qw", "net.ipv4.icmp_ratelimit=0")
+    opened = place.within(place.members, open_ports, kind) if word == "UP" else []
+    try:
+        begin = time.monotonic()
+        checker.serve(thousand(kind))
+        eventually(lambda: set(checker.words()) == {word}, f"each is {word}", 60)
+        first = time.monotonic() - begin
+        before, begin = checker.cpu(), time.monotonic()
+        time.sleep(6)  # what is measured is what an interval costs
+        share = (checker.cpu() - before) / (time.monotonic() - begin)
+        record_property(f"first checks of 1,000, {kind}, {word}", f"{first:.1f} s")
+        record_property(f"1,000, {kind}, each 5 s, {word}", f"{100 * share:.1f} % of a core, {checker.pss():.1f} MiB")
+        assert first > 2.0, "they do not burst"
+        assert share < 0.25
+        assert set(checker.words()) == {word}
+    finally:
+        for one in opened:
+            one.close()
+
+
+def test_an_idle_one_is_small(checker, record_property):
+    record_property("idle", f"{checker.pss():.1f} MiB")
+    begin = checker.cpu()
+    assert checker.pss() < 14
+    time.sleep(1)
+    assert checker.cpu() - begin < 0.05
+    assert checker.state()["servers"] == {}

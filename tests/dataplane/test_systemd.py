@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An amphora as a virtual machine runs it: systemd is process 1, the units are the image's."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import uuid
+from contextlib import suppress
+
+import pytest
+import systemd_lab
+from amphora_lab import FIXED, ROOT, VIP, Client, Network, alive, children, eventually, get
+from configuration_text import listener, text
+from systemd_lab import AGENT, SystemdAmphora
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(systemd_lab.missing() is not None, reason=str(systemd_lab.missing())),
+]
+HEALTH = "/run/amphora-agent/haproxy.health"
+HOSTILE = [
+    "",
+    "a b",
+    '"',
+    "'",
+    "\\",
+    "\\x41",
+    "%n",
+    "%%",
+    "$HOME",
+    "${HOME}",
+    "$$",
+    ";",
+    "a;b",
+    "\n",
+    "\t\x01",
+    "\u00e9",
+    "#",
+]
+# Writes down what it was given.
+PROGRAM = "import json,sys,time\njson.dump(sys.argv[1:], open('/run/hostile','w'))\ntime.sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def place():
+    made = Network(f"sd{os.getpid()}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def vm(place, authority, tmp_path_factory):
+    place.plug()
+    made = SystemdAmphora(place, tmp_path_factory.mktemp("machine"), authority)
+    made.generation = 0
+    try:
+        made.start()
+        # 2 s on an idle machine.
+        eventually(made.answers, "the agent answers", 120.0)
+        yield made
+    finally:
+        made.power_off()
+        place.unplug()
+
+
+@pytest.fixture
+def machine(vm):
+    """One that serves."""
+    eventually(vm.answers, "the agent answers", 120.0)
+    push(vm, text(listener(["m1", "m2"])))
+    eventually(lambda: said(vm) == "0", "HAProxy answers")
+    return vm
+
+
+def push(machine, configuration, **changes) -> dict:
+    machine.generation += 1
+    status, answer = machine.push(machine.generation, configuration, **changes)
+    assert status == 200, answer
+    return answer
+
+
+def said(machine) -> str:
+    with suppress(FileNotFoundError):
+        return machine.file(HEALTH).read_text()
+    return "no file"
+
+
+def serving(machine) -> int:
+    """The worker that serves, by its number outside; others may be on their way out."""
+    answer = machine.ask_haproxy("show info")
+    return machine.outside_pid(int(next(line for line in answer.splitlines() if line.startswith("Pid: "))[5:]))
+
+
+def services(machine, program: str):
+    """What a program says that has the machine's `services`, as the agent has them."""
+    lines = (
+        "import json, signal, sys",
+        "from pathlib import Path",
+        "from amphora_agent.paths import Paths",
+        "from amphora_agent.services import Care, connect",
+        "services = connect('systemd', Paths())",
+        f"said = {program}",
+        "print(json.dumps(said, default=vars))",
+    )
+    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", "\n".join(lines)]
+    return json.loads(machine.run(*command))
+
+
+def test_serves(machine, place):
+    assert place.thread("cl").run(get)[0] == 200
+    assert machine.run("systemctl", "is-active", AGENT).strip() == "active"
+    assert machine.run("systemctl", "--failed", "--quiet", "--plain", "--no-legend") == ""
+
+
+def test_the_agent_dies_and_nothing_else(machine, place):
+    before = {name: machine.pid(name) for name in ("haproxy", "responder", "vigil", "agent")}
+    assert None not in before.values()
+    with Client(place) as client:
+        os.kill(before["agent"], signal.SIGKILL)
+        eventually(lambda: machine.pid("agent") not in (None, before["agent"]), "systemd starts another agent")
+        eventually(machine.answers, "it answers", 120.0)
+        client.hears("m1")
+    assert client.failures == []
+    assert {name: machine.pid(name) for name in ("haproxy", "responder", "vigil")} == {
+        name: before[name] for name in ("haproxy", "responder", "vigil")
+    }
+    assert push(machine, text(listener(["m1", "m3"])))["how"] == "runtime"
+
+
+def test_a_worker_that_dies_takes_the_agent_along(machine):
+    """Connections that are kept are given to a new process of systemd's, and to nobody else."""
+    agent = machine.pid("agent")
+    os.kill(children(agent)[0], signal.SIGKILL)
+    eventually(lambda: not alive(agent), "the agent ends")
+    eventually(machine.answers, "another one answers", 120.0)
+    assert machine.pid("agent") != agent
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["an agent lives", "no agent"])
+def test_haproxy_dies(machine, place, alone, record_property):
+    agent, old = machine.pid("agent"), machine.pid("haproxy")
+    workers = children(old)
+    if alone:
+        os.kill(agent, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        os.kill(old, signal.SIGKILL)
+        while said(machine) != "1" and time.monotonic() < begin + 10:
+            time.sleep(0.0002)
+        seconds = time.monotonic() - begin
+        record_property("seconds_to_the_file", seconds)
+        assert said(machine) == "1" or machine.pid("haproxy") not in (None, old)
+        eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another one")
+        eventually(lambda: said(machine) == "0", "it answers")
+        assert not any(map(alive, workers))
+        assert place.thread("cl").run(get)[0] == 200
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    # A few milliseconds on an idle machine; this one is shared.
+    assert seconds < 2.0
+
+
+def test_haproxy_and_who_watches_it_die_together(machine):
+    old, vigil = machine.pid("haproxy"), machine.pid("vigil")
+    os.kill(vigil, signal.SIGSTOP)  # it sees nothing any more
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: said(machine) == "1", "the script says it")
+    eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another one")
+    os.kill(vigil, signal.SIGKILL)
+    eventually(lambda: said(machine) == "0", "another vigil hears HAProxy's answer")
+
+
+def test_haproxy_freezes(machine):
+    worker = serving(machine)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        eventually(lambda: said(machine) == "1", "a freeze is in the file")
+        assert time.monotonic() - begin > 0.4  # a moment of silence is no freeze
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    eventually(lambda: said(machine) == "0", "it has thawed")
+
+
+def test_who_is_not_wanted_is_not_missed(machine):
+    push(machine, None)
+    assert machine.pid("haproxy") is None
+    time.sleep(0.3)  # two looks of the vigil
+    assert said(machine) == "0"
+    push(machine, text(listener(["m1"])))
+    assert machine.pid("haproxy") is not None
+
+
+def test_held_connections_outlive_the_agent(machine, place):
+    """A replaced worker is counted to its end, also when the agent dies meanwhile."""
+
+    def begin():
+        opened = socket.create_connection((VIP, 80), 30)
+        opened.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")  # not the end of a request
+        return opened
+
+    held = place.thread("cl").run(begin)
+    try:
+        old = children(machine.pid("haproxy"))
+        push(machine, text(listener(["m1"], extra="    timeout queue 7s\n")))
+        assert all(map(alive, old))
+        count = ("systemctl", "show", "--property=NFileDescriptorStore", "--value", AGENT)
+        assert int(machine.run(*count)) >= 1
+        agent = machine.pid("agent")
+        os.kill(agent, signal.SIGKILL)
+        eventually(lambda: not alive(agent), "it is dead")
+        eventually(machine.answers, "another agent answers", 120.0)
+        assert int(machine.run(*count)) >= 1
+        assert all(map(alive, old))
+    finally:
+        held.close()
+    eventually(lambda: int(machine.run(*count)) == 0, "the new agent has let go", 60.0)
+    eventually(lambda: not any(map(alive, old)), "the old worker has ended", 60.0)
+
+
+def test_keepalived_sees_what_becomes_of_haproxy(machine):
+    """The partner is not there; what counts is who keeps the VIP, and who lets it go."""
+    vrrp = {
+        "interface": "eth1",
+        "router_id": 7,
+        "priority": 200,
+        "advert_interval": 0.3,
+        "local": {"name": machine.id, "address": FIXED},
+        "peers": [{"name": str(uuid.uuid4()), "address": "198.51.100.12"}],
+    }
+
+    def held() -> bool:
+        return f" {VIP}/" in machine.run("ip", "-n", "amphora-haproxy", "-4", "addr", "show", "dev", "eth1")
+
+    try:
+        push(machine, text(listener(["m1", "m2"])), vrrp=vrrp)
+        eventually(held, "nobody else has the VIP")
+        worker = serving(machine)
+        os.kill(worker, signal.SIGSTOP)
+        eventually(lambda: not held(), "who does not serve lets go of it")
+        os.kill(worker, signal.SIGCONT)
+        eventually(held, "it serves again")
+        parent, haproxy = machine.pid("keepalived"), machine.pid("haproxy")
+        os.kill(parent, signal.SIGKILL)
+        eventually(lambda: machine.pid("keepalived") not in (None, parent), "systemd starts another one")
+        eventually(held, "nobody else has the VIP")
+        assert machine.pid("haproxy") == haproxy
+    finally:
+        push(machine, text(listener(["m1", "m2"])))
+    assert machine.pid("keepalived") is None
+
+
+# -- services, asked directly ---------------------------------------------------------------------------------------
+
+
+def test_arguments_arrive_as_they_are(machine):
+    argv = [sys.executable, "-c", PROGRAM, *HOSTILE]
+    status = services(machine, f"services.start('hostile', {argv!r}, inner=True)")
+    assert status["pid"] is not None
+    file = machine.file("/run/hostile")
+    eventually(lambda: file.exists() and file.read_text().endswith("]"), "it has written its arguments")
+    assert json.loads(file.read_text()) == HOSTILE
+    inner = machine.run("stat", "--dereference", "--format=%i", "/run/netns/amphora-haproxy")
+    assert machine.run("stat", "--dereference", "--format=%i", f"/proc/{status['pid']}/ns/net") == inner
+    limits = machine.file(f"/proc/{status['pid']}/limits").read_text()
+    # As many as this process's own limits allow.
+    most = min(1048576, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == str(most)
+    # What a container may not do, a machine may.
+    assert machine.run("systemctl", "show", "--property=OOMScoreAdjust", "--value", "amphora-hostile").strip() == "-900"
+    services(machine, "services.stop('hostile')")
+    assert services(machine, "services.status('hostile')") == {
+        "pid": None,
+        "starts": 1,
+        "last_exit": -signal.SIGTERM,
+        "wanted": False,
+    }
+
+
+def test_what_a_daemon_is_through_its_life(machine):
+    """The same words as of an amphora made of namespaces."""
+    assert services(machine, "services.status('life')") is None
+    assert services(machine, "services.log('life')") == []
+    sleep = "['sleep', '1000']"
+    first = services(machine, f"services.start('life', {sleep}, inner=False)")
+    assert (first["starts"], first["last_exit"], first["wanted"]) == (1, None, True)
+    assert services(machine, f"services.start('life', {sleep}, inner=False)") == first
+    with pytest.raises(AssertionError, match="it runs with other arguments"):
+        services(machine, "services.start('life', ['sleep', '2000'], inner=False)")
+    services(machine, "services.dismiss('life')")
+    assert services(machine, "services.status('life')") == {**first, "wanted": False}
+    assert services(machine, f"services.start('life', {sleep}, inner=False)") == first
+    services(machine, "services.dismiss('life')")
+    services(machine, "services.signal('life', signal.SIGTERM)")
+    eventually(lambda: services(machine, "services.status('life')")["pid"] is None, "it has ended")
+    time.sleep(0.5)  # a restart would come at once
+    ended = services(machine, "services.status('life')")
+    assert ended == {"pid": None, "starts": 1, "last_exit": -signal.SIGTERM, "wanted": False}
+    # With other arguments, now that it does not run.
+    again = services(machine, "services.start('life', ['sleep', '2000'], inner=False)")
+    assert (again["starts"], again["last_exit"], again["wanted"]) == (2, None, True)
+    os.kill(machine.pid("life"), signal.SIGKILL)
+    eventually(lambda: services(machine, "services.status('life')")["starts"] == 3, "it is started again")
+    services(machine, "services.stop('life')")
+
+
+def test_a_daemon_that_cannot_live(machine):
+    """It is started ever more rarely, and what it said last can be read."""
+    argv = [sys.executable, "-c", "print('out of luck'); raise SystemExit(7)"]
+    services(machine, f"services.start('unlucky', {argv!r}, inner=False)")
+    eventually(lambda: services(machine, "services.status('unlucky')")["starts"] >= 4, "it is tried again")
+    rests = "services.status('unlucky')"
+    status = eventually(lambda: (found := services(machine, rests))["pid"] is None and found, "it rests")
+    assert (status["last_exit"], status["wanted"]) == (7, True)
+    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: a storm would be hundreds.
+    assert status["starts"] < 20
+    assert "out of luck" in services(machine, "services.log('unlucky')")
+    services(machine, "services.stop('unlucky', missed=True)")
+    assert services(machine, "services.status('unlucky')")["wanted"] is False
+    assert services(machine, "services.start('unlucky', ['sleep', '9'], inner=False)")["pid"] is not None
+    services(machine, "services.stop('unlucky')")
+
+
+def test_a_daemon_that_is_not_started_again_at_once(machine):
+    leftover = machine.file("/run/leftover")
+    care = "Care(health=Path('/run/patient.health'), restart_delay=2.5, leftovers=(Path('/run/leftover'),))"
+    leftover.write_text("")
+    start = f"services.start('patient', ['sleep', '1000'], inner=False, care={care})"
+    services(machine, start)
+    assert not leftover.exists()
+    health = machine.file("/run/patient.health")
+    eventually(lambda: health.exists() and health.read_text() == "0", "without a question, one that runs serves")
+    leftover.write_text("")
+    begin = time.monotonic()
+    os.kill(machine.pid("patient"), signal.SIGKILL)
+    eventually(lambda: health.read_text() == "1", "it is missed")
+    status = services(machine, start)  # who asks for it does not make it come sooner
+    assert (status["pid"], status["wanted"], status["starts"]) == (None, True, 1)
+    eventually(lambda: services(machine, "services.status('patient')")["pid"] is not None, "it comes again")
+    assert time.monotonic() - begin >= 2.5
+    eventually(lambda: health.read_text() == "0", "it serves again")
+    assert not leftover.exists()
+    services(machine, "services.stop('patient', missed=True)")
+    assert health.read_text() == "1"
+    services(machine, "services.stop('patient')")
+    eventually(lambda: health.read_text() == "0", "nobody wants it")
+
+
+def test_one_that_an_operator_has_stopped(machine):
+    services(machine, "services.start('halted', ['sleep', '1000'], inner=False)")
+    machine.run("systemctl", "stop", "amphora-halted.service")
+    status = services(machine, "services.status('halted')")
+    assert (status["pid"], status["wanted"]) == (None, False)
+
+
+def test_no_such_program(machine):
+    with pytest.raises(AssertionError, match="there is no program nonsense"):
+        services(machine, "services.start('nothing', ['nonsense'], inner=False)")
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+
+def test_a_boot(machine, place):
+    """What it served before it serves again, without being told."""
+    machine.shut_down()
+    place.unplug()
+    place.plug()
+    machine.start()
+    eventually(machine.answers, "the agent answers", 120.0)
+    eventually(lambda: said(machine) == "0" and machine.pid("haproxy"), "HAProxy serves", 60.0)
+
+    def serves() -> bool:
+        with suppress(OSError):
+            return place.thread("cl").run(get)[0] == 200
+        return False
+
+    eventually(serves, "it serves")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nftables engine in a kernel: what a process that begins anew finds, what is counted, which flows end."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from pathlib import Path
+
+import pytest
+from amphora_lab import eventually, ip
+from datagrams import Clients, UdpMember, member, virtual_server, who
+
+from amphora_agent.network import firewall, nftables
+from amphora_agent.network.firewall import Port, Restrictions
+from amphora_agent.network.namespace import Namespace
+from amphora_agent.virtual_servers import flows, wanted
+from amphora_agent.virtual_servers.marks import SERVER_MASK
+from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
+
+pytestmark = pytest.mark.root
+PLACES = {f"e{number}": f"198.51.100.{130 + number}" for number in range(12)}
+EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+
+
+@pytest.fixture
+def inner(lab):
+    """The amphora's namespace; whoever works there is another process to the checker that runs."""
+    made = Namespace(Path(f"/proc/{lab.amphora.init()}/root/run/netns/amphora-haproxy"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clients(lab):
+    with contextlib.ExitStack() as closing:
+        for name, address in PLACES.items():
+            ip(f"-n {lab.network.name('mem')} addr replace {address}/24 dev eth0")
+            closing.callback(UdpMember(lab.network.thread("mem"), name, address).close)
+        yield closing.enter_context(contextlib.closing(Clients(lab.network.thread("cl"))))
+    lab.amphora.push(next(lab.generations), None)
+
+
+def push(lab, *servers):
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=list(servers))
+    assert status == 200, answer
+
+
+def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
+    push(lab, virtual_server(*EVERYBODY))
+    some = clients.flows(len(EVERYBODY))
+    before = [flow.ask().member for flow in some]
+    assert {*before} == {*PLACES}
+    engine = NftablesEngine()
+    # In another order, and without one of them: no mark of a flow may mean somebody else.
+    fewer = [virtual_server(*EVERYBODY[:0:-1])]
+    inner.run(engine.bring_about, wanted.parse(fewer), {})
+    after = [flow.ask().member for flow in some]
+    assert [a for a, b in zip(after, before, strict=True) if b != "e0"] == [b for b in before if b != "e0"]
+    (counted,) = inner.run(engine.counters).values()
+    assert counted.total_connections == len(some) + 1, "and one that has found another member"
+    assert inner.run(engine.differs, wanted.parse(fewer), {}) == []
+    assert inner.run(NftablesEngine().differs, wanted.parse(fewer), {}) != []
+
+
+def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
+    push(lab, virtual_server(EVERYBODY[0]))
+    (flow,) = clients.flows(1)
+    said = b"x" * 1000
+    answer = flow.ask(said)
+    heads = 20 + 8  # RFC 791, RFC 768
+    got = len(f"e0 {answer.seen} {answer.port} ".encode()) + len(said)
+    engine = NftablesEngine()
+    (counted,) = inner.run(engine.counters).values()
+    assert (counted.bytes_in, counted.bytes_out) == (heads + len(said), heads + got)
+    assert (counted.total_connections, counted.request_errors) == (1, 0)
+    push(lab, virtual_server())
+    assert flow.refused()
+    (counted,) = inner.run(engine.counters).values()
+    assert counted.request_errors >= 1
+    assert counted.total_connections == 1, "what was counted stays"
+
+
+@pytest.mark.parametrize("ended", [1, 11])
+def test_flows_end_by_their_marks(lab, inner, clients, ended):
+    """A few by the kernel's own search, many by ours: the outcome is the same."""
+    push(lab, virtual_server(*EVERYBODY))
+    some = clients.flows(24)
+    assert who(some) == dict.fromkeys(PLACES, 2)
+    found = inner.run(flows.count, 0xFFFFFFFF)
+    gone = sorted(mark for mark in found if mark & SERVER_MASK)[:ended]
+    inner.run(flows.end, gone)
+    left = inner.run(flows.count, 0xFFFFFFFF)
+    assert not {*gone} & {*left}
+    assert {mark: found[mark] for mark in left if mark} == {mark: left[mark] for mark in left if mark}
+    assert inner.run(flows.count, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
+
+
+def test_the_last_listener_leaves_nothing(lab, inner, clients):
+    push(lab, virtual_server(*EVERYBODY))
+    some = clients.flows(3)
+    assert sum(who(some).values()) == 3
+    push(lab)
+    assert not {mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark}
+    assert not inner.run(nftables.exists, "inet", "amphora_virtual")
+    assert not inner.run(nftables.exists, "inet", "amphora")
+    eventually(some[0].refused, "nobody is there")
+
+
+def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
+    """Otherwise each look would find it changed, and write it again."""
+    v4 = tuple(int(ipaddress.ip_address(one)) for one in ("192.0.2.0", "192.0.2.255"))
+    everybody = ((0, 2**128 - 1),)
+    vips = tuple(map(ipaddress.ip_address, ("198.51.100.5", "198.51.100.6", "2001:db8:1::5")))
+    restrictions = Restrictions(
+        (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, vips
+    )
+    text = firewall.render(restrictions)
+    assert wire.inner.run(nftables.replace, text)
+    assert wire.inner.run(nftables.same, text)
+    assert wire.inner.run(nftables.replace, "")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCTP listeners: associations that begin (INIT, INIT ACK), by raw sockets: this machine's kernel has no SCTP."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+import pytest
+from amphora_lab import FIXED, VIP, VIP6
+from checked_members import sctp
+from datagrams import Clients, UdpMember, member, name_of, virtual_server
+
+from amphora_agent.virtual_servers import sctp_packet
+
+pytestmark = pytest.mark.root
+PORT, MEMBER_PORT = 5400, 5454
+PLACES = {4: ("198.51.100.114", "198.51.100.115"), 6: ("2001:db8:1::114", "2001:db8:1::115")}
+
+
+class _Room:
+    """Where `checked_members` puts a member: the lab's."""
+
+    members = "mem"
+
+    def __init__(self, lab) -> None:
+        self._lab = lab
+
+    def within(self, name, function):
+        return self._lab.network.thread(name).run(function)
+
+
+@pytest.fixture
+def sctp_members(lab):
+    with contextlib.ExitStack() as closing:
+        made = {}
+        for place in (*PLACES[4], *PLACES[6]):
+            made[place] = sctp(_Room(lab), place, port=MEMBER_PORT)
+            closing.callback(made[place].close)
+        yield made
+    lab.amphora.push(next(lab.generations), None)
+
+
+def associate(lab, source: str, vip: str, port: int = PORT, own_port: int = 46000):
+    """Ask for an association. Returns the answer's packet, or the number of the error that the kernel is told."""
+    return lab.network.thread("cl").run(_associate, source, vip, port, own_port)
+
+
+def _associate(source, vip, port, own_port):
+    six = ":" in vip
+    family = socket.AF_INET6 if six else socket.AF_INET
+    with socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as link:
+        link.bind((source, 0))
+        link.connect((vip, 0))
+        # IP_RECVERR, IPV6_RECVERR (linux/in.h, linux/in6.h): what ICMP says is an error of the socket.
+        link.setsockopt(socket.IPPROTO_IPV6 if six else socket.IPPROTO_IP, 25 if six else 11, 1)
+        link.settimeout(1.0)
+        for _ in range(5):
+            link.send(sctp_packet.init(own_port, port, 0x01020304))
+            try:
+                data = link.recv(2048)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                return error.errno
+            data = data if six else data[4 * (data[0] & 15) :]
+            bare = data[:8] + bytes(4) + data[12:]
+            assert struct.unpack_from("<I", data, 8)[0] == sctp_packet.crc32c(bare), "a right checksum"
+            return sctp_packet.read(data)
+    return None
+
+
+def _listener(*members, **more):
+    return virtual_server(*members, protocol="SCTP", port=PORT, **more)
+
+
+@pytest.mark.parametrize(("source", "vip"), [("198.51.100.20", VIP), ("2001:db8:1::20", VIP6)])
+def test_an_association_begins_by_way_of_the_vip(lab, sctp_members, source, vip):
+    members = [member(place, place, MEMBER_PORT) for place in sctp_members]
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[_listener(*members)])
+    assert status == 200, answer
+    for number in range(4):
+        packet = associate(lab, source, vip, own_port=46000 + number)
+        assert (packet.kind, packet.source, packet.destination) == (sctp_packet.INIT_ACK, PORT, 46000 + number)
+        assert packet.tag == 0x01020304
+    version = 6 if ":" in vip else 4
+    assert all(sctp_members[place].heard >= 2 for place in PLACES[version]), "in turns"
+
+
+def test_without_a_member_it_is_refused_and_udp_has_the_same_port(lab, sctp_members):
+    servers = [_listener(), virtual_server(member("u", PLACES[4][0], MEMBER_PORT), port=PORT)]
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=servers)
+    assert status == 200, answer
+    # linux/errno.h: ECONNREFUSED, or EHOSTUNREACH, by the kind of socket.
+    assert isinstance(associate(lab, "198.51.100.20", VIP, own_port=46100), int)
+    clients = Clients(lab.network.thread("cl"))
+    with (
+        contextlib.closing(clients),
+        contextlib.closing(UdpMember(lab.network.thread("mem"), "u", PLACES[4][0], MEMBER_PORT)),
+    ):
+        assert clients.flow(port=PORT).ask().seen == FIXED
+
+
+def test_who_is_not_allowed_has_no_association(lab, sctp_members):
+    place = PLACES[4][0]
+    allowed = [{"protocol": "sctp", "port": PORT, "networks": ["198.51.100.20/32"]}]
+    servers = [_listener(member("s", place, MEMBER_PORT))]
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=servers, allowed=allowed)
+    assert status == 200, answer
+    assert isinstance(associate(lab, "198.51.100.21", VIP, own_port=46200), int)
+    assert associate(lab, "198.51.100.20", VIP, own_port=46201).kind == sctp_packet.INIT_ACK
+    assert name_of("listener", PORT, "SCTP") != name_of("listener", PORT, "UDP")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What UDP listeners survive: the agent's death, hands in the kernel's rules, a reboot, and the switch to a partner."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+from amphora_lab import VIP, VIP6, alive, children, eventually, ip
+from configuration_text import listener, text
+from datagrams import Clients, Stream, UdpMember, member, virtual_server, who
+from mishaps import arm, push_quietly
+from pair_lab import FAST, Pair
+from test_drift import INTERVAL, Audited
+
+from amphora_agent.applying.points import Point
+
+pytestmark = pytest.mark.root
+PLACES = {"u1": "198.51.100.121", "u2": "198.51.100.122", "u3": "198.51.100.123"}
+SERVERS = [virtual_server(*(member(name, address) for name, address in PLACES.items()))]
+
+
+@contextlib.contextmanager
+def meeting(network):
+    """Members and clients on a network."""
+    with contextlib.ExitStack() as closing:
+        for name, address in PLACES.items():
+            ip(f"-n {network.name('mem')} addr replace {address}/24 dev eth0")
+            closing.callback(UdpMember(network.thread("mem"), name, address).close)
+        yield closing.enter_context(contextlib.closing(Clients(network.thread("cl"))))
+
+
+@pytest.fixture(scope="module")
+def machine(network, authority, tmp_path_factory):
+    network.plug()
+    made = Audited(network, tmp_path_factory.mktemp("udp"), authority, audit=INTERVAL)
+    try:
+        made.start()
+        eventually(made.answers, "the agent answers")
+        yield made
+    finally:
+        made.power_off()
+        network.unplug()
+
+
+@pytest.fixture
+def audited(machine):
+    with meeting(machine.network) as clients:
+        machine.clients = clients
+        push(machine, SERVERS)
+        eventually(lambda: not machine.drift()["left"], "nothing is left of an earlier test")
+        yield machine
+
+
+def push(amphora, servers, haproxy=None):
+    state = amphora.call("GET", "/v2/bundle")[1]
+    status, answer = amphora.push((state["generation"] or 0) + 1, haproxy, virtual_servers=servers)
+    assert status == 200, answer
+    return answer
+
+
+def test_the_agent_dies_and_nobody_notices(audited):
+    flows = audited.clients.flows(6)
+    assert who(flows) == dict.fromkeys(PLACES, 2)
+    with Stream(flows) as stream:
+        (worker,) = children(audited.outside_pid(audited.status("amphora-agent")["pid"]))
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: not alive(worker), "the agent's worker is dead")
+        eventually(audited.answers, "the agent answers")
+        push(audited, [virtual_server(*(member(name, PLACES[name]) for name in PLACES), connection_limit=1000)])
+    assert stream.asked > 20
+    assert stream.lost == 0
+    assert [len(members) for members in stream.members] == [1] * len(flows)
+
+
+BY_HAND = {
+    "rule": "nft add rule inet amphora_virtual forward drop",
+    "element": "nft flush map inet amphora_virtual targets-4",
+    "table": "nft delete table inet amphora_virtual",
+    "chain": "nft add chain inet amphora_virtual mine { type filter hook forward priority 1 ; policy drop ; }",
+}
+
+
+@pytest.mark.parametrize("case", list(BY_HAND))
+def test_a_hand_in_the_rules_is_found_and_mended(audited, case):
+    before = audited.counted("forwarding")
+    audited.inside(BY_HAND[case])
+    audited.mends("forwarding", before)
+    assert who(audited.clients.flows(6)) == dict.fromkeys(PLACES, 2)
+
+
+@pytest.mark.parametrize("setting", ["net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0"])
+def test_a_hand_in_the_settings_is_found_and_mended(audited, setting):
+    before = audited.counted("firewall")
+    audited.inside(f"sysctl -w {setting}")
+    audited.mends("firewall", before)
+    assert who(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1)
+
+
+def test_beside_haproxy(audited):
+    """A push that HAProxy refuses changes nothing of UDP; a UDP change is no matter of HAProxy's."""
+    answer = push(audited, SERVERS, text(listener(["m1"])))
+    flows = audited.clients.flows(3)
+    assert who(flows) == dict.fromkeys(PLACES, 1)
+    one = virtual_server(member("u1", PLACES["u1"]))
+    generation = answer["generation"]
+    refused = text(listener(["m1"], extra="    balance nonsense\n"))
+    assert audited.push(generation + 1, refused, virtual_servers=[one])[0] == 422
+    assert who(flows) == dict.fromkeys(PLACES, 1)
+    answer = push(audited, [one], text(listener(["m1"])))
+    assert answer["how"] == "runtime"
+    assert "removed" in answer["reason"]
+    assert who(flows) == {"u1": 3}
+
+
+def test_after_a_reboot_the_confirmed_generation_is_served(audited):
+    audited.power_off()
+    audited.network.unplug()
+    audited.network.plug()
+    audited.start()
+    eventually(audited.answers, "the agent answers")
+    flow = audited.clients.flow()
+
+    def served():
+        with contextlib.suppress(ConnectionRefusedError, OSError):
+            return flow.ask(timeout=0.5)
+        return None
+
+    assert eventually(served, "UDP is served again").member in PLACES
+
+
+@pytest.mark.parametrize("point", [Point.RESERVED, Point.LOADED])
+def test_an_agent_that_dies_half_way_serves_what_was_confirmed(audited, point):
+    """Before the virtual servers are touched, and when they are served but not confirmed."""
+    flows = audited.clients.flows(3)
+    assert who(flows) == dict.fromkeys(PLACES, 1)
+    before = audited.call("GET", "/v2/bundle")[1]["generation"]
+    arm(audited, point, "die")
+    push_quietly(audited, before + 1, None, virtual_servers=[virtual_server(member("u1", PLACES["u1"]))])
+    eventually(audited.answers, "the agent answers")
+    eventually(lambda: who(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1), "all members serve again")
+    assert audited.call("GET", "/v2/bundle")[1]["generation"] == before
+
+
+def test_answers_leave_by_the_vips_network(booted):
+    """Also where another network of the amphora's covers the client's address: as HAProxy's answers do."""
+    pair: Pair = booted
+    for node in pair.nodes:
+        eventually(node.answers, "the agent answers")
+    with meeting(pair.network), contextlib.closing(Clients(pair.network.thread("far"))) as far:
+        _push(pair, SERVERS)
+        holder = pair.settled()
+        flow = far.flow("192.0.2.20")
+        assert eventually(lambda: _member(flow), "UDP is served") in PLACES
+        # By this way, which is the main table's, nobody hears them.
+        holder.inside("ip", "route", "add", "192.0.2.0/24", "via", PLACES["u1"])
+        holder.inside("ip", "-6", "route", "add", "2001:db8:2::/64", "via", "2001:db8:1::121")
+        assert holder.inside("ip", "route", "get", "192.0.2.20").split()[2] == PLACES["u1"]
+        assert flow.ask() is not None
+        assert all(each.ask() is not None for each in far.flows(3, "192.0.2.20"))
+
+
+def test_flows_go_on_at_the_partner(booted):
+    """The VIPs move, and each flow meets its member again: both find it by the same hash."""
+    pair: Pair = booted
+    for node in pair.nodes:
+        eventually(node.answers, "the agent answers")
+    with meeting(pair.network) as clients:
+        _push(pair, SERVERS)
+        holder = pair.settled()
+        flows = clients.flows(30)
+        before = [eventually(lambda flow=flow: _member(flow), "UDP is served") for flow in flows]
+        assert {*before} == {*PLACES}
+        holder.call("POST", "/v2/vrrp/release", {})
+        eventually(lambda: pair.holders() and pair.holders() != [holder], "the partner has the VIPs")
+        after = [eventually(lambda flow=flow: _member(flow), "UDP is served") for flow in flows]
+        assert after == before
+
+
+def _member(flow):
+    with contextlib.suppress(ConnectionRefusedError, OSError):
+        answer = flow.ask(timeout=0.5)
+        return answer and answer.member
+    return None
+
+
+def _push(pair: Pair, servers) -> None:
+    """A bundle that has no HAProxy."""
+    generation = next(pair.generations)
+    for node in pair.nodes:
+        where = node.where
+        interface = {
+            "mac": where.mac,
+            "name": "eth1",
+            "mtu": 1500,
+            "addresses": [f"{where.fixed}/24", f"{where.fixed6}/64"],
+            "vips": [f"{VIP}/32", f"{VIP6}/128"],
+            "routes": [
+                {"destination": "0.0.0.0/0", "gateway": "198.51.100.1"},
+                {"destination": "::/0", "gateway": "2001:db8:1::1"},
+            ],
+        }
+        vrrp = {
+            "interface": "eth1",
+            "router_id": 1,
+            "priority": where.priority,
+            "advert_interval": FAST,
+            "local": {"name": node.id, "address": where.fixed},
+            "peers": [{"name": one.id, "address": one.where.fixed} for one in pair.nodes if one is not node],
+        }
+        status, answer = node.push(generation, None, interfaces=[interface], vrrp=vrrp, virtual_servers=servers)
+        assert status == 200, answer

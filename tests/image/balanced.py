@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load balancer that guests serve.
+
+Invariant: what a test pushes takes the way it takes in production, from the model through `render`, the virtual servers
+and the controller's bundle to the agents of the guests; nothing is written by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from amphora_lab import eventually
+from estate import PATIENCE
+from peers import WebServer
+from served import _content
+from visitors import Visitor
+from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
+
+from amphora_driver.controller.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
+from amphora_driver.controller.bundle import Served as Given
+from amphora_driver.controller.virtual_servers import virtual_servers
+from amphora_driver.render.haproxy import render
+from amphora_driver.secret import Secret
+
+# Guests under emulation stand still for seconds: three of these, and the VIPs would move.
+ADVERT = 3.0
+PRIORITIES = (254, 253)
+
+
+class Balanced:
+    """The load balancer, its guests, its members and a client."""
+
+    def __init__(self, estate, *guests) -> None:
+        self.estate = estate
+        self.guests = list(guests)
+        self.generations = itertools.count(int(time.time()))
+        self.members = estate.room("members")
+        self.visitor = Visitor(estate.room("client"))
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.visitor.close)
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def start(self, peer):
+        self._closing.callback(peer.close)
+        return peer
+
+    def web(self, name: str, address: str) -> WebServer:
+        return self.start(WebServer(self.members, name, address))
+
+    def udp(self, name: str, address: str, port: int = 53) -> UdpEcho:
+        return self.start(UdpEcho(self.members, name, address, port))
+
+    # -- pushing -----------------------------------------------------------------------------------------------
+
+    def push(self, tree, secrets: dict[str, str] | None = None) -> list[dict]:
+        """What each agent answers."""
+        pair = len(self.guests) > 1
+        rendered = render(tree, shared_tickets=False)
+        virtual = virtual_servers(tree, engines={"lvs", "nftables"})
+        assert not rendered.refused + virtual.refused, [str(one) for one in rendered.refused + virtual.refused]
+        files = tuple(
+            BundleFile(name=each.name, content=Secret(_content(each, secrets or {}).encode()))
+            for each in rendered.files
+        )
+        given = Given(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
+        generation, found = next(self.generations), []
+        for guest in self.guests:
+            document = bundle(tree, generation, guest.id, guest.plugged, given, self._vrrp(guest) if pair else None)
+            status, answer = guest.call("PUT", "/v2/bundle", document)
+            assert status == 200, f"{guest}: {status}: {json.dumps(answer, indent=1)}\n{rendered.text}"
+            found.append(answer)
+        return found
+
+    def _vrrp(self, guest) -> BundleVrrp:
+        return BundleVrrp(
+            interface="eth1",
+            router_id=1,
+            priority=PRIORITIES[self.guests.index(guest)],
+            advert_interval=ADVERT,
+            local=_partner(guest),
+            peers=tuple(_partner(one) for one in self.guests if one is not guest),
+        )
+
+    # -- what clients see --------------------------------------------------------------------------------------
+
+    def fetch(self, **more):
+        """One answer over HTTP, None if there is none."""
+        with suppress(OSError, EOFError):
+            return self.visitor.fetch(**{"timeout": 5.0, **more})
+        return None
+
+    def serves(self, **more) -> bool:
+        answer = self.fetch(**more)
+        return answer is not None and answer.status == 200
+
+    def answers_of(self, count: int, **more) -> set[str]:
+        """The members that answer so many requests."""
+        found = [self.fetch(**more) for _ in range(count)]
+        return {"" if one is None else one.member if one.status == 200 else str(one.status) for one in found}
+
+    def datagram(self, address: str = VIP, port: int = 53, seconds: float = 3.0) -> str:
+        """Who answers a datagram of a new client; empty if nobody does."""
+        with self.estate.room("client").socket(address, socket.SOCK_DGRAM) as sending:
+            sending.settimeout(seconds)
+            with suppress(OSError):
+                sending.connect((address, port))
+                sending.send(b"who")
+                return sending.recv(100).decode()
+        return ""
+
+    def until(self, condition, what: str, seconds: float = PATIENCE):
+        return eventually(condition, what, seconds)
+
+
+class UdpEcho:
+    """A member that says its name to every datagram."""
+
+    def __init__(self, room, name: str, address: str, port: int) -> None:
+        self.name, self.address, self.port = name, address, port
+        self._socket = room.socket(address, socket.SOCK_DGRAM)
+        self._socket.bind((address, port))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                _, client = self._socket.recvfrom(2048)
+                self._socket.sendto(self.name.encode(), client)
+
+    def close(self) -> None:
+        # A socket that another thread reads is only woken by what arrives, or by its end (socket(7)).
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+def _partner(guest) -> BundlePartner:
+    return BundlePartner(name=guest.id, address=guest.plugged[0].port.addresses[0].address)
+
+
+__all__ = ["VIP", "VIP6", "Balanced", "UdpEcho", "listener", "load_balancer", "member", "monitor", "pool"]

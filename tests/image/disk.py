@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk for tests, made of an image's tree: no partitions, no boot loader, and a door.
+
+Invariant: nothing of the tree is changed but what is listed here, and none of it needs a mount or a loop device. The
+kernel is the tree's own; the initial RAM disk is not: it does nothing but load four drivers and mount the disk, because
+under emulation the usual one takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TAG = "amphora"
+SIZE = "2G"
+LABEL = "amphora-root"
+_DRIVERS = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4")
+_BUSYBOX = Path("/bin/busybox")
+# Hardware that qemu's oldest type of machine has and no guest of ours uses: to look for it takes seconds.
+_UNUSED = (
+    "ata_piix,ata_generic,psmouse,floppy,i2c_piix4,pcspkr,parport_pc,mousedev,evdev,button,drm,bochs,"
+    "rapl,intel_rapl_msr,intel_rapl_common,serio_raw,qemu_fw_cfg,joydev,input_leds"
+)
+# What nothing depends on, for guests that are to be there soon. Those of `USUAL` have everything.
+_MASKED = (
+    "systemd-hwdb-update.service",
+    "chrony.service",
+    "systemd-journal-flush.service",
+    "systemd-update-utmp.service",
+)
+USUAL = f"root=/dev/vda rw console=ttyS0 panic=10 quiet systemd.show_status=1 net.ifnames=0 module_blacklist={_UNUSED}"
+QUICK = USUAL + "".join(f" systemd.mask={unit}" for unit in _MASKED)
+_DOOR = """[Unit]
+Description=A door for tests
+After=systemd-networkd.service
+[Service]
+ExecStart=/usr/bin/python3 -I -S /usr/local/sbin/door.py
+Restart=always
+[Install]
+WantedBy=multi-user.target
+"""
+_INIT = """#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+/bin/busybox mount -t proc proc /proc
+{insert}
+while ! [ -e /dev/vda ]; do /bin/busybox sleep 0.05; done
+/bin/busybox mount -t ext4 /dev/vda /root
+/bin/busybox mount -o move /dev /root/dev
+/bin/busybox umount /proc
+exec /bin/busybox switch_root /root /sbin/init
+"""
+
+
+def make(tree: Path, place: Path) -> None:
+    """Write TAG.qcow2, TAG.kernel, TAG.initrd and TAG.arguments.
+
+    Args:
+        tree: the image's tree; it gets the door.
+        place: a folder that is there.
+    """
+    _open(tree)
+    raw = place / "disk.raw"
+    subprocess.run(["truncate", "-s", SIZE, raw], check=True)
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-L", LABEL, "-d", tree, raw], check=True)
+    subprocess.run(["qemu-img", "convert", "-O", "qcow2", raw, place / f"{TAG}.qcow2"], check=True)
+    raw.unlink()
+    kernel = max((tree / "boot").glob("vmlinuz-*"))
+    shutil.copyfile(kernel, place / f"{TAG}.kernel")
+    (place / f"{TAG}.initrd").write_bytes(initrd(tree, kernel.name.removeprefix("vmlinuz-")))
+    (place / f"{TAG}.arguments").write_text(QUICK)
+
+
+def _open(tree: Path) -> None:
+    shutil.copyfile(HERE / "door.py", tree / "usr/local/sbin/door.py")
+    units = tree / "etc/systemd/system"
+    (units / "door.service").write_text(_DOOR)
+    wants = units / "multi-user.target.wants"
+    wants.mkdir(parents=True, exist_ok=True)
+    link = wants / "door.service"
+    link.unlink(missing_ok=True)
+    link.symlink_to("/etc/systemd/system/door.service")
+
+
+def initrd(tree: Path, version: str) -> bytes:
+    """An initial RAM disk for the kernel of this version."""
+    modules = tree / "lib/modules" / version
+    wanted = _with_what_they_need(modules)
+    insert = "\n".join(f"/bin/busybox insmod /{Path(each).name}" for each in wanted)
+    files = {"init": _INIT.format(insert=insert).encode(), "bin/busybox": _BUSYBOX.read_bytes()}
+    files |= {Path(each).name: (modules / each).read_bytes() for each in wanted}
+    return _cpio(("bin", "dev", "proc", "root"), files)
+
+
+def _with_what_they_need(modules: Path) -> list[str]:
+    """Paths below the kernel's modules, each after those it needs (modules.dep(5))."""
+    lines = (modules / "modules.dep").read_text().splitlines()
+    needs = {left: right.split() for left, _, right in (line.partition(":") for line in lines)}
+    paths = {Path(path).name.partition(".")[0].replace("-", "_"): path for path in needs}
+    found: list[str] = []
+    for name in _DRIVERS:
+        if name in paths:  # the others are built in
+            found += [path for path in (*reversed(needs[paths[name]]), paths[name]) if path not in found]
+    return found
+
+
+def _cpio(folders: tuple[str, ...], files: dict[str, bytes]) -> bytes:
+    """An archive as the kernel unpacks it (Documentation/driver-api/early-userspace/buffer-format.rst)."""
+    rows = [(name, stat.S_IFDIR | 0o755, b"") for name in folders]
+    rows += [(name, stat.S_IFREG | 0o755, content) for name, content in files.items()]
+    made = bytearray()
+    for number, (name, mode, content) in enumerate([*rows, ("TRAILER!!!", 0, b"")], 1):
+        fields = (number, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(name) + 1, 0)
+        made += b"070701" + "".join(f"{field:08X}" for field in fields).encode() + name.encode() + b"\0"
+        made += bytes(-len(made) % 4) + content
+        made += bytes(-len(made) % 4)
+    return bytes(made)

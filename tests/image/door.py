@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A door into a guest, for tests: it runs what it is told to, as root.
+
+It is in the disks that tests make of an image's tree, and in no image. Only the standard library is used, because that
+is what the guest has.
+
+    one connection: a line {"argv": [...], "seconds": 60}, answered with a line {"code": 0, "said": "..."}
+"""
+
+import json
+import socketserver
+import subprocess
+
+PORT = 9400
+
+
+class _Door(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        asked = json.loads(self.rfile.readline())
+        try:
+            ended = subprocess.run(
+                asked["argv"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=asked["seconds"],
+                check=False,
+            )
+            answer = {"code": ended.returncode, "said": ended.stdout.decode(errors="replace")}
+        except (OSError, subprocess.SubprocessError) as error:
+            answer = {"code": -1000, "said": str(error)}
+        self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+
+if __name__ == "__main__":
+    with _Server(("", PORT), _Door) as server:
+        server.serve_forever()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual machines on a switch of their own, with clients and members beside them.
+
+Invariant: guests are booted by the product's own compute backend from the product's own config drive, and are asked by
+a controller in its own namespace; every name carries a number that nobody else has, and `close` ends all of it.
+
+    control ── management bridge ── guests ── the VIPs' bridge ── client, members
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import ssl
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from amphora_lab import eventually
+from door import PORT as DOOR
+from peers import Room
+from throwaway_authority import CLIENT, SERVER, Authority
+from wanted import NETWORK, SUBNET, SUBNET6
+
+from amphora_agent.network.namespace import Namespace
+from amphora_driver import config
+from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.compute.qemu import QemuCompute
+from amphora_driver.network import bridges, namespaces
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.interface import FixedAddress
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.secret import Secret
+from amphora_driver.store import migrate
+from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.engine import Database
+
+MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
+CONTROLLER = "203.0.113.2"
+# Emulated: half a minute on a calm machine, 400 s were seen where seven others worked on two processors.
+BOOT_SECONDS = 900.0
+# For whatever else a guest is waited for.
+PATIENCE = 300.0
+_HOSTS = {
+    "control": (MANAGEMENT, (CONTROLLER,)),
+    "client": (NETWORK, ("198.51.100.20", "2001:db8:1::20")),
+    "members": (NETWORK, ("198.51.100.110", "2001:db8:1::110")),
+}
+MORE_MEMBERS = tuple(
+    f"{beginning}{number}" for number in range(111, 120) for beginning in ("198.51.100.", "2001:db8:1::")
+)
+
+
+class Estate:
+    """One switch, its networks, and the guests on it.
+
+    Args:
+        folder: for disks, databases and logs.
+        number: what tells it from others on this machine.
+        images: folder of the images, as `[compute_qemu] image_directory`.
+    """
+
+    def __init__(self, folder: Path, number: int, images: Path, **options: object) -> None:
+        self.folder = folder
+        self.prefix = f"i{number}"
+        self.switch = f"{self.prefix}-switch"
+        self._threads: dict[str, Namespace] = {}
+        more = "".join(f"{name} = {value}\n" for name, value in options.items())
+        file = folder / "estate.conf"
+        file.write_text(
+            f"[compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\nimage_directory = {images}\n{more}"
+            f"[network_local]\nswitch = {self.switch}\n"
+        )
+        self._database = Database(f"sqlite:///{folder}/estate.sqlite")
+        migrate.upgrade(self._database.url)
+        self.network = LocalNetwork(config.load([str(file)]), self._database)
+        self.compute = QemuCompute(config.load([str(file)]), self.network)
+        self.authority = Authority("controllers")
+        self.client_certificate = folder / "client.pem"
+        self.client_certificate.write_text(self.authority.issue("controller", CLIENT))
+        self.guests: list[Guest] = []
+
+    def build(self) -> None:
+        for network_id in (MANAGEMENT, NETWORK):
+            self.network.define_network(network_id, network_id, f"br-{network_id[:6]}")
+        for subnet_id, network_id, beginning, first, last in (
+            ("management-subnet", MANAGEMENT, "203.0.113.", 10, 200),
+            (SUBNET, NETWORK, "198.51.100.", 10, 200),
+            (SUBNET6, NETWORK, "2001:db8:1::", 10, 200),
+        ):
+            self.network.define_subnet(
+                AddressRange(
+                    id=subnet_id,
+                    network_id=network_id,
+                    name=subnet_id,
+                    cidr=f"{beginning}/64" if ":" in beginning else f"{beginning}0/24",
+                    gateway=None if network_id == MANAGEMENT else f"{beginning}1",
+                    first=f"{beginning}{first}",
+                    last=f"{beginning}{last}",
+                )
+            )
+        self._switch = bridges.Switch(self.switch, MANAGEMENT)
+        self._switch.ensure(self.network.networks(), self.network.subnets())
+        for name, (network_id, addresses) in _HOSTS.items():
+            self._host(name, network_id, addresses)
+        self._add("members", MORE_MEMBERS)
+
+    def _host(self, name: str, network_id: str, addresses: tuple[str, ...]) -> None:
+        subnets = self.network.subnets(network_id)
+        wanted = [
+            FixedAddress(subnet_id=next(one.id for one in subnets if (":" in one.cidr) == (":" in each)), address=each)
+            for each in addresses
+        ]
+        port = self.network.fixed_port(name, network_id, wanted)
+        segment = next(one for one in self.network.networks() if one.id == network_id)
+        place = namespaces.path(self.name(name))
+        namespaces.ensure(self.name(name))
+        self._switch.connect(port, segment, name, place, "eth0")
+        bridges.configure(place, "eth0", port, subnets)
+
+    def _add(self, host: str, addresses: tuple[str, ...]) -> None:
+        def work(kernel) -> None:
+            index = kernel.link_lookup(ifname="eth0")[0]
+            for address in addresses:
+                bridges.add_address(kernel, index, address, 64 if ":" in address else 24)
+
+        namespaces.routing(namespaces.path(self.name(host)), work)
+
+    def name(self, host: str) -> str:
+        return f"{self.prefix}-{host}"
+
+    def thread(self, host: str) -> Namespace:
+        if host not in self._threads:
+            self._threads[host] = Namespace(namespaces.path(self.name(host)))
+        return self._threads[host]
+
+    def room(self, host: str) -> Room:
+        return Room(self.thread(host))
+
+    def boot(self, tag: str | None = None) -> Guest:
+        guest = Guest(self, tag)
+        self.guests.append(guest)
+        guest.boot()
+        return guest
+
+    def close(self) -> None:
+        for guest in self.guests:
+            guest.disconnect()
+            keep = os.environ.get("AMPHORA_KEEP_LOGS")
+            if keep:
+                Path(keep, f"{guest.id}.log").write_text(guest.console())
+        for amphora_id in self.compute.booted():
+            self.compute.destroy(amphora_id)
+        for thread in self._threads.values():
+            thread.close()
+        for name in namespaces.names(f"{self.prefix}-"):
+            namespaces.remove(name)
+        self._database.dispose()
+
+
+class Guest:
+    """One virtual machine, seen by its controller, and through the door that tests have made into it."""
+
+    def __init__(self, estate: Estate, tag: str | None) -> None:
+        self.estate = estate
+        self.id = str(uuid.uuid4())
+        self.key = os.urandom(32)
+        self.plugged: tuple[Plugged, ...] = ()
+        self.began = 0.0
+        self._tag = tag
+        self._connection: http.client.HTTPSConnection | None = None
+
+    def __repr__(self) -> str:
+        return f"guest {self.id[:8]}"
+
+    # -- the machine -------------------------------------------------------------------------------------------
+
+    def order(self) -> BootOrder:
+        conf = (
+            f"[agent]\namphora_id = {self.id}\nbind_address = {{management_address}}\nbind_port = {AGENT}\n"
+            f"services = systemd\n[heartbeat]\ninterval = 2\ntargets = {CONTROLLER}:{HEARTBEATS}\n"
+        )
+        files = {
+            "agent.conf": conf,
+            "server.pem": self.estate.authority.issue(self.id, SERVER, hours=6),
+            "client_ca.pem": self.estate.authority.pem,
+            "server_ca.pem": self.estate.authority.pem,
+            "heartbeat.key": self.key.hex(),
+        }
+        secret = {name: Secret(text.encode()) for name, text in files.items()}
+        return BootOrder(amphora_id=self.id, load_balancer_id=str(uuid.uuid4()), files=secret, image_tag=self._tag)
+
+    def boot(self) -> None:
+        self.began = time.monotonic()
+        machine = self.estate.compute.boot(self.order())
+        assert machine.state is MachineState.RUNNING
+        self.address = machine.management_address
+
+    def plug(self) -> None:
+        """Give it a port on the VIPs' network, as the controller does."""
+        port = self.estate.network.ensure_port(self.id, NETWORK, [SUBNET, SUBNET6])
+        self.estate.compute.attach(self.id, port)
+        subnets = tuple(self.estate.network.subnet(fixed.subnet_id) for fixed in port.addresses)
+        self.plugged = (Plugged(port=port, subnets=subnets),)
+
+    def process(self):
+        return self.estate.compute._process(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        return self.estate.folder / "machines" / self.id
+
+    def console(self) -> str:
+        with suppress(FileNotFoundError):
+            return (self.folder / "console.log").read_text(errors="replace")
+        return ""
+
+    def await_agent(self, seconds: float = BOOT_SECONDS) -> float:
+        """Wait until the agent answers; seconds since the guest was started."""
+        try:
+            eventually(lambda: self._lives() and self.answers(), f"the agent of {self} answers", seconds)
+        except AssertionError as error:
+            said = self.console()[-6000:]
+            raise AssertionError(f"{error}; its console:\n{said}") from error
+        return time.monotonic() - self.began
+
+    def rebooting(self):
+        """From now on it is waited for again; says how many seconds have passed since."""
+        self.disconnect()
+        self.began = began = time.monotonic()
+        return lambda: round(time.monotonic() - began, 1)
+
+    def _lives(self) -> bool:
+        assert self.process().alive(), f"its qemu has ended: {self.console()[-2000:]}"
+        return True
+
+    # -- through the door --------------------------------------------------------------------------------------
+
+    def run(self, *argv: str, seconds: float = PATIENCE, check: bool = True) -> str:
+        """What a command says in the guest."""
+        answer = self.estate.thread("control").run(self._ask_door, argv, seconds)
+        assert not check or answer["code"] == 0, f"{argv}: {answer}"
+        return answer["said"]
+
+    def inner(self, *argv: str, **more) -> str:
+        """The same in the load balancer's namespace."""
+        return self.run("ip", "netns", "exec", "amphora-haproxy", *argv, **more)
+
+    def shell(self, script: str, **more) -> str:
+        return self.run("sh", "-c", script, **more)
+
+    def _ask_door(self, argv, seconds: float):
+        with socket.create_connection((self.address, DOOR), 20) as connection:
+            connection.settimeout(seconds + 20)
+            connection.sendall(json.dumps({"argv": argv, "seconds": seconds}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                return json.loads(lines.readline())
+
+    # -- the controller's side ---------------------------------------------------------------------------------
+
+    def call(self, method: str, path: str, body=None):
+        """One request over the kept connection; a tuple of status and document."""
+        return self.estate.thread("control").run(self._call, method, path, body)
+
+    def _call(self, method: str, path: str, body):
+        for last in (False, True):
+            if self._connection is None:
+                self._connection = self._connect()
+            try:
+                self._connection.request(method, path, body)
+                with self._connection.getresponse() as answer:
+                    return answer.status, json.loads(answer.read())
+            except (OSError, http.client.HTTPException):
+                self._disconnect()
+                if last:
+                    raise
+        return None
+
+    def _connect(self) -> http.client.HTTPSConnection:
+        context = ssl.create_default_context(cadata=self.estate.authority.pem)
+        context.load_cert_chain(self.estate.client_certificate)
+        connection = http.client.HTTPSConnection(self.id, AGENT, timeout=PATIENCE, context=context)
+        # While a guest boots, nobody answers: to be asked again soon.
+        connection._create_connection = lambda *_: _dial((self.address, AGENT))
+        return connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def disconnect(self) -> None:
+        self.estate.thread("control").run(self._disconnect)
+
+    def answers(self) -> bool:
+        with suppress(OSError, http.client.HTTPException):
+            return self.call("GET", "/v2/info")[0] == 200
+        return False
+
+
+def _dial(address) -> socket.socket:
+    connection = socket.create_connection(address, 3.0)
+    connection.settimeout(PATIENCE)
+    return connection

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image that guests of tests boot from: built from these sources once, and kept until they change.
+
+Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
+
+AMPHORA_TEST_IMAGES names a folder that `disk.make` has filled, to be used instead; AMPHORA_TEST_TREE a tree.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import disk
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / ".sandbox/image"
+RELEASE = "bookworm"
+_SOURCES = ("amphora_agent", "diskimage", "setup.cfg", "constraints.txt", "tests/image/disk.py", "tests/image/door.py")
+# A build on a machine that does nothing else takes a minute and a half.
+_BUILD_SECONDS = 1500
+
+
+def digest() -> str:
+    """What tells one image from another."""
+    made = hashlib.sha256()
+    for name in _SOURCES:
+        place = ROOT / name
+        files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+        for path in files:
+            if "__pycache__" not in path.parts:
+                content = path.read_bytes()
+                made.update(f"{path.relative_to(ROOT)}:{path.stat().st_mode:o}:{len(content)}:".encode() + content)
+    return made.hexdigest()[:16]
+
+
+def images() -> Path:
+    """The folder of the image, built if it is not there."""
+    ready = os.environ.get("AMPHORA_TEST_IMAGES")
+    if ready:
+        return Path(ready)
+    HOME.mkdir(parents=True, exist_ok=True)
+    place = HOME / digest()
+    with (HOME / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.is_dir():
+            _forget_others()
+            new = HOME / "new"
+            new.mkdir()
+            tree = _tree(new)
+            disk.make(tree, new)
+            shutil.rmtree(tree)
+            new.rename(place)
+    return place
+
+
+def _forget_others() -> None:
+    """Each takes half a gigabyte; what a run that was killed has left goes too."""
+    for entry in HOME.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+
+
+def _tree(place: Path) -> Path:
+    tree = place / f"{disk.TAG}.tree"
+    ready = os.environ.get("AMPHORA_TEST_TREE")
+    if ready:
+        subprocess.run(["cp", "-a", ready, tree], check=True)
+        return tree
+    command = [
+        ROOT / "diskimage/build",
+        "--release",
+        RELEASE,
+        "--output",
+        "tree",
+        "--name",
+        disk.TAG,
+        "--directory",
+        place,
+    ]
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_BUILD_SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    return tree

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The finished disk, unmodified, through its own boot loader: what a cloud does with it. AMPHORA_IMAGE_SLOW=1 runs it.
+
+AMPHORA_IMAGE_FILE names the disk; without it, diskimage/build makes one, which takes minutes.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import image
+import pytest
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.quiet,
+    pytest.mark.lasts(3600),
+    pytest.mark.skipif(os.environ.get("AMPHORA_IMAGE_SLOW") != "1", reason="AMPHORA_IMAGE_SLOW=1 runs this"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder of images with the finished one in it."""
+    place = tmp_path_factory.mktemp("finished")
+    given = os.environ.get("AMPHORA_IMAGE_FILE")
+    if given:
+        shutil.copyfile(given, place / "finished.qcow2")
+    else:
+        command = [image.ROOT / "diskimage/build", "--name", "finished", "--directory", place]
+        subprocess.run(command, check=True, timeout=3000)
+    return Path(place)
+
+
+def test_the_finished_disk_boots_and_its_agent_answers(finished, images, estate, record_property):
+    shutil.copyfile(finished / "finished.qcow2", images / "finished.qcow2")
+    try:
+        guest = estate.boot("finished")
+        record_property("power-on to agent through the boot loader, seconds", guest.await_agent(900))
+        guest.disconnect()
+        estate.compute.destroy(guest.id)
+        assert estate.compute.get(guest.id) is None
+    finally:
+        (images / "finished.qcow2").unlink()

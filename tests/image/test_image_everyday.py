@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image, from power-on to serving: one guest that is booted cold, one load balancer of all kinds of listeners."""
+
+import json
+import re
+import socket
+import ssl
+
+import pytest
+from balanced import VIP, VIP6, listener, load_balancer, member, monitor, pool
+from estate import CONTROLLER, HEARTBEATS, PATIENCE
+from wanted import id_of
+
+from amphora_agent.stats.codec import decode
+
+pytestmark = [pytest.mark.root, pytest.mark.quiet, pytest.mark.lasts(1200)]
+ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"
+
+
+# --- the boot ----------------------------------------------------------------------------------------------
+
+
+def test_a_guest_that_is_powered_on_answers_with_its_own_certificate(first, estate, record_property):
+    """`answers` is mutual TLS: the agent has its certificate, key and settings from the config drive."""
+    assert first.answers()
+    record_property("power-on to agent, seconds", round(first.booted_after, 1))
+    told = first.call("GET", "/v2/info")[1]
+    assert told["amphora_id"] == first.id
+
+
+def test_a_stranger_is_not_answered(first, estate):
+    context = ssl.create_default_context(cadata=estate.authority.pem)
+
+    def ask():
+        with (
+            socket.create_connection((first.address, 9443), PATIENCE) as raw,
+            context.wrap_socket(raw, server_hostname=first.id) as secure,
+        ):
+            secure.sendall(b"GET /v2/info HTTP/1.1\r\nHost: x\r\n\r\n")
+            return secure.recv(100)
+
+    with pytest.raises(OSError, match=r"(?i)certificate|alert|reset|eof"):
+        estate.thread("control").run(ask)
+
+
+def test_the_config_drive_makes_it_who_it_is(first):
+    assert first.run("hostname").strip() == f"amphora-{first.id}"
+    listed = json.loads(first.run("ip", "-j", "addr", "show", "to", first.address))
+    assert [link["mtu"] for link in listed if link.get("addr_info")] == [1500]
+    # Keys are in memory only, and for root only.
+    assert first.run("stat", "-f", "-c", "%T", "/etc/amphora-agent").strip() == "tmpfs"
+    modes = first.shell("stat -c '%n %a %u' /etc/amphora-agent/*").split()
+    assert set(modes[1::3]) == {"600"}, modes
+    assert set(modes[2::3]) == {"0"}, modes
+    assert {"agent.conf", "server.pem", "client_ca.pem", "heartbeat.key"} <= {
+        name.rpartition("/")[2] for name in modes[::3]
+    }
+
+
+def test_it_says_that_it_lives(first, estate):
+    def hear():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            opened.bind((CONTROLLER, HEARTBEATS))
+            opened.settimeout(PATIENCE)
+            return opened.recv(65536)
+
+    beat = decode(estate.thread("control").run(hear), first.key)
+    assert str(beat.amphora_id) == first.id
+
+
+def test_everything_that_was_to_start_has_started(first):
+    assert first.run("systemctl", "--failed", "--plain", "--no-legend", check=False).strip() == ""
+
+
+def test_nothing_of_the_machine_that_built_it_is_in_it(first):
+    sources = first.shell(
+        "cat /etc/apt/sources.list /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/*proxy* 2>/dev/null; true"
+    )
+    assert not re.search(r"^\s*(URIs:|deb |Acquire)", sources, re.MULTILINE)
+    left = "/etc/ssh/ssh_host_* /root/.ssh /root/.cache /root/.bash_history /var/lib/apt/lists/*Packages* /tmp/pip*"
+    assert first.shell(f"ls -d {left} 2>/dev/null; true") == ""
+    host = socket.gethostname()
+    if len(host) > 4 and host not in {"localhost", "debian"}:
+        assert first.shell(f"grep -rIl -- {host} /etc /opt /var/lib /usr/local 2>/dev/null; true") == ""
+
+
+def test_little_of_its_memory_is_used_before_it_serves(first, record_property):
+    total, available = (
+        int(first.shell(f"awk '/{word}:/ {{print $2}}' /proc/meminfo")) for word in ("MemTotal", "MemAvailable")
+    )
+    record_property("idle memory in use, MiB", (total - available) // 1024)
+    # Of 512 MiB: what was measured, and half as much again.
+    assert (total - available) // 1024 < 260
+
+
+# --- serving -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tenant):
+    return tenant.issue("www.example.com")
+
+
+def everything(**more):
+    """A listener of each kind that an amphora serves by itself; SCTP takes a member that speaks it."""
+    web = [member(one) for one in more["web"]]
+    datagrams = [member(one) for one in more["udp"]]
+    quick = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+    return load_balancer(
+        listener(80, pool="web"),
+        listener(443, pool="web", protocol="TERMINATED_HTTPS", default_tls_container_ref="certificate"),
+        listener(53, pool="udp", protocol="UDP"),
+        listener(3868, pool="sctp", protocol="SCTP"),
+        pool("web", *web, monitor=monitor("HTTP", url_path="/health", expected_codes="200")),
+        pool("udp", *datagrams, protocol="UDP", monitor=monitor("UDP-CONNECT", **quick)),
+        pool("sctp", protocol="SCTP"),
+    )
+
+
+def test_a_push_of_all_protocols_serves_both_families(first, balanced, certificate, record_property):
+    web = [balanced.web("one", ONE), balanced.web("two", TWO6)]
+    udp = [balanced.udp("first", ONE), balanced.udp("second", TWO)]
+    (answer,) = balanced.push(everything(web=web, udp=udp), {"certificate": certificate.pem})
+    record_property("first push, seconds", answer.get("seconds"))
+    balanced.until(balanced.serves, "HTTP")
+    balanced.until(lambda: balanced.answers_of(4) == {"one", "two"}, "both members")
+    assert balanced.answers_of(4, address=VIP6) == {"one", "two"}
+    for vip in (VIP, VIP6):
+        balanced.until(lambda at=vip: balanced.datagram(at) in {"first", "second"}, f"a datagram to {vip}")
+
+    udp[0].close()
+    balanced.until(
+        lambda: {balanced.datagram() for _ in range(8)} == {"second"}, "the member that is gone gets nothing"
+    )
+    web[0].close()
+    balanced.until(lambda: balanced.answers_of(6) == {"two"}, "nor does this one")
+
+    balanced.udp("first", ONE)
+    balanced.web("one", ONE)
+    balanced.until(lambda: {balanced.datagram() for _ in range(12)} == {"first", "second"}, "it is back")
+    balanced.until(lambda: balanced.answers_of(6) == {"one", "two"}, "and so is this one")
+
+
+def test_what_is_served_is_told_in_heartbeats(first, estate, balanced):
+    def hear():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            opened.bind((CONTROLLER, HEARTBEATS))
+            opened.settimeout(PATIENCE)
+            return opened.recv(65536)
+
+    def told():
+        beat = decode(estate.thread("control").run(hear), first.key)
+        return {id_of("listener", port) for port in (80, 443, 53)} <= set(beat.document["listeners"])
+
+    balanced.until(told, "heartbeats name the listeners")

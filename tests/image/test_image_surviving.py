@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a guest survives: each of its daemons killed, and its own reboot."""
+
+import pytest
+from balanced import listener, load_balancer, member, monitor, pool
+from estate import BOOT_SECONDS
+
+pytestmark = [pytest.mark.root, pytest.mark.quiet, pytest.mark.everything, pytest.mark.lasts(1800)]
+ONE, TWO = "198.51.100.113", "198.51.100.114"
+
+
+@pytest.fixture
+def serving(balanced):
+    """A guest that serves HTTP and UDP by two members each."""
+    web = [balanced.web("one", ONE), balanced.web("two", TWO)]
+    udp = [balanced.udp("one", ONE), balanced.udp("two", TWO)]
+    quick = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+    tree = load_balancer(
+        listener(80, pool="web"),
+        listener(53, pool="udp", protocol="UDP"),
+        pool("web", *map(member, web), monitor=monitor("HTTP", url_path="/health", expected_codes="200")),
+        pool("udp", *map(member, udp), protocol="UDP", monitor=monitor("UDP-CONNECT", **quick)),
+    )
+    balanced.push(tree)
+    balanced.tree, balanced.udp_members = tree, udp
+    balanced.until(lambda: serves_all(balanced), "it serves")
+    return balanced
+
+
+def serves_all(balanced) -> bool:
+    return balanced.serves() and balanced.datagram() in {"one", "two"}
+
+
+def pids(guest, pattern: str) -> set[str]:
+    return set(guest.run("pgrep", "-f", pattern, check=False).split())
+
+
+@pytest.mark.parametrize("program", ["haproxy", "amphora_agent.server", "amphora_agent.virtual_servers"])
+def test_what_is_killed_comes_back_and_takes_nothing_else_with_it(first, serving, program):
+    every = ("haproxy", "amphora_agent.server", "amphora_agent.virtual_servers")
+    before = {one: pids(first, one) for one in every}
+    assert all(before.values()), before
+    first.run("pkill", "-KILL", "-f", program)
+    serving.until(lambda: (now := pids(first, program)) and not now & before[program], f"{program} runs again")
+    serving.until(lambda: serves_all(serving), "it serves")
+    serving.until(first.answers, "the agent answers")
+    assert {one: pids(first, one) for one in every if one != program} == {
+        one: found for one, found in before.items() if one != program
+    }
+
+
+def test_an_agent_that_comes_back_finds_what_it_has_confirmed(first, serving):
+    told = first.call("GET", "/v2/info")[1]
+    first.run("systemctl", "restart", "amphora-agent.service")
+    serving.until(first.answers, "the agent answers")
+    again = first.call("GET", "/v2/info")[1]
+    assert again["generation"] == told["generation"]
+    assert serves_all(serving)
+
+
+def test_a_member_that_fails_while_there_is_no_agent_gets_nothing(first, serving):
+    first.run("systemctl", "stop", "amphora-agent.service")
+    try:
+        serving.udp_members[0].close()
+        serving.until(lambda: {serving.datagram() for _ in range(8)} == {"two"}, "the other member gets everything")
+    finally:
+        first.run("systemctl", "start", "amphora-agent.service")
+    serving.until(first.answers, "the agent answers")
+
+
+def test_a_guest_that_reboots_serves_again(first, serving, record_property):
+    """Nobody pushes: what was confirmed last is on its disk, and its files come from the config drive again."""
+    before = first.run("cat", "/proc/sys/kernel/random/boot_id")
+    process = first.process()
+    first.run("systemctl", "--no-block", "reboot", check=False)
+    serving.until(lambda: not first.answers(), "it goes down")
+    began = first.rebooting()
+    first.await_agent(BOOT_SECONDS)
+    serving.until(lambda: serves_all(serving), "it serves again")
+    record_property("reboot to serving, seconds", began())
+    assert first.run("cat", "/proc/sys/kernel/random/boot_id") != before
+    assert first.process() == process
+
+
+def test_a_power_cut_is_no_more_than_a_reboot(first, serving, estate):
+    first.disconnect()
+    estate.compute.power_off(first.id)
+    assert estate.compute.power_on(first.id)
+    assert not estate.compute.power_on(first.id)
+    first.rebooting()
+    first.await_agent(BOOT_SECONDS)
+    serving.until(lambda: serves_all(serving), "it serves again")

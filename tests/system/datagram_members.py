@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members that answer datagrams, and clients that ask them.
+
+Invariant: a member listens in its namespace from the first line of the with block to the last, for IPv4 and IPv6, and
+says who it is and whom it sees. Every question of a client is a flow of its own: it has a socket of its own.
+"""
+
+import selectors
+import socket
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import topology
+
+PORT = 5353
+_LARGEST = 2048
+# Seconds a client waits for an answer.
+PATIENCE = 2.0
+
+
+@contextmanager
+def answering(settings, host, port=PORT):
+    """A member that answers each datagram with its name and the address the datagram came from."""
+    place = namespaces.path(settings.host(host))
+    server = namespaces.inside(place, lambda: _bound(port))
+    stop, told = socket.socketpair()
+    thread = threading.Thread(target=_answer, args=(server, told, host))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.close()
+        thread.join()
+        server.close()
+        told.close()
+
+
+def _bound(port):
+    made = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    made.bind(("::", port))
+    return made
+
+
+def _answer(server, told, name):
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        selector.register(told, selectors.EVENT_READ)
+        while True:
+            if any(key.fileobj is told for key, _ in selector.select()):
+                return
+            try:
+                _, client = server.recvfrom(_LARGEST)
+                server.sendto(f"{name} {client[0].removeprefix('::ffff:')}".encode(), client)
+            except OSError:
+                # What an earlier answer met on its way.
+                continue
+
+
+def answers(settings, address, number=12, port=53, *, source=None):
+    """Who answered how many of so many datagrams; what had no answer counts as the error or as `nothing`."""
+    return Counter(one.split()[0] for one in said(settings, address, number, port, source=source))
+
+
+def said(settings, address, number=1, port=53, *, source=None):
+    """What was answered to so many datagrams, in order.
+
+    Args:
+        settings: the sandbox's.
+        address: the VIP.
+        number: how many.
+        port: the listener's.
+        source: a port of the client's to ask from each time; a new one each time where it is not said.
+    """
+    place = namespaces.path(settings.host(topology.CLIENT))
+    return namespaces.inside(place, lambda: [_ask(address, port, source) for _ in range(number)])
+
+
+def _ask(address, port, source):
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(PATIENCE)
+        if source is not None:
+            client.bind(("", source))
+        client.connect((address, port))
+        try:
+            client.send(b"who")
+            return client.recv(_LARGEST).decode()
+        except TimeoutError:
+            return "nothing"
+        except ConnectionRefusedError:
+            return "refused"

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amphorae as virtual machines: booted once, found again after any crash, and gone without a trace.
+
+What runs in them does not matter here: the machines have empty disks, and their BIOS looks for something to boot.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import claimed
+import pytest
+
+from amphora_driver import config
+from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.compute.process import find
+from amphora_driver.compute.qemu import QemuCompute
+from amphora_driver.compute.qemu_command import DISK, PID, device_id
+from amphora_driver.compute.qmp import talking
+from amphora_driver.errors import ComputeError
+from amphora_driver.network import bridges, namespaces
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.secret import Secret
+from amphora_driver.store import migrate
+from amphora_driver.store.engine import Database
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="there is no qemu here"),
+]
+
+
+class Lab:
+    """A switch with a management network and one for load balancers, and an image without anything in it."""
+
+    def __init__(self, folder, number):
+        self.folder = folder
+        self.prefix = f"q{number}"
+        self.images = folder / "images"
+        self.images.mkdir()
+        self.write_image("amphora")
+        self.database = Database(f"sqlite:///{folder}/lab.sqlite")
+        migrate.upgrade(self.database.url)
+        file = folder / "lab.conf"
+        file.write_text(
+            f"[compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\nimage_directory = {self.images}\n"
+            f"memory = 128\naccelerator = tcg\n[network_local]\nswitch = {self.prefix}-switch\n"
+        )
+        self.conf = config.load([str(file)])
+        self.network = LocalNetwork(self.conf, self.database)
+        self.compute = QemuCompute(self.conf, self.network)
+
+    def write_image(self, tag, size="8M"):
+        new = self.images / f".{tag}"
+        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", new, size], check=True)
+        new.rename(self.images / f"{tag}.qcow2")
+
+    def build(self):
+        for name, beginning in (("management", "203.0.113"), ("net", "198.51.100")):
+            self.network.define_network(name, name, f"br-{name[:4]}")
+            self.network.define_subnet(
+                AddressRange(
+                    id=f"{name}4", network_id=name, name=name, cidr=f"{beginning}.0/24",
+                    gateway=None, first=f"{beginning}.10", last=f"{beginning}.200",
+                )
+            )  # fmt: skip
+        switch = bridges.Switch(f"{self.prefix}-switch", "management")
+        switch.ensure(self.network.networks(), self.network.subnets())
+
+    def tear_down(self):
+        for amphora_id in self.compute.booted():
+            self.compute.destroy(amphora_id)
+        for name in namespaces.names(f"{self.prefix}-"):
+            namespaces.remove(name)
+        self.database.dispose()
+
+    def order(self, amphora_id=None, **more):
+        files = {"agent.conf": Secret(b"bind_address = {management_address}\n"), "heartbeat.key": Secret(b"ab" * 32)}
+        amphora_id = amphora_id or str(uuid.uuid4())
+        return BootOrder(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files, **more)
+
+    def place(self, amphora_id):
+        return self.folder / "machines" / amphora_id
+
+    def left(self, amphora_id):
+        """What there still is of an amphora."""
+        found = [process.pid for process in find(str(self.place(amphora_id) / PID))]
+        found += [one.id for one in self.network.ports(amphora_id) if one.network_id == "management"]
+        found += [path for path in [self.place(amphora_id)] if path.exists()]
+        return found + self.taps(amphora_id)
+
+    def taps(self, owner):
+        def ask(kernel):
+            links = [link for link in kernel.get_links() if link.get_attr("IFLA_IFALIAS") == owner]
+            return [link.get_attr("IFLA_IFNAME") for link in links]
+
+        return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
+
+    def devices(self, amphora_id):
+        with talking(self.place(amphora_id), "look") as monitor:
+            return monitor.devices()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with claimed.number(lambda number: not namespaces.names(f"q{number}-")) as number:
+        made = Lab(tmp_path_factory.mktemp("qemu"), number)
+        try:
+            made.build()
+            yield made
+        finally:
+            made.tear_down()
+
+
+@pytest.fixture
+def booted(lab):
+    order = lab.order()
+    lab.compute.boot(order)
+    yield order
+    lab.compute.destroy(order.amphora_id)
+
+
+def test_a_machine_is_booted_once_however_often_it_is_asked_for(lab):
+    order = lab.order()
+    with ThreadPoolExecutor(3) as threads:
+        machines = list(threads.map(lambda _: lab.compute.boot(order), range(3)))
+    assert len(set(machines)) == 1
+    (machine,) = set(machines)
+    assert machine.state is MachineState.RUNNING
+    assert machine.management_address.startswith("203.0.113.")
+    assert machine.image == lab.compute.image(None)
+    assert lab.compute.get(order.amphora_id) == machine
+    assert len(find(str(lab.place(order.amphora_id) / PID))) == 1
+    assert order.amphora_id in lab.compute.machines()
+    assert len(lab.taps(order.amphora_id)) == 1
+    lab.compute.destroy(order.amphora_id)
+    assert lab.left(order.amphora_id) == []
+    assert lab.compute.get(order.amphora_id) is None
+    lab.compute.destroy(order.amphora_id)
+
+
+def test_a_machine_outlives_whoever_booted_it(lab):
+    order = lab.order()
+    script = (
+        "import sys\nfrom amphora_driver import config\nfrom amphora_driver.compute.interface import BootOrder\n"
+        "from amphora_driver.compute.qemu import QemuCompute\nfrom amphora_driver.network.local import LocalNetwork\n"
+        "from amphora_driver.store.engine import Database\nimport os, signal\n"
+        "conf = config.load([sys.argv[1]])\nnetwork = LocalNetwork(conf, Database(sys.argv[2]))\n"
+        "QemuCompute(conf, network).boot(BootOrder(amphora_id=sys.argv[3], load_balancer_id='lb', files={}))\n"
+        "os.killpg(0, signal.SIGKILL)\n"
+    )
+    argv = [sys.executable, "-c", script, str(lab.folder / "lab.conf"), lab.database.url, order.amphora_id]
+    ended = subprocess.run(argv, start_new_session=True, check=False, env={**os.environ})
+    assert ended.returncode == -signal.SIGKILL
+    assert lab.compute.get(order.amphora_id).state is MachineState.RUNNING
+    assert lab.compute.boot(order).state is MachineState.RUNNING
+    lab.compute.destroy(order.amphora_id)
+    assert lab.left(order.amphora_id) == []
+
+
+def test_a_machine_whose_record_was_never_written_is_found(lab, booted):
+    record = lab.place(booted.amphora_id) / "process.json"
+    kept = record.read_bytes()
+    record.unlink()
+    assert lab.compute.get(booted.amphora_id).state is MachineState.RUNNING
+    assert lab.compute.boot(booted).state is MachineState.RUNNING
+    assert len(find(str(lab.place(booted.amphora_id) / PID))) == 1
+    record.write_bytes(kept)
+
+
+def test_a_boot_that_was_interrupted_is_done_by_the_next_one(lab, monkeypatch):
+    order = lab.order()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QemuCompute, "_start", die)
+        with pytest.raises(KeyboardInterrupt):
+            lab.compute.boot(order)
+    assert lab.compute.get(order.amphora_id).state is MachineState.BUILDING
+    assert order.amphora_id in lab.compute.machines()
+    assert lab.compute.boot(order).state is MachineState.RUNNING
+    lab.compute.destroy(order.amphora_id)
+    assert lab.left(order.amphora_id) == []
+
+
+def test_what_is_half_made_is_removed_wholly(lab, monkeypatch):
+    order = lab.order()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QemuCompute, "_start", die)
+        with pytest.raises(KeyboardInterrupt):
+            lab.compute.boot(order)
+    lab.compute.destroy(order.amphora_id)
+    assert lab.left(order.amphora_id) == []
+
+
+def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted):
+    disk = lab.place(booted.amphora_id) / DISK
+    before = disk.stat().st_ino
+    os.kill(find(str(lab.place(booted.amphora_id) / PID))[0].pid, signal.SIGKILL)
+    machine = lab.compute.get(booted.amphora_id)
+    while machine.state is MachineState.RUNNING:
+        machine = lab.compute.get(booted.amphora_id)
+    assert machine.state is MachineState.FAILED
+    with pytest.raises(ComputeError, match="does not run"):
+        lab.compute.attach(booted.amphora_id, lab.network.ensure_port(booted.amphora_id, "net", ["net4"]))
+    assert lab.compute.boot(booted).state is MachineState.RUNNING
+    assert disk.stat().st_ino != before
+
+
+def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monkeypatch):
+    # Nobody is in the machine to let go of an interface.
+    monkeypatch.setattr("amphora_driver.compute.qemu._RELEASE_SECONDS", 0.2)
+    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    lab.compute.detach(booted.amphora_id, port)
+    for _ in range(2):
+        lab.compute.attach(booted.amphora_id, port)
+        assert device_id(port) in lab.devices(booted.amphora_id)
+        assert bridges.near_end(port.id) in lab.taps(booted.amphora_id)
+    for _ in range(2):
+        lab.compute.detach(booted.amphora_id, port)
+        assert bridges.near_end(port.id) not in lab.taps(booted.amphora_id)
+
+
+def test_half_an_interface_becomes_a_whole_one(lab, booted):
+    """The controller died between joining qemu to the tap and giving the machine its interface."""
+    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("amphora_driver.compute.qemu.interface", lambda _: {"driver": "nothing-like-it"})
+        with pytest.raises(ComputeError, match="nothing-like-it"):
+            lab.compute.attach(booted.amphora_id, port)
+    lab.compute.attach(booted.amphora_id, port)
+    assert device_id(port) in lab.devices(booted.amphora_id)
+
+
+def test_a_machine_that_is_powered_on_again_has_its_disk_and_all_its_ports(lab, booted):
+    port = lab.network.ensure_port(booted.amphora_id, "net", ["net4"])
+    lab.compute.attach(booted.amphora_id, port)
+    disk = (lab.place(booted.amphora_id) / DISK).stat().st_ino
+    devices = lab.devices(booted.amphora_id)
+    lab.compute.power_off(booted.amphora_id)
+    assert lab.taps(booted.amphora_id) == []
+    assert lab.compute.power_on(booted.amphora_id)
+    assert not lab.compute.power_on(booted.amphora_id)
+    assert lab.devices(booted.amphora_id) == devices
+    assert (lab.place(booted.amphora_id) / DISK).stat().st_ino == disk
+
+
+def test_an_image_by_its_tag(lab):
+    lab.write_image("other", "9M")
+    order = lab.order(image_tag="other")
+    machine = lab.compute.boot(order)
+    assert machine.image == lab.compute.image("other") != lab.compute.image(None)
+    lab.compute.destroy(order.amphora_id)
+    with pytest.raises(ComputeError, match=r"missing\.qcow2") as raised:
+        lab.compute.boot(missing := lab.order(image_tag="missing"))
+    assert raised.value.final
+    assert lab.compute.image("missing") is None
+    lab.compute.destroy(missing.amphora_id)
+    assert lab.left(missing.amphora_id) == []
+
+
+def test_secrets_are_for_root_only(lab, booted):
+    readable = [path.name for path in lab.place(booted.amphora_id).iterdir() if path.stat().st_mode & 0o077]
+    # The image is no secret, and its mode is its own.
+    assert set(readable) <= {"base.qcow2", PID}
+    arguments = [Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in find(str(lab.place(booted.amphora_id) / PID))]
+    assert b"abab" not in b"".join(arguments)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP and SCTP through Octavia's real API: datagrams of clients, members that die, statistics, fail-over."""
+
+import contextlib
+import json
+import uuid
+
+import datagram_members as datagrams
+import openstack
+import pytest
+from cloud import Cloud
+from datagram_members import answering, answers
+
+from amphora_driver import config
+from amphora_driver.network import namespaces
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.network.policies import Rule, SecurityGroup
+from amphora_driver.sandbox import topology
+from amphora_driver.store import amphorae
+
+pytestmark = pytest.mark.root
+
+# What Octavia's API lets through: checks of UDP are at least three seconds apart.
+CONNECT = {"type": "UDP-CONNECT", "delay": 3, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+
+
+@pytest.fixture
+def members(settings):
+    """Ends a member's answers to datagrams for good, or for the length of a with block."""
+    with contextlib.ExitStack() as closing:
+        running = {}
+
+        def start(name):
+            running[name] = closing.enter_context(contextlib.ExitStack())
+            running[name].enter_context(answering(settings, name))
+
+        @contextlib.contextmanager
+        def dead(name):
+            running[name].close()
+            try:
+                yield
+            finally:
+                start(name)
+
+        for name in topology.MEMBERS:
+            start(name)
+        yield dead
+
+
+def udp_member(cloud, name, **more):
+    return cloud.member(name, protocol_port=datagrams.PORT, **more)
+
+
+def served(cloud, name, members=("member1", "member2"), *, pool=None, listener=None, **more):
+    """A load balancer with a UDP listener and pool, made in one request, ACTIVE."""
+    back = {
+        "name": f"{name}-pool",
+        "protocol": "UDP",
+        "lb_algorithm": "ROUND_ROBIN",
+        "members": [udp_member(cloud, one) for one in members],
+        **(pool or {}),
+    }
+    front = {"name": f"{name}-udp", "protocol": "UDP", "protocol_port": 53, "default_pool": back, **(listener or {})}
+    return cloud.load_balancer(name, listeners=[front], **more)
+
+
+def shared(cloud, settings, balancer, *names):
+    """Exactly these members answer, each more than once, and nothing is lost."""
+
+    def ask():
+        found = answers(settings, balancer.vip_address, 8 * len(names))
+        return set(found) == set(names) and min(found.values()) > 1
+
+    cloud.until(ask, f"datagrams go to {names}", 30)
+
+
+def status(cloud, pool, name):
+    return next(one for one in cloud.balancers.members(pool) if one.name == name)
+
+
+@pytest.mark.feature(
+    "listener.protocol.UDP",
+    "listener.protocol_port",
+    "listener.stats",
+    "pool.protocol.UDP",
+    "pool.lb_algorithm.ROUND_ROBIN",
+    "member.weight",
+    "member.admin_state_up",
+)
+def test_members_come_change_and_go(cloud, settings, members):
+    balancer = served(cloud, "udp", ("member1",))
+    cloud.online(balancer.id)
+    pool = cloud.pool_of(balancer)
+    shared(cloud, settings, balancer, "member1")
+    member = cloud.balancers.create_member(pool, **udp_member(cloud, "member2"))
+    cloud.active(balancer.id)
+    shared(cloud, settings, balancer, "member1", "member2")
+    cloud.operating(lambda: cloud.balancers.get_member(member.id, pool), "NO_MONITOR")
+    cloud.balancers.update_member(member, pool, weight=3)
+    cloud.active(balancer.id)
+    found = answers(settings, balancer.vip_address, 80)
+    assert set(found) == {"member1", "member2"}
+    assert found["member2"] > 1.5 * found["member1"]
+    cloud.balancers.update_member(member, pool, weight=0)
+    cloud.active(balancer.id)
+    assert answers(settings, balancer.vip_address, 10) == {"member1": 10}
+    cloud.operating(lambda: cloud.balancers.get_member(member.id, pool), "DRAINING")
+    cloud.balancers.update_member(member, pool, weight=1, is_admin_state_up=False)
+    cloud.active(balancer.id)
+    assert answers(settings, balancer.vip_address, 10) == {"member1": 10}
+    cloud.operating(lambda: cloud.balancers.get_member(member.id, pool), "OFFLINE")
+    cloud.balancers.delete_member(member, pool)
+    cloud.active(balancer.id)
+    assert answers(settings, balancer.vip_address, 10) == {"member1": 10}
+
+    def counted():
+        return cloud.balancers.get_listener_statistics(cloud.listener_of(balancer).id)
+
+    found = cloud.until(lambda: (one := counted()).total_connections >= 110 and one, "110 flows are counted")
+    assert found.bytes_in > 0
+    assert found.bytes_out > found.bytes_in, "answers are longer than questions"
+    cloud.balancers.update_listener(cloud.listener_of(balancer), is_admin_state_up=False)
+    cloud.active(balancer.id)
+    assert set(answers(settings, balancer.vip_address, 3)) <= {"refused", "nothing"}
+
+
+@pytest.mark.feature("healthmonitor.type.UDP-CONNECT")
+def test_a_member_that_dies_and_comes_back(cloud, settings, members):
+    balancer = served(cloud, "udp-death", pool={"healthmonitor": CONNECT})
+    pool = cloud.pool_of(balancer)
+
+    def fetch():
+        return status(cloud, pool, "member2")
+
+    cloud.operating(fetch, "ONLINE")
+    shared(cloud, settings, balancer, "member1", "member2")
+    with members("member2"):
+        cloud.operating(fetch, "ERROR")
+        assert answers(settings, balancer.vip_address, 12) == {"member1": 12}
+        cloud.operating(lambda: cloud.balancers.get_pool(pool.id), "DEGRADED")
+        with members("member1"):
+            cloud.operating(lambda: cloud.balancers.get_pool(pool.id), "ERROR")
+            assert answers(settings, balancer.vip_address, 2) == {"refused": 2}
+    cloud.operating(fetch, "ONLINE")
+    cloud.online(balancer.id)
+    shared(cloud, settings, balancer, "member1", "member2")
+
+
+@pytest.mark.feature("member.backup")
+def test_a_backup_and_a_check_elsewhere(cloud, settings, members, member_process):
+    """The members' web servers say how they are; the second one is asked only when the first one is not well."""
+    near = {"monitor_address": "192.0.2.11", "monitor_port": 8080}
+    far = {"monitor_address": "192.0.2.12", "monitor_port": 8080}
+    both = [udp_member(cloud, "member1", **near), udp_member(cloud, "member2", backup=True, **far)]
+    web = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1, "http_method": "HEAD"}
+    balancer = served(cloud, "udp-backup", pool={"members": both, "healthmonitor": web})
+    cloud.operating(lambda: status(cloud, cloud.pool_of(balancer), "member1"), "ONLINE")
+    shared(cloud, settings, balancer, "member1")
+    with member_process("member1"):
+        cloud.operating(lambda: status(cloud, cloud.pool_of(balancer), "member1"), "ERROR")
+        assert answers(settings, balancer.vip_address, 6) == {"member2": 6}
+    shared(cloud, settings, balancer, "member1")
+
+
+# Where nothing is stored, nothing runs out: with nftables a client stays for good.
+@pytest.mark.feature_partly("pool.session_persistence.persistence_timeout")
+@pytest.mark.feature("pool.session_persistence.SOURCE_IP", "pool.session_persistence.persistence_granularity")
+@pytest.mark.parametrize("kind", ["SINGLE", "ACTIVE_STANDBY"])
+def test_a_fail_over_keeps_clients_with_their_members(cloud, settings, members, flavor, kind):
+    kept = {"type": "SOURCE_IP", "persistence_timeout": 600, "persistence_granularity": "255.255.255.0"}
+    three = [udp_member(cloud, one) for one in topology.MEMBERS]
+    chosen = flavor(f"udp-{kind}", {"loadbalancer_topology": kind})
+    balancer = served(cloud, f"udp-{kind}", pool={"members": three, "session_persistence": kept}, flavor_id=chosen.id)
+    before = answers(settings, balancer.vip_address, 10)
+    assert len(before) == 1
+    assert set(before) <= set(topology.MEMBERS)
+    old = cloud.amphorae(balancer)
+    assert len(old) == {"SINGLE": 1, "ACTIVE_STANDBY": 2}[kind]
+    cloud.balancers.failover_load_balancer(balancer.id)
+    cloud.active(balancer.id)
+    cloud.until(lambda: not old & cloud.amphorae(balancer), "new amphorae")
+    cloud.until(lambda: answers(settings, balancer.vip_address, 2).keys() == before.keys(), "the same member as before")
+    assert answers(settings, balancer.vip_address, 10) == before
+    cloud.online(balancer.id)
+
+
+def test_one_port_for_udp_and_tcp_and_both_families(cloud, settings, members):
+    """An answer to each of four ways to ask at port 80, and nobody let in who is not to be."""
+    six = {"address": f"2001:db8:2::{topology.MEMBERS['member2']}", "subnet_id": topology.MEMBER_SUBNET_6}
+    both = [udp_member(cloud, "member1"), {**udp_member(cloud, "member2"), **six}]
+    balancer = served(
+        cloud,
+        "udp-both",
+        pool={"members": both},
+        listener={"protocol_port": 80, "allowed_cidrs": ["198.51.100.2/32", "2001:db8:1::2/128"]},
+        additional_vips=[{"subnet_id": topology.VIP_SUBNET_6}],
+    )
+    web = cloud.balancers.create_pool(
+        name="web", protocol="HTTP", lb_algorithm="ROUND_ROBIN", loadbalancer_id=balancer.id
+    )
+    cloud.active(balancer.id)
+    cloud.balancers.create_member(web, **cloud.member("member3"))
+    cloud.active(balancer.id)
+    cloud.balancers.create_listener(
+        name="web", protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id, default_pool_id=web.id
+    )
+    cloud.active(balancer.id)
+    vip6 = balancer.additional_vips[0]["ip_address"]
+    assert cloud.answers(balancer.vip_address, 3) == {"member3": 3}
+    assert answers(settings, balancer.vip_address, 5, 80) == {"member1": 5}
+    assert answers(settings, vip6, 5, 80) == {"member2": 5}
+    udp = next(one for one in cloud.balancers.listeners(load_balancer_id=balancer.id) if one.protocol == "UDP")
+    cloud.balancers.update_listener(udp, allowed_cidrs=["198.51.100.77/32"])
+    cloud.active(balancer.id)
+    assert set(answers(settings, balancer.vip_address, 2, 80)) <= {"refused", "nothing"}
+    assert cloud.answers(balancer.vip_address, 3) == {"member3": 3}
+
+
+def test_an_algorithm_that_no_engine_has_in_one_request(cloud):
+    with pytest.raises(openstack.exceptions.HttpException, match="lb_algorithm 'LEAST_CONNECTIONS': for UDP it needs"):
+        served(cloud, "udp-least", pool={"lb_algorithm": "LEAST_CONNECTIONS"})
+    assert not list(cloud.balancers.load_balancers())
+
+
+def test_whom_members_see(cloud, settings, members):
+    balancer = served(cloud, "udp-hidden", ("member1",))
+    (answer,) = datagrams.said(settings, balancer.vip_address)
+    assert answer.startswith("member1 192.0.2."), "an amphora's address on the members' network"
+
+
+def test_members_see_clients_where_that_is_wished(cloud, settings, members, flavor):
+    chosen = flavor("seen", {"client_address": "preserved"})
+    balancer = served(cloud, "udp-seen", ("member1",), flavor_id=chosen.id)
+    (one,) = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    port = next(each.port for each in one.plugged if each.port.network_id == topology.MEMBER_NETWORK)
+    with way_back(settings, "member1", port.addresses[0].address):
+        cloud.until(
+            lambda: datagrams.said(settings, balancer.vip_address) == ["member1 198.51.100.2"],
+            "the member sees the client",
+        )
+
+
+@contextlib.contextmanager
+def way_back(settings, member, gateway):
+    """A member's way to the clients leads through the amphora."""
+    place, route = namespaces.path(settings.host(member)), {"dst": "198.51.100.2/32", "gateway": gateway}
+    namespaces.routing(place, lambda kernel: kernel.route("add", **route))
+    try:
+        yield
+    finally:
+        namespaces.routing(place, lambda kernel: kernel.route("del", **route))
+
+
+def test_security_groups_know_udp(cloud, settings, members, database):
+    network = LocalNetwork(config.load([str(settings.our_configuration)]), database)
+    balancer = served(cloud, "udp-group", ("member1",))
+    assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
+    group_id = str(uuid.uuid4())
+
+    def let_in(port):
+        rule = Rule(protocol="udp", first_port=port, last_port=port)
+        network.guards.define_group(SecurityGroup(id=group_id, name="of-a-udp-test", rules=(rule,)))
+
+    let_in(54)
+    cloud.put(f"loadbalancers/{balancer.id}", {"loadbalancer": {"vip_sg_ids": [group_id]}})
+    cloud.active(balancer.id)
+    cloud.until(lambda: answers(settings, balancer.vip_address, 1) == {"nothing": 1}, "nobody is let in")
+    let_in(53)
+    assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
+
+
+# Associations have begun by way of a VIP (tests/dataplane/test_udp_sctp.py); this kernel has no sockets for the rest.
+@pytest.mark.feature_partly("listener.protocol.SCTP", "pool.protocol.SCTP")
+@pytest.mark.feature("healthmonitor.type.SCTP")
+def test_sctp_is_taken(cloud):
+    pool = {
+        "name": "sctp-pool",
+        "protocol": "SCTP",
+        "lb_algorithm": "SOURCE_IP",
+        "members": [cloud.member("member1", protocol_port=3868)],
+        "healthmonitor": {"type": "SCTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1},
+    }
+    front = {"name": "sctp", "protocol": "SCTP", "protocol_port": 3868, "default_pool": pool}
+    balancer = cloud.load_balancer("sctp", listeners=[front])
+    found = cloud.pool_of(balancer)
+    cloud.operating(lambda: status(cloud, found, "member1"), "ERROR")
+    assert cloud.listener_of(balancer).provisioning_status == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("path", "word", "body", "status_code", "sentence"),
+    [
+        ("pools/{pool}/members", "member", {"address": "2001:db8:2::11", "protocol_port": 1}, 501, "every VIP is IPv4"),
+        ("healthmonitors", "healthmonitor", {"type": "TLS-HELLO"}, 400, "UDP-CONNECT/SCTP/TCP/HTTP health monitor"),
+        ("healthmonitors", "healthmonitor", {"type": "UDP-CONNECT"}, 400, "delay value 1 should be larger than 3"),
+        ("l7policies", "l7policy", {"action": "REJECT"}, 501, "nothing reads HTTP there"),
+        ("listeners", "listener", {"protocol": "UDP", "protocol_port": 53}, 409, "protocol_port 53"),
+    ],
+)
+def test_what_depends_on_where_it_belongs(refusing, path, word, body, status_code, sentence):
+    cloud, listener, pool = refusing
+    times = {"delay": 1, "timeout": 1, "max_retries": 1, "pool_id": pool.id} if word == "healthmonitor" else {}
+    place = {
+        "l7policy": {"listener_id": listener.id},
+        "listener": {"loadbalancer_id": listener.load_balancers[0]["id"]},
+    }
+    values = {**times, **place.get(word, {}), **body}
+    answer = cloud.balancers.post(cloud.url(path.format(pool=pool.id)), json={word: values})
+    assert (answer.status_code, sentence in json.dumps(answer.json())) == (status_code, True), answer.text
+
+
+@pytest.fixture(scope="module")
+def refusing(settings, connection, database):
+    """A load balancer with a UDP listener and pool that stays as it is."""
+    cloud = Cloud(settings, connection, database)
+    balancer = served(cloud, "udp-refusing", ("member1",))
+    yield cloud, cloud.listener_of(balancer), cloud.pool_of(balancer)
+    cloud.clean()

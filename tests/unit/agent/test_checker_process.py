@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker as a program: what it imports, when its version changes, its loop, its files, and the agent's side."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import amphora_agent
+from amphora_agent.errors import ConfigurationRefused, VirtualServersError
+from amphora_agent.paths import Paths
+from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.virtual_servers import launch, version
+from amphora_agent.virtual_servers.launch import Checker, Listener, Pool, State, Sums
+from amphora_agent.virtual_servers.loop import Loop, roomy
+from amphora_agent.virtual_servers.record import Record, Wish
+
+PACKAGE = Path(amphora_agent.__file__).parent
+HEAVY = {"pathlib", "logging", "hashlib", "ssl", "argparse", "asyncio", "subprocess", "threading", "http", "pyroute2"}
+LIST = """import sys
+sys.path.insert(0, {place!r})
+from amphora_agent.virtual_servers import choose, run
+from amphora_agent.virtual_servers.loop import Loop
+engine = choose.choose("nftables", "/nowhere")
+loop = Loop()
+for make in run.kinds(engine).values():
+    make(loop).close()
+loop.close()
+print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name, module in sys.modules.items()))
+"""
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """What it has imported when it has checked members in every way, by name; with the files."""
+    command = [sys.executable, "-I", "-S", "-c", LIST.format(place=str(PACKAGE.parent))]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return dict(line.split(" ", 1) for line in said.splitlines())
+
+
+def test_it_needs_the_standard_library_only_and_little_of_it(modules):
+    assert HEAVY.isdisjoint(modules)
+    library = Path(sys.modules["os"].__file__).parent
+    foreign = {name for name, file in modules.items() if file and not file.startswith((str(library), str(PACKAGE)))}
+    assert foreign == set()
+
+
+def test_its_version_covers_all_it_runs(modules):
+    own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
+    elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/virtual_servers/" not in file}
+    assert elsewhere <= set(version.ELSEWHERE)
+
+
+# -- the loop ------------------------------------------------------------------------------------------------
+
+
+def test_what_has_arrived_comes_before_what_is_late():
+    """A process that was held up does not take an answer that is here for a missing one."""
+    one, other = socket.socketpair()
+    happened = []
+    loop = Loop()
+    try:
+        loop.at(time.monotonic() - 5, lambda: happened.append("late"))
+        loop.read(one, lambda: happened.append(one.recv(9)))
+        other.send(b"answer")
+        loop.turn(0)
+        assert happened == [b"answer", "late"]
+    finally:
+        loop.close()
+        one.close()
+        other.close()
+
+
+def test_a_socket_that_an_earlier_event_has_closed_is_left_alone():
+    pairs = [socket.socketpair() for _ in range(2)]
+    happened = []
+    loop = Loop()
+
+    def close_all():
+        happened.append(1)
+        for one, _ in pairs:
+            loop.forget(one)
+            one.close()
+
+    try:
+        for one, other in pairs:
+            loop.read(one, close_all)
+            other.send(b".")
+        loop.turn(0)
+        loop.turn(0)
+        assert happened == [1]
+    finally:
+        loop.close()
+        for pair in pairs:
+            for one in pair:
+                one.close()
+
+
+def test_small_numbers_are_left_to_those_who_need_them():
+    """libnftables waits with select(2)."""
+    held = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(20)]
+    moved = []
+    try:
+        while held[-1].fileno() < 520:
+            held.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        moved = [roomy(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(5)]
+        assert all(one.fileno() >= 1024 and not one.getblocking() for one in moved)
+    finally:
+        for one in held + moved:
+            one.close()
+
+
+# -- the files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"digest": 1}', '{"servers": [{}], "digest": "x", "paired": 1}', "\0"]
+)
+def test_files_that_cannot_be_read_count_as_nothing(tmp_path, text, capfd):
+    (tmp_path / "virtual-servers.json").write_text(text)
+    (tmp_path / "virtual-states.json").write_text(text)
+    left = Record(str(tmp_path)).read()
+    assert (left.wish.servers, left.states) == ((), {})
+    assert "virtual-servers.json" in capfd.readouterr().err
+
+
+def test_what_is_served_is_read_back(tmp_path):
+    record = Record(str(tmp_path))
+    assert record.read().wish.digest is None
+    record.serves(Wish("digest", (), True))
+    assert record.read().wish == Wish("digest", (), True)
+
+
+# -- the agent's side ----------------------------------------------------------------------------------------
+
+
+class Services:
+    """Nothing runs; what is asked for is written down."""
+
+    def __init__(self):
+        self.calls = []
+
+    def status(self, name):
+        return None
+
+    def start(self, name, argv, *, inner, care):
+        assert inner
+        self.calls.append(("start", name))
+
+    def signal(self, name, number):
+        self.calls.append(("signal", number.name))
+
+    def stop(self, name):
+        self.calls.append(("stop", name))
+
+    def log(self, name):
+        return []
+
+
+@pytest.fixture
+def paths(tmp_path):
+    made = Paths(tmp_path)
+    for directory in (made.run, made.var):
+        directory.mkdir(parents=True)
+    return made
+
+
+class Answering(threading.Thread):
+    """A socket that gives one answer after the other."""
+
+    def __init__(self, paths, *answers):
+        super().__init__(daemon=True)
+        self._answers = answers
+        self.questions = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(paths.checker_socket))
+        self._listener.listen(5)
+        self.start()
+
+    def run(self):
+        with self._listener:
+            for answer in self._answers:
+                connection, _ = self._listener.accept()
+                with connection, connection.makefile("rb") as lines:
+                    self.questions.append(json.loads(lines.readline()))
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+SUMS = {"total_connections": 4, "bytes_in": 10, "bytes_out": 20, "request_errors": 1}
+NONE = {"digest": None, "error": None, "engine": "nftables", "birth": "b", "servers": {}, "former": {}}
+
+
+def test_where_nothing_was_ever_wanted_nothing_is_started(paths):
+    services = Services()
+    checker = Checker(paths, services)
+    checker.check([])
+    checker.serve([])
+    assert checker.differs([]) == []
+    assert checker.state() is None
+    assert services.calls == []
+
+
+def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(paths):
+    services = Services()
+    paths.virtual_servers.write_text("{}")
+    checker = Checker(paths, services)
+    Answering(paths, {"version": version.version()}, {**NONE, "former": {"gone": SUMS}})
+    checker.serve([])
+    assert services.calls == [("start", launch.SERVICE), ("stop", launch.SERVICE)]
+    assert not paths.checker_socket.exists()
+    assert not paths.virtual_servers.exists()
+    assert checker.last_words().sums == {"gone": Sums(**SUMS)}
+    assert checker.last_words() is None
+
+
+def test_one_with_other_code_is_replaced(paths):
+    services = Services()
+    paths.virtual_servers.write_text("{}")
+    Answering(paths, {"version": "old"}, {"version": "old"}, {"version": version.version()}, NONE)
+    Checker(paths, services).serve([])
+    assert services.calls[:2] == [("start", launch.SERVICE), ("signal", "SIGHUP")]
+
+
+@pytest.mark.parametrize(("refused", "kind"), [(True, ConfigurationRefused), (False, VirtualServersError)])
+def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
+    said = {"wanted": "forward", "happened": "no", "remedy": "", "object_id": "listener", "refused": refused}
+    paths.virtual_servers.write_text("{}")
+    Answering(paths, {"version": version.version()}, {"error": said})
+    with pytest.raises(kind) as caught:
+        Checker(paths, Services()).serve([])
+    assert caught.value.object_id == "listener"
+
+
+def test_one_that_does_not_answer_is_no_state_and_a_difference(paths):
+    paths.checker_socket.touch()
+    checker = Checker(paths, Services())
+    assert checker.state() is None
+    assert "does not answer" in checker.differs([])[0]
+
+
+# -- sums over everything ------------------------------------------------------------------------------------
+
+
+def state(birth, count, active=0, former=()):
+    pool = Pool("pool", "UP", {"m": "UP"}, {"m": ""}, {"m": 1})
+    sums = {name: Sums(count, 10 * count, 20 * count, 0) for name in ("one", *former)}
+    return State("d", "nftables", birth, None, {"one": Listener("OPEN", active, pool)}, sums)
+
+
+def ledger(paths, *answers):
+    said = iter(answers)
+    source = SimpleNamespace(state=lambda: next(said), last_words=lambda: None)
+    return VirtualLedger(paths, source)
+
+
+def test_sums_go_on_when_counters_begin_anew(paths):
+    told = []
+    one = ledger(paths, state("a", 5), state("a", 8), None, state("b", 2), state("b", 3))
+    for _ in range(5):
+        one.sample()
+        told.append(one.listeners()["one"]["total_connections"])
+    assert told == [5, 8, 8, 10, 11]
+    one.write()
+    again = ledger(paths, state("b", 4), state("c", 1))
+    again.sample()
+    assert again.listeners()["one"]["total_connections"] == 12
+    again.sample()
+    assert again.listeners()["one"]["bytes_out"] == 260
+    assert again.pools() == {"pool:one": {"status": "UP", "members": {"m": "UP"}}}
+    assert again.rows == 3
+
+
+def test_last_words_count_and_end_it(paths):
+    answers = iter([state("a", 5), None, state("b", 1)])
+    final = iter([None, replace(state("a", 9), listeners={}), None])
+    one = VirtualLedger(paths, SimpleNamespace(state=lambda: next(answers), last_words=lambda: next(final)))
+    one.sample()
+    one.sample()
+    assert one.listeners() == {}
+    one.sample()
+    assert one.listeners()["one"]["total_connections"] == 10
+
+
+def test_a_file_that_is_something_else_is_no_sums(paths, caplog):
+    paths.virtual_totals.write_text("[]")
+    one = ledger(paths, state("a", 5))
+    one.sample()
+    assert one.listeners()["one"]["total_connections"] == 5
+    assert "are lost" in caplog.text
+
+
+def test_where_there_was_never_one_nothing_is_written(paths):
+    one = ledger(paths, None)
+    one.sample()
+    one.write()
+    assert not paths.virtual_totals.exists()

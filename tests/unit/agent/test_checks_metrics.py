@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PROMETHEUS listeners name UDP listeners too, under the names that dashboards know."""
+
+from __future__ import annotations
+
+from amphora_agent.responder.metrics import exposition
+from amphora_agent.virtual_servers import rows
+
+HAPROXY = (
+    "Name: HAProxy\nPid: 7\n# pxname,svname,scur,stot,conn_tot,bin,bout,ereq,status,weight,act,type,mode,lastsess\n"
+    "web,FRONTEND,1,2,2,3,4,5,OPEN,,,0,http,\nmany,BACKEND,1,2,,3,4,,UP,1,1,1,http,9\nmany,m1,1,2,,3,4,,UP,1,1,2,http,9\n\n"
+)
+MEMBERS = {"u1": {"status": "DOWN", "weight": 3}, "u2": {"status": "DRAIN", "weight": 0}}
+COUNTED = {"active_connections": 11, "total_connections": 12, "bytes_in": 13, "bytes_out": 14, "request_errors": 15}
+SERVER = {"status": "OPEN", **COUNTED, "pool": {"id": "p", "status": "UP", "members": MEMBERS}}
+
+
+def test_virtual_servers_are_told_beside_haproxy():
+    told = "".join(exposition(HAPROXY, load=0, memory=0, others=rows.compose({"dns": SERVER})))
+    for line in (
+        'octavia_listener_status{listener="dns",state="UP"} 1',
+        'octavia_listener_current_sessions{listener="dns"} 11',
+        'octavia_listener_sessions_total{listener="dns"} 12',
+        'octavia_listener_connections_total{listener="dns"} 12',
+        'octavia_listener_bytes_in_total{listener="dns"} 13',
+        'octavia_listener_bytes_out_total{listener="dns"} 14',
+        'octavia_listener_request_errors_total{listener="dns"} 15',
+        'octavia_pool_status{pool="p:dns",state="UP"} 1',
+        'octavia_pool_bytes_in_total{pool="p:dns"} 13',
+        'octavia_member_status{pool="p:dns",member="u1",state="DOWN"} 1',
+        'octavia_member_status{pool="p:dns",member="u2",state="DRAIN"} 1',
+        'octavia_member_weight{pool="p:dns",member="u1"} 3',
+        'octavia_listener_sessions_total{listener="web"} 2',
+        'octavia_pool_last_session_seconds{pool="p:dns"} NaN',
+    ):
+        assert f"{line}\n" in told, line
+    assert 'http_responses_total{listener="dns"' not in told
+
+
+def test_without_virtual_servers_nothing_changes():
+    before = "".join(exposition(HAPROXY, load=0, memory=0))
+    assert "".join(exposition(HAPROXY, load=0, memory=0, others=rows.compose({}))) == before
+    alone = {**SERVER, "pool": None}
+    assert 'octavia_listener_status{listener="dns",state="UP"} 1' in "".join(
+        exposition(HAPROXY, load=0, memory=0, others=rows.compose({"dns": alone}))
+    )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members' states: what each check makes of them, what stays when something else is wanted, and their words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from ipaddress import ip_address
+from uuid import UUID
+
+import pytest
+
+from amphora_agent.virtual_servers import states
+from amphora_agent.virtual_servers.counted import Counted
+from amphora_agent.virtual_servers.engine import Counters
+from amphora_agent.virtual_servers.states import State
+from amphora_agent.virtual_servers.wanted import Member, Monitor, VirtualServer
+
+POOL, SERVER = str(UUID(int=1)), str(UUID(int=2))
+UP = State(up=True, proven=True, against=0, since=1.0, reason="")
+DOWN = replace(UP, up=False)
+MONITOR = Monitor(str(UUID(int=3)), "TCP", 5, 3, 2, 3)
+
+
+def member(number, **changes):
+    known = Member(str(UUID(int=100 + number)), ip_address(f"192.0.2.{number}"), 53, 1, backup=False, enabled=True)
+    return replace(known, **changes)
+
+
+def server(*members, monitor=MONITOR, **changes):
+    made = VirtualServer(
+        SERVER, "UDP", 53, (ip_address("198.51.100.5"),), None, POOL, "ROUND_ROBIN", None, "hidden", monitor, members
+    )
+    return replace(made, **changes)
+
+
+def key(one):
+    return POOL, one.id
+
+
+@pytest.mark.parametrize(
+    ("begin", "checks", "rise", "fall", "ends"),
+    [
+        (UP, "", 2, 3, "up"),
+        (UP, "bb", 2, 3, "up"),
+        (UP, "bbb", 2, 3, "down"),
+        (UP, "bbgbb", 2, 3, "up"),  # a good one between begins the count anew
+        (UP, "bbgbbb", 2, 3, "down"),
+        (UP, "b", 2, 1, "down"),
+        (DOWN, "g", 2, 3, "down"),
+        (DOWN, "gg", 2, 3, "up"),
+        (DOWN, "gbg", 2, 3, "down"),
+        (DOWN, "g", 1, 3, "up"),
+        (UP, "bbbgg", 2, 3, "up"),
+        (states.first(1.0, others=False), "b", 5, 5, "down"),  # the first check decides
+        (states.first(1.0, others=True), "g", 5, 5, "up"),
+        (states.first(1.0, others=True), "gbbbb", 5, 5, "up"),
+        (states.first(1.0, others=True), "gbbbbb", 5, 5, "down"),
+    ],
+)
+def test_a_member_changes_after_exactly_as_many_checks(begin, checks, rise, fall, ends):
+    state = begin
+    for moment, check in enumerate(checks):
+        state = states.after(state, good=check == "g", reason=check, rise=rise, fall=fall, now=10.0 + moment)
+    assert state.up == (ends == "up")
+    if checks:
+        assert state.proven
+        assert state.reason == checks[-1]
+
+
+def test_since_is_when_it_changed_and_not_when_it_was_checked():
+    state = UP
+    for now in (5.0, 6.0, 7.0, 8.0):
+        state = states.after(state, good=False, reason="refused", rise=1, fall=3, now=now)
+    assert (state.up, state.since) == (False, 7.0)
+
+
+def test_what_is_known_stays_whatever_else_changes():
+    one, two = member(1), member(2)
+    known = {key(one): DOWN, key(two): UP}
+    changes = (
+        server(replace(one, weight=7), two),
+        server(one, two, algorithm="SOURCE_IP"),
+        server(one, two, monitor=replace(MONITOR, interval=1, type="PING")),
+        server(one, two, member(3)),
+    )
+    for wanted in changes:
+        found = states.carried(known, (server(one, two),), (wanted,), 9.0)
+        assert found[key(one)] == DOWN
+        assert found[key(two)] == UP
+
+
+def test_a_new_member_waits_for_its_first_check_if_others_serve():
+    one, new = member(1), member(2)
+    found = states.carried({key(one): UP}, (server(one),), (server(one, new),), 9.0)
+    assert states.may_serve((server(one, new),), found) == {(SERVER, one.id): True, (SERVER, new.id): False}
+    nobody = states.carried({key(one): DOWN}, (server(one),), (server(one, new),), 9.0)
+    assert states.may_serve((server(one, new),), nobody) == {(SERVER, one.id): False, (SERVER, new.id): True}
+    drained = replace(one, weight=0)
+    found = states.carried({key(one): UP}, (server(one),), (server(drained, new),), 9.0)
+    assert states.may_serve((server(drained, new),), found)[SERVER, new.id]
+
+
+def test_a_pool_that_begins_serves_at_once():
+    one, two = member(1), member(2)
+    wanted = (server(one, two),)
+    assert set(states.may_serve(wanted, states.carried({}, (), wanted, 9.0)).values()) == {True}
+
+
+def test_a_monitor_that_comes_takes_nobody_away_and_one_that_goes_leaves_nobody_down():
+    one, two = member(1), member(2)
+    before = (server(one, two, monitor=None),)
+    found = states.carried({}, before, (server(one, two),), 9.0)
+    assert all(state.up and state.proven for state in found.values())
+    assert states.may_serve(before, {key(one): DOWN}) == {}
+
+
+def test_a_member_that_was_disabled_is_checked_anew():
+    one, two = member(1), member(2)
+    off = (server(one, replace(two, enabled=False)),)
+    without = states.carried({key(one): UP, key(two): UP}, (server(one, two),), off, 9.0)
+    assert set(without) == {key(one)}
+    again = states.carried(without, off, (server(one, two),), 9.0)
+    assert again[key(two)] == states.first(9.0, others=True)
+
+
+def test_listeners_that_share_a_pool_share_its_checks():
+    one = member(1)
+    both = (server(one), server(one, id=str(UUID(int=9)), port=54))
+    assert len(states.checked(both)) == 1
+    up = states.may_serve(both, states.carried({}, (), both, 9.0))
+    assert up == {(SERVER, one.id): True, (str(UUID(int=9)), one.id): True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "monitor", "word"),
+    [
+        ({}, UP, MONITOR, "UP"),
+        ({}, DOWN, MONITOR, "DOWN"),
+        ({"weight": 0}, UP, MONITOR, "DRAIN"),
+        ({"weight": 0}, DOWN, MONITOR, "DOWN"),
+        ({"enabled": False}, UP, MONITOR, "MAINT"),
+        ({"enabled": False}, UP, None, "MAINT"),
+        ({}, UP, None, "no check"),
+        ({}, states.first(1.0, others=False), MONITOR, "NOLB"),
+        ({"backup": True}, UP, MONITOR, "UP"),
+    ],
+)
+def test_words(changes, state, monitor, word):
+    one = member(1, **changes)
+    assert states.word(server(one, monitor=monitor), one, {key(one): state}) == word
+
+
+@pytest.mark.parametrize(
+    ("members", "found", "word"),
+    [
+        ((), {}, "UP"),
+        ((member(1),), {key(member(1)): DOWN}, "DOWN"),
+        ((member(1), member(2)), {key(member(1)): DOWN, key(member(2)): UP}, "UP"),
+        ((member(1, weight=0),), {key(member(1)): UP}, "DOWN"),
+        ((member(1, enabled=False),), {}, "DOWN"),
+    ],
+)
+def test_words_of_pools(members, found, word):
+    assert states.pool_word(server(*members), found) == word
+
+
+def test_states_survive_their_file():
+    known = {key(member(1)): DOWN, key(member(2)): states.first(3.0, others=True)}
+    assert states.restored(json.loads(json.dumps(states.document(known)))) == known
+    for wrong in ([["one"]], [[1, 2, {}]], 5, None):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            states.restored(wrong)
+
+
+# -- sums over what the kernel counts ------------------------------------------------------------------------
+
+
+def test_a_table_that_begins_anew_takes_nothing_away():
+    sums = Counted()
+    assert not sums.read({"a": Counters(3, 10, 100, 1000, 1)})
+    assert not sums.read({"a": Counters(2, 12, 120, 1200, 1)})
+    assert sums.read({"a": Counters(1, 1, 5, 6, 0)})
+    assert sums.visible("a") == Counters(1, 13, 125, 1206, 1)
+    sums.read({})  # it is wanted no longer
+    assert sums.visible("a") == Counters(0, 13, 125, 1206, 1)
+    sums.read({"a": Counters(0, 1, 1, 1, 1)})
+    assert sums.visible("a") == Counters(0, 14, 126, 1207, 2)
+
+
+def test_sums_survive_their_file():
+    sums = Counted()
+    sums.read({"a": Counters(3, 10, 100, 1000, 1)})
+    again = Counted.restored(json.loads(json.dumps(sums.document())))
+    assert again.birth == sums.birth
+    assert again.visible("a") == Counters(0, 10, 100, 1000, 1)
+    again.read({"a": Counters(0, 2, 20, 200, 0)})
+    assert again.visible("a").total_connections == 12
+
+
+def test_of_former_ones_only_some_are_remembered():
+    sums = Counted()
+    for number in range(600):
+        sums.read({str(number): Counters(0, 1, 1, 1, 1)})
+    assert len(sums.names) <= 501
+    assert sums.visible("598").total_connections == 1

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config drive, also one that somebody made with bad intentions."""
+
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amphora_agent import boot_network, config_drive
+from amphora_agent.config_drive import Places, Told
+from amphora_agent.errors import SettingsError
+
+SETTINGS = b"[agent]\nbind_address = 192.0.2.11\n"
+MAC, OTHER_MAC = "52:54:00:00:00:11", "52:54:00:00:00:12"
+NETWORK = {
+    "links": [
+        {"id": "vip", "type": "bridge", "ethernet_mac_address": OTHER_MAC, "mtu": 9000},
+        {"id": "management", "type": "bridge", "ethernet_mac_address": MAC.upper(), "mtu": 1450},
+    ],
+    "networks": [
+        {"link": "vip", "type": "ipv4", "ip_address": "198.51.100.5", "netmask": "255.255.255.0", "routes": []},
+        {
+            "link": "management",
+            "type": "ipv4",
+            "ip_address": "192.0.2.11",
+            "netmask": "255.255.255.0",
+            "routes": [{"network": "0.0.0.0", "netmask": "0.0.0.0", "gateway": "192.0.2.1"}],
+        },
+        {
+            "link": "management",
+            "type": "ipv6",
+            "ip_address": "2001:db8::11",
+            "netmask": "ffff:ffff:ffff:ffff::",
+            "routes": [{"network": "::", "netmask": "::", "gateway": "fe80::1"}],
+        },
+    ],
+    "services": [{"type": "dns", "address": "192.0.2.3"}, {"type": "ntp", "address": "192.0.2.4"}],
+}
+
+
+@pytest.fixture
+def drive(tmp_path):
+    """A drive's root, as a folder; files are written with `put`."""
+    root = tmp_path / "drive"
+    root.mkdir()
+
+    def put(name, content):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+    put("openstack/latest/network_data.json", NETWORK)
+    return root, put
+
+
+def read(root):
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return config_drive.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def listed(*files, **more):
+    return {"files": [{"path": path, "content_path": content} for path, content in files], **more}
+
+
+def test_a_drive_as_nova_makes_it(drive):
+    root, put = drive
+    put("openstack/content/0000", SETTINGS)
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000"), hostname="amp-1"))
+    assert read(root) == Told("amp-1", {"agent.conf": SETTINGS}, (), NETWORK)
+
+
+def test_no_network_data_is_not_an_error(drive):
+    root, put = drive
+    (root / "openstack/latest/network_data.json").unlink()
+    put("openstack/latest/meta_data.json", {})
+    assert read(root).network == {}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/etc/amphora-agent/../passwd",
+        "/etc/amphora-agent/sub/agent.conf",
+        "/etc/amphora-agent/",
+        "/etc/amphora-agent/.hidden",
+        "/etc/amphora-agent/..",
+        "/etc/amphora-agent/a\nb",
+        "/etc/amphora-agent/a\0b",
+        "/etc/amphora-agent//agent.conf",
+        "etc/amphora-agent/agent.conf",
+        "/etc/amphora-agent/" + "a" * 65,
+        "/etc/amphora-agent/authorized_keys",
+        "",
+    ],
+)
+def test_files_elsewhere_are_named_and_not_written(drive, path):
+    root, put = drive
+    put("openstack/content/0000", b"x")
+    put("openstack/latest/meta_data.json", listed((path, "/content/0000")))
+    told = read(root)
+    assert told.files == {}
+    assert told.skipped == (path,)
+
+
+@pytest.mark.parametrize(
+    "content_path", ["../../secret", "/content/../../../secret", "/content//0000", "/content/", "", "/content/\0", "."]
+)
+def test_contents_out_of_place_are_refused(drive, content_path):
+    root, put = drive
+    (root.parent / "secret").write_text("not yours")
+    put("openstack/content/0000", b"x")
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", content_path)))
+    with pytest.raises(SettingsError):
+        read(root)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_links_are_not_followed(drive, what):
+    root, put = drive
+    (root.parent / "0000").write_text("not yours")
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
+    if what == "file":
+        (root / "openstack/content").mkdir()
+        (root / "openstack/content/0000").symlink_to(root.parent / "0000")
+    else:
+        (root / "openstack/content").symlink_to(root.parent)
+    with pytest.raises(SettingsError) as caught:
+        read(root)
+    assert "not yours" not in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(drive):
+    root, put = drive
+    put("openstack/content/other", b"x")
+    os.mkfifo(root / "openstack/content/0000")
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
+    with pytest.raises(SettingsError, match="it is not a file"):
+        read(root)
+
+
+def test_sizes_and_numbers_are_bounded(drive):
+    root, put = drive
+    put("openstack/content/0000", b"x" * (config_drive.LARGEST_FILE + 1))
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
+    with pytest.raises(SettingsError, match="more than"):
+        read(root)
+    put("openstack/latest/meta_data.json", listed(*[("/elsewhere", "/x")] * (config_drive.MOST_FILES + 1)))
+    with pytest.raises(SettingsError, match="at most"):
+        read(root)
+    put("openstack/latest/meta_data.json", b" " * (config_drive.LARGEST_DOCUMENT + 1))
+    with pytest.raises(SettingsError, match="more than"):
+        read(root)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"files": 1}', b'{"files": [1]}', b'{"files": [{}]}']
+)
+def test_what_is_no_document_is_refused_and_not_quoted(drive, text):
+    root, put = drive
+    put("openstack/latest/meta_data.json", text)
+    with pytest.raises(SettingsError):
+        read(root)
+
+
+@pytest.mark.parametrize("name", ["-x", "a" * 65, "a b", "a\nb", "../x", 1, None, "", {"a": 1}, "x.-y"])
+def test_a_strange_host_name_is_none(drive, name):
+    root, put = drive
+    put("openstack/latest/meta_data.json", {"hostname": name})
+    assert read(root).hostname is None
+
+
+def test_public_keys_are_one_line_each(drive):
+    root, put = drive
+    good = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI me@here"
+    keys = {"a": good + "\n", "b": f"{good}\nssh-rsa more", "c": 'command="x" ' + good, "d": 7}
+    put("openstack/latest/meta_data.json", {"public_keys": keys})
+    assert read(root).files == {"authorized_keys": f"{good}\n".encode()}
+
+
+# --- what becomes of it ------------------------------------------------------------------------------------
+
+
+def test_what_is_laid_down(tmp_path):
+    places = Places(tmp_path)
+    config_drive.lay(places, Told("amp-1", {"agent.conf": SETTINGS, "server.pem": b"key"}, (), NETWORK))
+    found = {path.name: (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in places.files.iterdir()}
+    assert found == {"agent.conf": (SETTINGS, 0o600), "server.pem": (b"key", 0o600)}
+    assert stat.S_IMODE(places.files.stat().st_mode) == 0o700
+    assert places.time_servers.read_text() == "server 192.0.2.4 iburst\n"
+    assert stat.S_IMODE(places.network.stat().st_mode) == 0o644
+
+
+def test_what_the_agent_has_renewed_is_not_taken_back(tmp_path):
+    places = Places(tmp_path)
+    told = Told(None, {"agent.conf": SETTINGS, "server.pem": b"old"}, (), {})
+    config_drive.lay(places, told)
+    (places.files / "server.pem").write_bytes(b"renewed")
+    config_drive.lay(places, told)
+    assert (places.files / "server.pem").read_bytes() == b"renewed"
+    assert sorted(path.name for path in places.files.iterdir()) == ["agent.conf", "server.pem"]
+
+
+def test_without_a_description_the_first_interface_asks_by_dhcp(tmp_path):
+    places = Places(tmp_path)
+    config_drive.lay(places, Told(None, {}, (), {}))
+    assert places.network.read_text() == boot_network.FALLBACK
+
+
+# --- which drive -------------------------------------------------------------------------------------------
+
+
+def iso(name):
+    return bytes(32768) + b"\x01CD001\x01\x00" + b" " * 32 + name.encode().ljust(32) + bytes(1024)
+
+
+def fat(kind, at, name):
+    data = bytearray(34816)
+    data[510:512] = b"\x55\xaa"
+    struct.pack_into("8s", data, {43: 54, 71: 82}[at], kind)
+    struct.pack_into("11s", data, at, name.ljust(11))
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [
+        (iso("config-2"), ("iso9660", "config-2")),
+        (fat(b"FAT12   ", 43, b"config-2"), ("vfat", "config-2")),
+        (fat(b"FAT16   ", 43, b"CONFIG-2"), ("vfat", "CONFIG-2")),
+        (fat(b"FAT32   ", 71, b"config-2"), ("vfat", "config-2")),
+        (b"", None),
+        (bytes(34816), None),
+        (b"\xff" * 34816, None),
+    ],
+)
+def test_labels(header, wanted):
+    assert config_drive.label(header) == wanted
+
+
+def test_the_drive_is_found_among_others(tmp_path):
+    places = Places(tmp_path)
+    places.devices.mkdir()
+    for name, content in (("sr0", None), ("vda", bytes(4096)), ("vdb", iso("other")), ("vdc", iso("config-2"))):
+        (places.blocks / name).mkdir(parents=True)
+        if content is not None:
+            (places.devices / name).write_bytes(content)
+    assert config_drive.find(places, 0) == (places.devices / "vdc", "iso9660")
+
+
+def test_no_drive_is_said(tmp_path):
+    with pytest.raises(SettingsError, match="config-2"):
+        config_drive.find(Places(tmp_path), 0)
+
+
+def test_how_long_it_waits():
+    assert config_drive.patience("quiet amphora.wait=7.5 ro\n") == 7.5
+    assert config_drive.patience("quiet amphora.wait=x") == config_drive.WAIT_SECONDS
+
+
+def test_it_needs_the_standard_library_only(tmp_path):
+    """Run as in the image: isolated, by a link."""
+    link = tmp_path / "config-drive"
+    link.symlink_to(Path(config_drive.__file__))
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='x'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code, link], capture_output=True, text=True, check=True)
+    assert "amphora_agent.boot_network" in done.stdout.split()
+    assert not {"jinja2", "flask", "pyroute2", "ssl"} & set(done.stdout.split())
+
+
+# --- the network -------------------------------------------------------------------------------------------
+
+
+def test_the_interface_the_agent_listens_on_and_no_other():
+    text = boot_network.rendered(boot_network.management(NETWORK, "192.0.2.11"))
+    assert f"MACAddress={MAC}\n" in text
+    assert "MTUBytes=1450\n" in text
+    assert "Address=192.0.2.11/24\nAddress=2001:db8::11/64\nDHCP=no\nIPv6AcceptRA=no\n" in text
+    assert "Destination=0.0.0.0/0\nGateway=192.0.2.1\n" in text
+    assert "Destination=::/0\nGateway=fe80::1\n" in text
+    assert OTHER_MAC not in text
+    assert "198.51.100" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "dhcp", "routers"),
+    [
+        ("ipv4_dhcp", "ipv4", "no"),
+        ("ipv6_slaac", "no", "yes"),
+        ("ipv6_dhcpv6-stateful", "ipv6", "yes"),
+        ("something", "yes", "yes"),
+    ],
+)
+def test_addresses_that_come_later(kind, dhcp, routers):
+    document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [{"link": "a", "type": kind}]}
+    text = boot_network.rendered(boot_network.management(document, None))
+    assert f"DHCP={dhcp}\nIPv6AcceptRA={routers}\n" in text
+    assert "MTUBytes" not in text
+
+
+def test_older_forms():
+    network = {"link": "a", "type": "ipv6", "ip_address": "2001:db8::1/64", "gateway": "2001:db8::f"}
+    document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [network]}
+    found = boot_network.management(document, None)
+    assert [str(address) for address in found.addresses] == ["2001:db8::1/64"]
+    assert [(str(route.destination), str(route.gateway)) for route in found.routes] == [("::/0", "2001:db8::f")]
+    assert boot_network.management({}, None) is None
+
+
+def link(**changes):
+    return {"id": "a", "ethernet_mac_address": MAC, **changes}
+
+
+def fixed(**changes):
+    return {"link": "a", "type": "ipv4", "ip_address": "192.0.2.1", "netmask": "24", **changes}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"links": [link(ethernet_mac_address="52:54:00:00:00:11\n[Network]\nDHCP=yes")]},
+        {"links": [link(ethernet_mac_address=None)]},
+        {"links": [{}]},
+        {"links": {"a": 1}},
+        {"links": [1]},
+        {"links": [link()] * 65},
+        {"links": [link(mtu="1500\nx")]},
+        {"links": [link(mtu=True)]},
+        {"links": [link(mtu=1)]},
+        {"links": [link()], "networks": [fixed(ip_address="192.0.2.1\nDNS=1.1.1.1")]},
+        {"links": [link()], "networks": [fixed(netmask="255.0.255.0")]},
+        {"links": [link()], "networks": [fixed(netmask="33")]},
+        {"links": [link()], "networks": [fixed(ip_address=[])]},
+        {"links": [link()], "networks": [fixed(gateway="here")]},
+        {"links": [link()], "networks": [fixed(gateway="2001:db8::1")]},
+        {"links": [link()], "networks": [fixed(routes=[{"network": "192.0.2.7", "netmask": "24", "gateway": "::1"}])]},
+        {"links": [link()], "networks": [fixed(routes=[{}])]},
+    ],
+)
+def test_a_hostile_network_is_refused(document):
+    with pytest.raises(SettingsError):
+        boot_network.management(document, None)
+
+
+def test_time_servers_are_addresses():
+    services = [
+        {"type": "ntp", "address": "192.0.2.1 iburst\nallow all"},
+        1,
+        {"type": "ntp"},
+        {"type": "ntp", "address": "::1"},
+    ]
+    assert boot_network.time_servers({"services": services}) == ("::1",)
+    assert boot_network.time_servers({"services": 1}) == ()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who keeps health files in a virtual machine, with processes that the test starts, and ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+
+import pytest
+
+from amphora_agent import vigil
+from amphora_agent.vigil import CARE, PID, WANTED_FILE, Vigil
+
+UNIT = "amphora-daemon.service"
+
+
+class Daemon:
+    """A daemon's directory, as agent and script write it."""
+
+    def __init__(self, root) -> None:
+        self.place = root / "services" / UNIT
+        self.place.mkdir(parents=True)
+        self.health = root / "health"
+        self.process: subprocess.Popen | None = None
+
+    def want(self, word: str) -> None:
+        (self.place / WANTED_FILE).write_text(f"{word}\n")
+
+    def care(self) -> None:
+        (self.place / CARE).write_text(json.dumps({"health": str(self.health), "probe": None}))
+
+    def begin(self) -> None:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        (self.place / PID).write_text(f"{self.process.pid}\n")
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    @property
+    def said(self) -> str | None:
+        return self.health.read_text() if self.health.exists() else None
+
+    def says(self, what: str) -> None:
+        until = time.monotonic() + 30  # a machine that others use too
+        while self.said != what:
+            assert time.monotonic() < until, self.said
+            time.sleep(0.005)
+
+    def goes_on_saying(self, what: str) -> None:
+        time.sleep(3 * vigil.LOOK_SECONDS)
+        assert self.said == what
+
+
+@pytest.fixture
+def daemon(tmp_path, monkeypatch):
+    # Nobody made a cgroup for it.
+    monkeypatch.setattr(vigil, "belongs", lambda pid, unit: unit == UNIT)
+    made = Daemon(tmp_path)
+    watching = Vigil(tmp_path / "services")
+    thread = threading.Thread(target=watching.run)
+    thread.start()
+    yield made
+    watching.end()
+    thread.join()
+    watching.close()
+    made.end()
+
+
+def test_a_life(daemon):
+    daemon.want("wanted")
+    daemon.care()
+    daemon.goes_on_saying(None)  # it has only just been asked for
+    daemon.begin()
+    daemon.says("0")
+    daemon.end()
+    daemon.says("1")
+    daemon.goes_on_saying("1")
+    daemon.begin()
+    daemon.says("0")
+
+
+@pytest.mark.parametrize(("word", "health"), [("dismissed", "0"), ("stopped", "0"), ("missed", "1")])
+def test_the_end_of_one_that_is_not_wanted(daemon, word, health):
+    daemon.want("wanted")
+    daemon.care()
+    daemon.begin()
+    daemon.says("0")
+    daemon.want(word)
+    daemon.end()
+    daemon.says(health)
+    daemon.goes_on_saying(health)
+
+
+def test_one_that_is_missed_no_longer(daemon):
+    daemon.want("missed")
+    daemon.care()
+    daemon.says("1")
+    daemon.want("stopped")
+    daemon.says("0")
+
+
+def test_dismissed_and_wanted_again(daemon):
+    daemon.want("wanted")
+    daemon.care()
+    daemon.begin()
+    daemon.says("0")
+    daemon.want("dismissed")
+    time.sleep(2 * vigil.LOOK_SECONDS)
+    daemon.want("wanted")
+    time.sleep(2 * vigil.LOOK_SECONDS)
+    daemon.end()
+    daemon.says("1")
+
+
+def test_who_begins_anew_believes_what_the_file_says(daemon):
+    daemon.health.write_text("1")
+    daemon.want("wanted")
+    daemon.care()
+    daemon.goes_on_saying("1")  # the script has said it when it died
+
+
+def test_a_line_that_is_being_written(tmp_path):
+    file = tmp_path / "word"
+    assert vigil.word(file) is None
+    file.write_text("12")
+    threading.Timer(0.03, lambda: file.write_text("1234\n")).start()
+    assert vigil.word(file) == "1234"
+
+
+def test_whose_process_it_is():
+    assert not vigil.belongs(1, UNIT)
+    assert not vigil.belongs(2**22 + 1, UNIT)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets clients, by which slots and marks, and what nft is told when that changes."""
+
+from __future__ import annotations
+
+import ipaddress
+import uuid
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from amphora_agent.applying.virtual import difference
+from amphora_agent.virtual_servers import maglev, marks, ruleset, shares
+from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
+
+VIP, VIP6 = map(ipaddress.ip_address, ("198.51.100.5", "2001:db8:1::5"))
+
+
+def member(number, version=4, **more):
+    address = ipaddress.ip_address((0xC0000200 if version == 4 else 0x20010DB8 << 96) + number)
+    made = Member(str(uuid.UUID(int=number)), address, 53, weight=1, backup=False, enabled=True)
+    return replace(made, **more)
+
+
+def server(*members, number=1, **more):
+    made = VirtualServer(
+        id=str(uuid.UUID(int=number << 96)),
+        protocol="UDP",
+        port=52 + number,
+        addresses=(VIP, VIP6),
+        connection_limit=None,
+        pool_id=None,
+        algorithm="ROUND_ROBIN",
+        persistence=None,
+        client_address="hidden",
+        monitor=None,
+        members=members,
+    )
+    return replace(made, **more)
+
+
+# -- who ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("members", "down", "serving", "kept"),
+    [
+        ([member(1), member(2)], (), [1, 2], [1, 2]),
+        ([member(1), member(2)], (1,), [2], [2]),
+        ([member(1), member(2)], (1, 2), [], []),
+        ([member(1, weight=0), member(2)], (), [2], [1, 2]),
+        ([member(1, weight=0)], (), [], [1]),
+        ([member(1, weight=0)], (1,), [], []),
+        ([member(1, enabled=False), member(2)], (), [2], [2]),
+        ([member(1), member(2, backup=True)], (), [1], [1, 2]),
+        ([member(1), member(2, backup=True)], (1,), [2], [2]),
+        ([member(1, weight=0), member(2, backup=True)], (), [2], [1, 2]),
+        ([member(1, enabled=False), member(2, backup=True), member(3, backup=True)], (2,), [3], [3]),
+        # A member of another family is nobody's substitute, and nobody's superior.
+        ([member(1, 6), member(2, backup=True)], (), [2], [1, 2]),
+        ([], (), [], []),
+    ],
+)
+def test_who_serves_and_who_keeps_clients(members, down, serving, kept):
+    one = server(*members)
+    up = {(one.id, str(uuid.UUID(int=number))): False for number in down}
+    assert [uuid.UUID(each.id).int for each in shares.serving(one, up, 4)] == serving
+    assert [uuid.UUID(each.id).int for each in shares.kept(one, up)] == kept
+
+
+# -- slots ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 256])
+def test_each_member_has_its_share_of_a_table(count):
+    members = [(number * 7919, 1 + number % 3) for number in range(1, count + 1)]
+    table = maglev.hashed(members)
+    found, total = Counter(table), sum(weight for _, weight in members)
+    assert len(table) == maglev.size(count)
+    for member_, weight in members:
+        fair = len(table) * weight / total
+        assert abs(found[member_] - fair) <= 2, (member_, found[member_], fair)
+    assert table == maglev.hashed(members[::-1]), "however they are listed"
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 2), (10, 9), (50, 49), (50, 40)])
+def test_little_else_changes_where_members_go(first, then):
+    members = [(number * 104729, 1) for number in range(1, first + 1)]
+    before, after = maglev.hashed(members), maglev.hashed(members[:then])
+    stay = {one for one, _ in members[:then]}
+    moved = sum(a != b for a, b in zip(before, after, strict=True) if a in stay)
+    # A tenth for ten of fifty that go; a table without order would move nearly everything.
+    assert moved < len(before) * 0.1
+
+
+def test_small_weights_have_a_slot_beside_large_ones():
+    assert Counter(maglev.hashed([(1, 256), (2, 1)]))[2] >= 1
+    assert Counter(maglev.hashed([(number, 256 if number else 1) for number in range(200)]))[0] >= 1
+
+
+def test_turns_are_spread_and_as_many_as_weights_say():
+    assert maglev.interleaved([(1, 2), (2, 1), (3, 1)]) == [1, 2, 3, 1]
+    assert maglev.interleaved([(7, 100)]) == [7]
+    assert maglev.interleaved([]) == maglev.hashed([]) == []
+    assert Counter(maglev.interleaved([(1, 256), (2, 255)])) == {1: 256, 2: 255}
+    many = maglev.interleaved([(number, 1 + number % 256) for number in range(600)])
+    assert len(many) < 5000
+    assert set(many) == set(range(600))
+
+
+# -- marks ----------------------------------------------------------------------------------------------------------
+
+
+def test_marks_stay_and_freed_ones_rest_for_an_exchange():
+    one, two = server(member(1), member(2)), server(member(1), number=2)
+    first = marks.allot(marks.NONE, [one, two])
+    assert len({*first.servers.values(), *first.members.values()}) == 5
+    second = marks.allot(first, [replace(one, members=(member(2), member(3))), server(member(4), number=3)])
+    place = {number: (member(number).address, 53) for number in range(1, 5)}
+    assert second.servers[one.id] == first.servers[one.id]
+    assert second.members[one.id, place[2]] == first.members[one.id, place[2]]
+    assert not {second.members[one.id, place[3]]} & {*first.members.values()}
+    assert second.servers[str(uuid.UUID(int=3 << 96))] not in first.servers.values()
+    third = marks.allot(second, [replace(one, members=(member(2), member(3), member(5)))])
+    assert third.members[one.id, (member(5).address, 53)] == first.members[one.id, place[1]], "free again"
+
+
+# -- rules ----------------------------------------------------------------------------------------------------------
+
+
+def table(*servers, up=None, paired=False, before=marks.NONE):
+    return ruleset.table_of(servers, up or {}, marks.allot(before, servers), paired=paired)
+
+
+def by(one, version=4, **more):
+    """What finds a slot."""
+    rules = table(one, **more).chains[f"serve-{one.id}"].rules
+    (rule,) = [each for each in rules if f"map @slots-{one.id}-{version}" in each]
+    return rule.partition("ct mark set ")[2].partition(" map ")[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "paired", "wanted"),
+    [
+        ({}, False, "numgen inc mod 2"),
+        ({}, True, "jhash ip saddr . th sport mod 1021 seed 0x1"),
+        ({"algorithm": "SOURCE_IP"}, False, "jhash ip saddr mod 1021 seed 0x1"),
+        ({"algorithm": "SOURCE_IP_PORT"}, False, "jhash ip saddr . th sport mod 1021 seed 0x1"),
+        ({"persistence": Persistence(9, 32, 128)}, False, "jhash ip saddr & 255.255.255.255 mod 1021 seed 0x1"),
+        ({"persistence": Persistence(9, 24, 64)}, False, "jhash ip saddr & 255.255.255.0 mod 1021 seed 0x1"),
+        ({"persistence": Persistence(9, 0, 0)}, False, "jhash ip saddr mod 1 seed 0x1"),
+        (
+            {"persistence": Persistence(9, 24, 64), "algorithm": "SOURCE_IP_PORT"},
+            True,
+            "jhash ip saddr & 255.255.255.0 mod 1021 seed 0x1",
+        ),
+    ],
+)
+def test_what_finds_a_slot(more, paired, wanted):
+    assert by(server(member(1), member(2), **more), paired=paired) == wanted
+
+
+def test_families_are_apart():
+    one = server(member(1), member(2, 6), persistence=Persistence(9, 24, 64))
+    made = table(one)
+    slots = [set(made.maps[f"slots-{one.id}-{version}"].elements.values()) for version in (4, 6)]
+    targets = [made.maps[f"targets-{version}"].elements for version in (4, 6)]
+    assert [set(each) for each in targets] == slots
+    assert [list(each.values()) for each in targets] == [["192.0.2.1 . 53"], ["2001:db8::2 . 53"]]
+    assert by(one, 6) == "jhash ip6 saddr & ffff:ffff:ffff:ffff:: mod 1021 seed 0x1"
+    only4 = server(member(1), member(2, 6), addresses=(VIP,))
+    assert f"slots-{only4.id}-6" not in table(only4).maps
+
+
+def test_what_is_exchanged_is_what_differs():
+    one = server(member(1), member(2), algorithm="SOURCE_IP", connection_limit=9)
+    other = server(member(1), number=2)
+    given = marks.allot(marks.NONE, [one, other])
+    before = ruleset.table_of([one, other], {}, given, paired=False)
+    assert ruleset.exchange(before, before) == ""
+    again = replace(one, members=(member(1),))
+    after = ruleset.table_of([again, other], {}, marks.allot(given, [again, other]), paired=False)
+    commands = ruleset.exchange(before, after).splitlines()
+    assert commands[0] == "add table inet amphora_virtual"
+    assert {line.split()[4] for line in commands[1:] if "element" in line} == {"targets-4", f"slots-{one.id}-4"}
+    assert all(other.id not in line for line in commands)
+    # Neither counters nor what counts towards the limit are touched.
+    assert not [line for line in commands if "counter" in line or "chain" in line or "rule" in line]
+    gone = ruleset.exchange(after, ruleset.table_of([other], {}, given, paired=False)).splitlines()
+    deleted = [line for line in gone if line.startswith("delete") and one.id in line]
+    assert {line.split()[1] for line in deleted} == {"chain", "map", "counter"}
+    words = ("delete element", "delete chain", "delete map", "delete counter")
+    order = [next(n for n, line in enumerate(gone) if word in line) for word in words]
+    assert order == sorted(order), "what leads there goes first"
+
+
+def test_what_is_not_known_is_written_anew_without_its_counters():
+    one = server(member(1))
+    present = {"mine": "chain", "theirs": "set", f"flows-{one.id}": "counter", "arriving": "chain", "in": "map"}
+    commands = ruleset.anew(present, table(one)).splitlines()
+    assert commands[0] == "flush table inet amphora_virtual"
+    assert "delete chain inet amphora_virtual mine" in commands
+    assert "delete set inet amphora_virtual theirs" in commands
+    assert not [line for line in commands if "counter" in line.split()[:2] and f"flows-{one.id}" in line]
+    assert ruleset.anew({}, table(one)) == ruleset.exchange(ruleset.EMPTY, table(one))
+
+
+# -- for a person ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ([], [], ""),
+        ([server(member(1))], [server(member(1))], ""),
+        ([], [server()], f"UDP listener {server().id} added"),
+        ([server(protocol="SCTP")], [], f"SCTP listener {server().id} removed"),
+        ([server()], [server(member(1))], f"UDP listener {server().id}: member {member(1).id} added"),
+        (
+            [server(member(1), member(2))],
+            [server(member(1, weight=0))],
+            f"UDP listener {server().id}: member {member(2).id} removed, and 1 more",
+        ),
+        (
+            [server(member(1))],
+            [server(member(1, weight=0, enabled=False))],
+            f"UDP listener {server().id}: member {member(1).id}: weight 1 -> 0, enabled True -> False",
+        ),
+        ([server()], [server(algorithm="SOURCE_IP")], f"UDP listener {server().id}: algorithm changed"),
+        (
+            [server(member(1), member(2))],
+            [server(member(2), member(1))],
+            f"UDP listener {server().id}: members in another order",
+        ),
+    ],
+)
+def test_what_changed_is_said_by_name(before, after, wanted):
+    assert difference(before, after) == wanted

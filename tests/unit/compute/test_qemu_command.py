@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a machine, and images by tag."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from amphora_driver.compute.images import ARGUMENTS, BASE, Images, keep
+from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, tap
+from amphora_driver.errors import ComputeError
+from amphora_driver.network.interface import FixedAddress, Port
+
+FOLDER = Path("/state/0b9d")
+PORT = Port(
+    id="4a5b6c7d-0000-4000-8000-000000000001", network_id="net", mac="fa:16:3e:00:00:01", mtu=1450,
+    addresses=(FixedAddress(subnet_id="four", address="203.0.113.9"),),
+)  # fmt: skip
+OTHER = Port(
+    id="99998888-0000-4000-8000-000000000002", network_id="vip", mac="fa:16:3e:00:00:02", mtu=1500, addresses=()
+)
+
+
+def hardware(**changes):
+    usual = {
+        "program": "qemu",
+        "name": "amphora-0b9d",
+        "machine": "pc",
+        "accelerated": False,
+        "processors": 1,
+        "memory": 512,
+    }
+    return Hardware(**{**usual, **changes})
+
+
+def values(argv, option):
+    return [argv[at + 1] for at, word in enumerate(argv) if word == option]
+
+
+def test_a_machine_has_an_interface_for_each_port_in_their_order():
+    argv = command(hardware(), FOLDER, (PORT, OTHER))
+    nets = [one for one in values(argv, "-device") if one.startswith("virtio-net")]
+    assert [one.split("mac=")[1].split(",")[0] for one in nets] == [PORT.mac, OTHER.mac]
+    assert "host_mtu=1450" in nets[0]
+    assert [one.split("ifname=")[1].split(",")[0] for one in values(argv, "-netdev")] == [
+        tap(PORT)["ifname"],
+        tap(OTHER)["ifname"],
+    ]
+
+
+def test_what_is_plugged_in_later_is_what_would_have_been_there_from_the_beginning():
+    (there,) = [one for one in values(command(hardware(), FOLDER, (PORT,)), "-device") if one.startswith("virtio-net")]
+    later = interface(PORT)
+    assert there == ",".join(
+        ["virtio-net-pci", *(f"{name}={value}" for name, value in later.items() if name != "driver")]
+    )
+    assert device_id(PORT) == later["id"] != tap(PORT)["id"]
+
+
+def test_a_kernel_is_booted_only_where_the_image_has_none_of_its_own():
+    assert "-kernel" not in command(hardware(), FOLDER, ())
+    argv = command(hardware(kernel_arguments="root=/dev/vda quiet"), FOLDER, ())
+    assert values(argv, "-append") == ["root=/dev/vda quiet"]
+    assert "-initrd" not in argv
+    assert "-initrd" in command(hardware(kernel_arguments="", initrd=True), FOLDER, ())
+
+
+@pytest.mark.parametrize(("accelerated", "beginning", "model"), [(True, "kvm", "host"), (False, "tcg,", "Nehalem-v1")])
+def test_who_runs_it(accelerated, beginning, model):
+    argv = command(hardware(accelerated=accelerated), FOLDER, ())
+    assert values(argv, "-accel")[0].startswith(beginning)
+    assert values(argv, "-cpu") == [model]
+
+
+def test_its_process_is_found_by_its_last_argument():
+    assert command(hardware(), FOLDER, (PORT,))[-1] == str(FOLDER / PID)
+
+
+def test_nothing_comes_from_files_of_the_machine_it_runs_on():
+    argv = command(hardware(), FOLDER, ())
+    assert {"-nodefaults", "-no-user-config"} <= set(argv)
+    assert values(argv, "-sandbox")[0].startswith("on,")
+
+
+def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
+    by_hand = hand_command(hardware(), "/image.qcow2", "tcp:127.0.0.1:9443-:9443", "52:54:00:12:34:56")
+    ours = command(hardware(), FOLDER, ())
+    for option in ("-machine", "-accel", "-cpu", "-smp", "-m"):
+        assert values(by_hand, option) == values(ours, option)
+    assert "snapshot=on" in next(one for one in values(by_hand, "-drive") if "/image.qcow2" in one)
+
+
+# --- images ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "amphora.qcow2").write_bytes(b"one")
+    return folder
+
+
+def test_an_image_is_told_from_another_by_its_contents(images):
+    known = Images(images)
+    first = known.digest(known.find("amphora"))
+    assert first.startswith("amphora-")
+    new = images / ".new"
+    new.write_bytes(b"two")
+    new.replace(images / "amphora.qcow2")
+    second = known.digest(known.find("amphora"))
+    assert second != first
+    assert second == Images(images).digest(known.find("amphora"))
+    (images / "amphora.kernel").write_bytes(b"kernel")
+    assert known.digest(known.find("amphora")) not in {first, second}
+
+
+def test_a_kernel_beside_an_image_is_booted_with_its_arguments(images):
+    assert Images(images).find("amphora").arguments is None
+    (images / "amphora.kernel").write_bytes(b"kernel")
+    assert Images(images).find("amphora").arguments == ARGUMENTS
+    (images / "amphora.arguments").write_text("root=/dev/vda1\n quiet\n")
+    assert Images(images).find("amphora").arguments == "root=/dev/vda1 quiet"
+
+
+@pytest.mark.parametrize("tag", ["missing", "../amphora", "", ".hidden", "a b"])
+def test_a_tag_without_an_image_is_no_use_trying_again(images, tag):
+    with pytest.raises(ComputeError) as raised:
+        Images(images).find(tag)
+    assert raised.value.final
+
+
+def test_a_machine_keeps_the_image_it_was_booted_from(images, tmp_path):
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    keep(Images(images).find("amphora"), folder)
+    new = images / ".new"
+    new.write_bytes(b"two")
+    new.replace(images / "amphora.qcow2")
+    assert (folder / BASE).read_bytes() == b"one"
+    keep(Images(images).find("amphora"), folder)
+    assert (folder / BASE).read_bytes() == b"two"
+
+
+def test_an_image_on_another_file_system_is_copied(images, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    keep(Images(images).find("amphora"), tmp_path)
+    assert (tmp_path / BASE).read_bytes() == b"one"
+    assert (tmp_path / BASE).stat().st_ino != (images / "amphora.qcow2").stat().st_ino

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor of a qemu that has not begun its first instruction: interfaces come and go, and nobody is waited for."""
+
+import shutil
+import socket
+import subprocess
+
+import pytest
+
+from amphora_driver import deadline
+from amphora_driver.compute import acceleration, qmp
+from amphora_driver.errors import AmphoraDriverError, ComputeError
+
+PROGRAM = shutil.which("qemu-system-x86_64")
+needs_qemu = pytest.mark.skipif(PROGRAM is None, reason="there is no qemu here")
+
+
+@pytest.fixture
+def paused(tmp_path):
+    """The folder of a machine that has not begun."""
+    argv = [
+        PROGRAM,
+        "-S",
+        "-machine",
+        "pc",
+        "-accel",
+        "tcg",
+        "-m",
+        "32",
+        "-display",
+        "none",
+        "-nodefaults",
+        "-no-user-config",
+    ]
+    process = subprocess.Popen([*argv, "-qmp", f"unix:{qmp.SOCKET},server=on,wait=off"], cwd=tmp_path)
+    yield tmp_path
+    process.kill()
+    process.wait()
+
+
+@needs_qemu
+def test_a_conversation(paused):
+    with qmp.talking(paused, "try") as monitor:
+        assert monitor.ask("query-status")["status"] == "prelaunch"
+        assert monitor.devices() == frozenset()
+        monitor.ask("netdev_add", type="user", id="back")
+        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+        assert monitor.devices() == {"front"}
+    # The next one is heard too, and a refusal says why.
+    with qmp.talking(paused, "add it twice") as monitor, pytest.raises(ComputeError, match=r"add it twice.*front"):
+        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+    with qmp.talking(paused, "try") as monitor:
+        assert not monitor.attempt("netdev_del", id="nobody")
+        assert monitor.attempt("query-status")
+
+
+@needs_qemu
+def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
+    with qmp.talking(paused, "try") as monitor:
+        monitor.ask("netdev_add", type="user", id="back")
+        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+        assert not monitor.await_gone("front", 0.2)
+        assert monitor.await_gone("another", 0.2)
+
+
+def test_nobody_there_is_an_error_in_time(tmp_path):
+    with (
+        deadline.kept(deadline.Deadline(0.3, "try")),
+        pytest.raises(AmphoraDriverError),
+        qmp.talking(tmp_path, "talk to nobody"),
+    ):
+        pass
+
+
+def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / qmp.SOCKET))
+        silent.listen()
+        with (
+            deadline.kept(deadline.Deadline(0.5, "try")),
+            pytest.raises(AmphoraDriverError),
+            qmp.talking(tmp_path, "talk to somebody"),
+        ):
+            pass
+
+
+@needs_qemu
+def test_a_guest_is_run_to_know_whether_guests_run():
+    assert acceleration.counts(PROGRAM, "tcg", 120)
+    assert not acceleration.counts(PROGRAM, "tcg", 0.01)
+    assert acceleration.usable(PROGRAM) == acceleration.usable(PROGRAM)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of an image beside it."""
+
+import hashlib
+import json
+import re
+
+import pytest
+
+from diskimage import contents, manifest, sbom
+
+
+@pytest.fixture
+def image(tmp_path):
+    file = tmp_path / "a.qcow2"
+    file.write_bytes(b"image")
+    return file
+
+
+@pytest.fixture
+def written(tree, image, tmp_path):
+    output = tmp_path / "a.manifest"
+    words = (tree, output, "a", "trixie", "amd64", "c0ffee", "2026-11-22T00:00:00Z", "debian-minimal amphora", image)
+    manifest.main(["write", *map(str, words)])
+    return output
+
+
+def test_packages_are_those_that_are_installed(tree):
+    found = {(one.kind, one.name): one.version for one in contents.packages(tree)}
+    assert found == {
+        ("deb", "haproxy"): "3.0.11-1+deb13u5",
+        ("deb", "libstdc++6"): "14.2.0-19",
+        ("pypi", "flask"): "3.1.3",
+        ("pypi", "octavia-amphora-driver"): "0.1.0",
+    }
+
+
+def test_a_manifest_says_what_the_image_is(written):
+    found = json.loads(written.read_text())
+    assert found["haproxy"] == "3.0.11-1+deb13u5"
+    assert found["agent"] == {"version": "0.1.0", "commit": "c0ffee"}
+    assert found["kernel"] == ["6.12.1-cloud-amd64"]
+    assert found["elements"] == ["debian-minimal", "amphora"]
+    assert found["files"] == {"a.qcow2": {"bytes": 5, "sha256": hashlib.sha256(b"image").hexdigest()}}
+    assert "HAProxy 3.0.11-1+deb13u5" in manifest.summary(found)
+
+
+def test_the_same_packages_can_be_asked_for(written):
+    found = manifest.read(written)
+    assert "Package: libstdc++6\nPin: version 14.2.0-19\nPin-Priority: 1001\n" in manifest.pins(found)
+    assert manifest.constraints(found) == "flask==3.1.3\n"
+
+
+def test_other_packages_are_noticed(written, tree):
+    found = manifest.read(written)
+    assert manifest.differences(found, contents.packages(tree)) == []
+    status = tree / "var/lib/dpkg/status"
+    status.write_text(status.read_text().replace("3.0.11-1+deb13u5", "3.0.12-1").replace("libstdc++6", "libstdc++7"))
+    assert manifest.differences(found, contents.packages(tree)) == [
+        "haproxy: 3.0.11-1+deb13u5 was asked for, 3.0.12-1 is there",
+        "libstdc++6: 14.2.0-19 was asked for, not is there",
+        "libstdc++7: not was asked for, 14.2.0-19 is there",
+    ]
+    with pytest.raises(SystemExit, match="haproxy"):
+        manifest.main(["compare", str(written), str(tree)])
+
+
+def test_something_else_is_not_a_manifest(tmp_path):
+    file = tmp_path / "x"
+    for text in ("[]", "{}", '{"format": 2}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="not a manifest"):
+            manifest.read(file)
+
+
+def test_every_package_is_in_the_bill_of_materials(tree, image, tmp_path):
+    output = tmp_path / "a.spdx.json"
+    sbom.main([str(tree), str(output), "a", "trixie", "2026-11-22T00:00:00Z", str(image)])
+    found = json.loads(output.read_text())
+    assert found["spdxVersion"] == "SPDX-2.3"
+    by_name = {one["name"]: one for one in found["packages"]}
+    urls = [reference["referenceLocator"] for one in found["packages"] for reference in one.get("externalRefs", ())]
+    assert urls == [
+        "pkg:deb/debian/haproxy@3.0.11-1%2Bdeb13u5?arch=amd64&distro=trixie",
+        "pkg:deb/debian/libstdc%2B%2B6@14.2.0-19?arch=amd64&distro=trixie",
+        "pkg:pypi/flask@3.1.3",
+        "pkg:pypi/octavia-amphora-driver@0.1.0",
+    ]
+    assert by_name["libstdc++6"]["sourceInfo"] == "built from gcc-14 14.2.0-19"
+    assert by_name["flask"]["licenseDeclared"] == "BSD-3-Clause"
+    assert hashlib.sha256(b"image").hexdigest() in by_name["a"]["comment"]
+
+
+def test_references_of_the_bill_of_materials_hold(tree):
+    found = sbom.document(contents.packages(tree), name="a", release="trixie", built="2026-11-22T00:00:00Z")
+    names = [one["SPDXID"] for one in found["packages"]]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"SPDXRef-[A-Za-z0-9.-]+", name) for name in names)
+    related = {one["relatedSpdxElement"] for one in found["relationships"]}
+    assert related == set(names)
+    again = sbom.document(contents.packages(tree), name="a", release="trixie", built="2026-11-22T00:00:00Z")
+    assert again == found

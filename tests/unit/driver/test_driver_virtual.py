@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP and SCTP at Octavia's door: what is written down, and what is refused before it is."""
+
+import pytest
+from octavia_lib.api.drivers import data_models, exceptions
+from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET6, listener, load_balancer, member, pool
+
+from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.store import wanted
+
+LEAST = "LEAST_CONNECTIONS"
+POLICY = {"l7policy_id": MONITOR, "listener_id": LISTENER, "action": "REJECT", "position": 1, "project_id": "demo"}
+
+
+def monitor(kind, **more):
+    values = {"type": kind, "delay": 5, "timeout": 3, "max_retries": 3, "max_retries_down": 3, "admin_state_up": True}
+    return data_models.HealthMonitor(healthmonitor_id=MONITOR, pool_id=POOL, project_id="demo", **{**values, **more})
+
+
+def tree(database):
+    return database.read(lambda connection: wanted.load_tree(connection, LB))
+
+
+@pytest.fixture(params=["UDP", "SCTP"])
+def virtual(provider, request):
+    """A load balancer with a listener and pool of that protocol."""
+    provider.loadbalancer_create(load_balancer())
+    provider.listener_create(listener(protocol=request.param, protocol_port=53))
+    kept = {"type": "SOURCE_IP", "persistence_timeout": 60, "persistence_granularity": "255.255.255.0"}
+    provider.pool_create(pool(protocol=request.param, session_persistence=kept))
+    return provider
+
+
+def refused(call, *words):
+    with pytest.raises(exceptions.UnsupportedOptionError) as refusal:
+        call()
+    missing = [word for word in words if word not in refusal.value.user_fault_string]
+    assert not missing, refusal.value.user_fault_string
+
+
+def test_it_is_written_down(virtual, database):
+    virtual.member_create(member(1, backup=True, weight=7, monitor_address="192.0.2.9", monitor_port=80))
+    virtual.health_monitor_create(monitor("HTTP", url_path="/x"))
+    (found,), (front,) = tree(database).pools, tree(database).listeners
+    assert found.virtual
+    assert front.virtual
+    assert front.default_pool_id == found.id
+    assert found.session_persistence.persistence_granularity == "255.255.255.0"
+    assert (found.members[0].backup, found.healthmonitor.url_path) == (True, "/x")
+
+
+def test_udp_and_tcp_at_one_port(virtual, database):
+    virtual.listener_create(listener(listener_id=MONITOR, protocol="TCP", protocol_port=53))
+    assert {one.protocol_port for one in tree(database).listeners} == {53}
+
+
+def test_members_no_packet_would_reach(virtual, database):
+    before = tree(database)
+    refused(lambda: virtual.member_create(member(1, address="2001:db8::1")), "2001:db8::1", "every VIP is IPv4")
+    refused(
+        lambda: virtual.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")]), "2001:db8::3", "IPv6"
+    )
+    assert tree(database) == before
+
+
+def test_members_of_both_families_behind_vips_of_both(provider):
+    more = {"ip_address": "2001:db8:1::10", "network_id": NETWORK, "port_id": "p", "subnet_id": SUBNET6}
+    provider.loadbalancer_create(load_balancer(additional_vips=[more]))
+    provider.listener_create(listener(protocol="UDP"))
+    provider.pool_create(pool(protocol="UDP"))
+    provider.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")])
+
+
+def test_an_algorithm_this_deployment_has_not(virtual, database, monkeypatch):
+    protocol = tree(database).pools[0].protocol
+    words = ("lb_algorithm 'LEAST_CONNECTIONS'", f"for {protocol} it needs", "nftables", "Use ROUND_ROBIN")
+    refused(lambda: virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST)), *words)
+    other = pool(pool_id=MONITOR, listener_id=None, protocol=str(protocol), lb_algorithm=LEAST)
+    refused(lambda: virtual.pool_create(other), *words)
+    whole = load_balancer(loadbalancer_id=MONITOR, pools=[pool(protocol=str(protocol), lb_algorithm=LEAST)])
+    refused(lambda: virtual.loadbalancer_create(whole), *words)
+    virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm="SOURCE_IP_PORT"))
+    monkeypatch.setattr(NetnsCompute, "engines", frozenset({"lvs", "nftables"}))
+    virtual.pool_create(other)
+
+
+def test_haproxys_pools_have_every_algorithm(served):
+    served.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST))
+
+
+@pytest.mark.parametrize("kind", ["UDP-CONNECT", "SCTP", "TCP", "HTTP", "PING"])
+def test_how_members_are_checked(virtual, database, kind):
+    virtual.health_monitor_create(monitor(kind))
+    assert tree(database).pools[0].healthmonitor.type == kind
+
+
+@pytest.mark.parametrize("kind", ["HTTPS", "TLS-HELLO"])
+def test_how_members_are_not_checked(virtual, kind):
+    refused(
+        lambda: virtual.health_monitor_create(monitor(kind)), f"type '{kind}'", "UDP-CONNECT, SCTP, TCP, HTTP, PING"
+    )
+
+
+def test_what_only_virtual_members_are_checked_by(served, database):
+    before = tree(database)
+    for kind in ("UDP-CONNECT", "SCTP"):
+        refused(lambda kind=kind: served.health_monitor_create(monitor(kind)), f"type '{kind}'", "only members of UDP")
+    assert tree(database) == before
+
+
+def test_nobody_reads_http_there(virtual, database):
+    refused(lambda: virtual.l7policy_create(data_models.L7Policy(**POLICY)), "L7 policy", "nothing reads HTTP there")
+    assert tree(database).listeners[0].l7policies == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "word"),
+    [
+        (listener, {"default_tls_container_ref": "x"}, "default_tls_container_ref"),
+        (listener, {"insert_headers": {"X-Forwarded-For": "true"}}, "insert_headers"),
+        (pool, {"tls_enabled": True}, "tls_enabled"),
+        (pool, {"session_persistence": {"type": "HTTP_COOKIE"}}, "session_persistence"),
+        (pool, {"session_persistence": {"type": "SOURCE_IP", "persistence_granularity": "255.0.255.0"}}, "granularity"),
+    ],
+)
+def test_options_that_mean_nothing(virtual, database, kind, more, word):
+    made = {listener: virtual.listener_create, pool: virtual.pool_create}[kind]
+    protocol = str(tree(database).listeners[0].protocol)
+    ids = {listener: {"listener_id": MONITOR}, pool: {"pool_id": MONITOR, "listener_id": None}}[kind]
+    refused(lambda: made(kind(protocol=protocol, **ids, **more)), word)

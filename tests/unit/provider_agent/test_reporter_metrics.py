@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a provider agent counts of its calls of Octavia, and that it is told to whoever scrapes it."""
+
+import http.client
+import os
+import time
+
+import pytest
+from free_ports import free_ports
+from octavia_lib.api.drivers import exceptions as octavia_errors
+from octavia_sockets import OctaviaSockets
+
+from amphora_driver import provider_agent
+from amphora_driver.health import statistics
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.provider_agent import reporter as module
+from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.store import statuses
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import work
+from amphora_driver.telemetry.metrics import OURS
+
+# octavia_lib leaves the socket of a refused connection to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
+LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.trees["lb"] = {"loadbalancer_id": "lb", "vip_address": VIP.address, "listeners": [], "pools": []}
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def served(database):
+    """A load balancer with a listener of which everything is to be told."""
+    intents = Intents(database, lambda node: None)
+    intents.create_load_balancer(TREE, read_back=False)
+    intents.create(Kind.LISTENER, LISTENER)
+
+    def write(connection):
+        connection.execute(work.update().values(applied=2))
+        statuses.confirm(connection, "lb", 2, {})
+
+    database.write(write)
+
+
+class Counted:
+    """What was counted since this was made: the meters are this process's, and other tests count too."""
+
+    def __init__(self):
+        self._before = self._now()
+
+    def __getitem__(self, series):
+        return self._now().get(series, 0) - self._before.get(series, 0)
+
+    @staticmethod
+    def _now():
+        found = [one for family in OURS.registry.collect() for one in family.samples]
+        return {(one.name, *one.labels.values()): one.value for one in found}
+
+
+@pytest.mark.usefixtures("served")
+def test_taken_and_refused(conf, database, octavia):
+    reporter, counted = Reporter(conf, database), Counted()
+    octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
+    reporter.turn()
+    assert counted["amphora_octavia_seconds_count", "barrier"] == 1
+    assert counted["amphora_reports_total", "refused"] == 1
+    assert counted["amphora_reports_total", "taken"] == 0
+    assert counted["amphora_octavia_failures_total", "statuses"] == 0, "Octavia was reached"
+    octavia.refuse = lambda document: None
+    deadline = time.monotonic() + 30
+    while counted["amphora_reports_total", "taken"] < 2:
+        assert time.monotonic() < deadline
+        reporter.turn()
+    assert counted["amphora_reports_total", "refused"] == 1
+    reporter.turn()
+    assert counted["amphora_reports_total", "taken"] == 2, "said once, counted once"
+
+
+@pytest.mark.usefixtures("served")
+def test_octavia_is_away(conf, database, octavia):
+    reporter, counted = Reporter(conf, database), Counted()
+    # octavia_lib's client waits for its sockets when it is made.
+    assert reporter.library
+    octavia.stop()
+    with pytest.raises(octavia_errors.UpdateStatusError):
+        reporter.turn()
+    assert counted["amphora_octavia_failures_total", "barrier"] == 1
+    assert counted["amphora_reports_total", "taken"] == 0
+    octavia.start()
+    reporter.turn()
+    assert counted["amphora_octavia_failures_total", "barrier"] == 1
+    assert counted["amphora_reports_total", "taken"] == 2
+
+
+@pytest.mark.usefixtures("octavia")
+def test_statistics_are_a_call_too(conf, database):
+    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    numbers = dict.fromkeys(("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections"), 1)
+    row = statistics.Row(listener_id="li", amphora_id="am", load_balancer_id="lb", **numbers)
+    database.write(lambda c: statistics.store(c, [row]))
+    reporter, counted = Reporter(conf, database), Counted()
+    reporter.turn()
+    reporter.report_statistics()
+    reporter.report_statistics()
+    assert counted["amphora_octavia_seconds_count", "statistics"] == 1, "nothing new is no call"
+
+
+def asked(port, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.mark.usefixtures("served", "octavia")
+def test_whoever_scrapes_it_is_told(conf, database, monkeypatch):
+    (port,) = free_ports(1)
+    conf.set_override("provider_agent_port", port, group="status")
+    reporter = Reporter(conf, database)
+    with provider_agent._watched(conf, "me", reporter) as watched:
+        assert watched.server.listening(10)
+        reporter.turn()
+        status, text = asked(port, "/metrics")
+        assert status == 200
+        assert 'kind="provider-agent"' in text
+        assert 'amphora_octavia_seconds_count{call="barrier"}' in text
+        assert "amphora_fleet_outbox 0.0" in text
+        assert asked(port, "/healthz")[0] == 200
+        monkeypatch.setattr(module, "_IDLE", -1.0)
+        assert asked(port, "/healthz")[0] == 503, "no turn was taken for too long"
+    with pytest.raises(OSError, match=os.strerror(111)):
+        asked(port, "/healthz")
+
+
+def test_without_a_port_there_is_none(conf, database):
+    with provider_agent._watched(conf, "me", Reporter(conf, database)) as watched:
+        assert watched is None
