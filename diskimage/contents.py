@@ -35,7 +35,7 @@ def debs(status: str) -> tuple[Package, ...]:
     """The installed packages of a dpkg status file (deb822)."""
     found = []
     for paragraph in re.split(r"\n\s*\n", status):
-        fields = dict(re.findall(r"^([A-Za-z-]+): *(.*)$", paragraph, re.MULTILINE))
+        fields: dict[str, str] = dict(re.findall(r"^([A-Za-z-]+): *(.*)$", paragraph, re.MULTILINE))
         if not fields.get("Status", "").endswith(" installed"):
             continue
         name, version = fields["Package"], fields["Version"]

@@ -57,7 +57,7 @@ haproxy_of_debian() {
     -o "Dir::Cache=$PWD/apt" -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o Acquire::Retries=0 -o Acquire::http::Timeout=20)
   apt-get "${apt[@]}" update
   (cd packages && apt-get "${apt[@]}" download haproxy libc6 libssl3t64 libpcre2-8-0 liblua5.4-0 libcrypt1 libjemalloc2 \
-    libopentracing-c-wrapper0t64 libopentracing1 libstdc++6 libgcc-s1 zlib1g libzstd1 libcap2 libsystemd0 libzstd1)
+    libopentracing-c-wrapper0t64 libopentracing1 libstdc++6 libgcc-s1 zlib1g libzstd1 libcap2 libsystemd0)
   for file in packages/*.deb; do dpkg -x "$file" root; done
   local loader
   loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')

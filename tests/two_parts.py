@@ -32,7 +32,9 @@ from pathlib import Path
 import pytest
 from feature_matrix import FeatureMatrix
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "image")
+IMAGE = "AMPHORA_IMAGE"
+"""The variable that has the image built, booted and asked too: emulated, that takes longer than all the rest."""
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", *(("image",) if os.environ.get(IMAGE) else ()))
 MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
 TOGETHER, ALONE, NOT_CALM = "together.json", "alone.json", "not-calm.txt"
 # Seconds that a machine is waited for at most, and what it is to have come down to: the share (%) of the last ten

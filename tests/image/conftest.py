@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
 import image
 import pki
+import two_parts
 from balanced import Balanced
 from estate import Estate
 
 from amphora_driver.network import namespaces
 
-ALL = os.environ.get("AMPHORA_IMAGE") == "all"
+ALL = os.environ.get(two_parts.IMAGE) == "all"
 
 
 def pytest_configure(config):
@@ -30,8 +31,10 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
+    if not os.environ.get(two_parts.IMAGE):
+        pytest.skip(f"{two_parts.IMAGE}=1 boots the image")
     if item.get_closest_marker("everything") and not ALL:
-        pytest.skip("AMPHORA_IMAGE=all runs this")
+        pytest.skip(f"{two_parts.IMAGE}=all runs this")
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,12 @@ def deaf_broker():
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """A short one: there are sockets in it, and a path of theirs has 107 characters at the most."""
+    return tmp_path_factory.mktemp("t")
+
+
 def configured(tmp_path, url, engine="celery"):
     file = tmp_path / "driver.conf"
     file.write_text(f"[queue]\nengine = {engine}\nbroker_url = {url}\ndoorbell_dir = {tmp_path}/bells\n")
