@@ -335,7 +335,7 @@ def _pings(value: Any) -> dict[str, Host]:
     for member in found:
         if str(uuid.UUID(member)) != member:
             raise ValueError(f"pings: {member!r} is not a member's id")
-    return {member: ipaddress.ip_address(_typed(address, str, "pings")) for member, address in found.items()}
+    return {member: _host(address, "pings") for member, address in found.items()}
 
 
 def _limits(value: Any) -> Limits:
@@ -355,7 +355,7 @@ def _allowed(document: Any) -> Allowed:
     if not 1 <= port <= _LARGEST_PORT:
         raise ValueError(f"port {port} is out of range")
     networks = tuple(
-        ipaddress.ip_network(_typed(item, str, "networks")) for item in _typed(found["networks"], list, "networks")
+        ipaddress.ip_network(_unscoped(item, "networks")) for item in _typed(found["networks"], list, "networks")
     )
     return Allowed(port, networks, protocol)
 
@@ -386,7 +386,7 @@ def _partner(document: Any) -> Partner:
     name = _typed(found["name"], str, "name")
     if not _PARTNER.fullmatch(name):
         raise ValueError(f"vrrp: {name!r} is not a partner's name")
-    return Partner(name, ipaddress.ip_address(_typed(found["address"], str, "address")))
+    return Partner(name, _host(found["address"], "address"))
 
 
 def _interface(document: Any) -> Interface:
@@ -413,16 +413,24 @@ def _interface(document: Any) -> Interface:
     )
 
 
+def _unscoped(value: Any, where: str) -> str:
+    return wanted.unscoped(_typed(value, str, where), where)
+
+
+def _host(value: Any, where: str) -> Host:
+    return ipaddress.ip_address(_unscoped(value, where))
+
+
 def _address(value: Any, where: str) -> Address:
-    return ipaddress.ip_interface(_typed(value, str, where))
+    return ipaddress.ip_interface(_unscoped(value, where))
 
 
 def _route(document: Any) -> Route:
     found = _keys(document, "a route", ("destination", "gateway"))
-    destination = ipaddress.ip_network(_typed(found["destination"], str, "destination"))
+    destination = ipaddress.ip_network(_unscoped(found["destination"], "destination"))
     if found["gateway"] is None:
         return Route(destination, None)
-    gateway = ipaddress.ip_address(_typed(found["gateway"], str, "gateway"))
+    gateway = _host(found["gateway"], "gateway")
     if gateway.version != destination.version:
         raise ValueError(f"route {destination} via {gateway} mixes address families")
     return Route(destination, gateway)

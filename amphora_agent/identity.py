@@ -55,16 +55,11 @@ class Certificate:
 class Identity:
     """The certificates in /etc/amphora-agent, and the TLS context made of them.
 
-    Args:
-        lasting: False where that directory is as the compute backend made it after each boot. What has taken the place
-            of a certificate is then kept beside it, on the same disk as the one it came with.
-
     Attributes:
         refused: how many handshakes failed, by OpenSSL's reason.
     """
 
-    def __init__(self, paths: Paths, amphora_id: uuid.UUID, *, lasting: bool = True) -> None:
-        self._kept = None if lasting else paths.identity
+    def __init__(self, paths: Paths, amphora_id: uuid.UUID) -> None:
         self._own = paths.etc / "server.pem"
         self._callers = paths.etc / "client_ca.pem"
         self._issuers = paths.etc / "server_ca.pem"
@@ -75,20 +70,6 @@ class Identity:
         self._context: ssl.SSLContext | None = None
         self._certificate: Certificate | None = None
         self.refused: Counter[str] = Counter()
-
-    def restore(self) -> None:
-        """Go on after a boot with the certificate from before it, unless the one that came with the boot is newer."""
-        if self._kept is None or not (self._kept / self._own.name).exists():
-            return
-        try:
-            kept, given = (_expires(directory / self._own.name) for directory in (self._kept, self._own.parent))
-            if kept <= given:
-                return
-            for file in (self._issuers, self._callers, self._own):
-                if (content := _content(self._kept / file.name)) is not None:
-                    write_atomically(file, content)
-        except (OSError, ValueError) as error:
-            _log.warning("The certificate from before the boot cannot be used: %s", _reason(error))
 
     def context(self) -> ssl.SSLContext:
         """The context for the next handshake.
@@ -207,7 +188,6 @@ class Identity:
                 write_atomically(file, content)
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another one")
-            self._keep(contents)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
@@ -215,12 +195,6 @@ class Identity:
                 else:
                     write_atomically(file, old)
             raise MachineError(_WANTED, _reason(error), "The one from before is in use again.") from None
-
-    def _keep(self, contents: Mapping[Path, str]) -> None:
-        if self._kept is not None:
-            self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for file, content in contents.items():
-                write_atomically(self._kept / file.name, content)
 
 
 def shown_by(host: str, port: int, name: str, authorities: str) -> str:
@@ -295,15 +269,6 @@ def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
     return Certificate(
         _fingerprint(end.getpeercert(binary_form=True)), float(ssl.cert_time_to_seconds(str(said["notAfter"])))
     )
-
-
-def _expires(file: Path) -> float:
-    """Until when the certificate in a file is valid, in seconds since 1970.
-
-    Raises:
-        OSError, ValueError: it is not readable as one, with its key.
-    """
-    return _describe(_server(file, None), file.read_text(encoding="utf-8")).expires
 
 
 def _leaf(pem: str) -> str:

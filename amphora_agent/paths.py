@@ -56,11 +56,6 @@ class Paths:
         return self.root / "run/systemd/system"
 
     @property
-    def identity(self) -> Path:
-        """The certificates that took the place of those in ``etc``, where ``etc`` is made anew at each boot."""
-        return self.var / "identity"
-
-    @property
     def confirmed(self) -> Path:
         """The last confirmed bundle."""
         return self.var / "confirmed.json"

@@ -74,10 +74,7 @@ class Server(BaseApplication):
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.identity import Identity  # noqa: PLC0415
 
-        # In a virtual machine /etc/amphora-agent is what is on the config drive.
-        lasting = self._settings.services != "systemd"
-        self._identity = Identity(self._paths, self._settings.amphora_id, lasting=lasting)
-        self._identity.restore()
+        self._identity = Identity(self._paths, self._settings.amphora_id)
         self._identity.context()
         made = app.create(self._settings, self._paths, self._identity, self._inheritance)
         gc.freeze()

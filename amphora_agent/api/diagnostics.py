@@ -34,7 +34,7 @@ from amphora_agent.services import Services
 from amphora_agent.stats.reporter import Reporter
 from amphora_agent.version import agent_version
 from amphora_agent.virtual_servers import launch as checker
-from amphora_agent.virtual_servers.launch import Checker
+from amphora_agent.virtual_servers.launch import ANSWER_SECONDS, Checker
 
 VIRTUAL_TABLE = "amphora_virtual"
 # Bytes of one answer of HAProxy's.
@@ -136,7 +136,7 @@ def _text(file: Path) -> str | None:
 
 def _virtual(checker: Checker) -> dict[str, Any] | None:
     """What the checker says of UDP and SCTP listeners; None: there are none, or it does not answer."""
-    state = checker.state()
+    state = checker.state(ANSWER_SECONDS)
     return None if state is None else asdict(state)
 
 

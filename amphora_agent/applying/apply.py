@@ -409,7 +409,9 @@ class Applier:
         place = self._haproxy.lay_down(document, before)
         if before == document and isinstance(verdict, Unchanged):
             self._reserve(draft, place)
-            if not plumbed:
+            if not plumbed:  # who may not come in is kept out before anything is forwarded
+                self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                reach(Point.PLUGGED)
                 self._finish_plumbing(bundle, may_lack=draft is None)
             with suppress(HaproxyError):
                 return self._unchanged(bundle), self._haproxy.verify(wanted, directory)

@@ -107,7 +107,9 @@ class VirtualServing:
         """Have served what was, if it may be otherwise by now."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _of(before)
-        if wanted == self._served or (self._served is None and not (wanted[0] or failed.virtual_servers)):
+        # Who was only asked whether it could serve them has been started for that, and is to end.
+        is_idle = bool(failed.virtual_servers) and not wanted[0]
+        if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return
         try:
             self._serve(before)

@@ -55,9 +55,10 @@ class Plumbing:
             self._plugged = None
         if self._firewall.changed() and not self._is_in_force():
             self._restricted = None
-        if self._inner.run(sysctls.forwards) != bool(bundle.virtual_servers):
+        restricted = firewall.restrictions_of(bundle)
+        if self._inner.run(sysctls.forwards) != bool(restricted.forwards):
             return False
-        return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), firewall.restrictions_of(bundle))
+        return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), restricted)
 
     def _is_in_force(self) -> bool:
         """Whether it was another table that somebody has changed: who forwards for virtual servers often does."""
@@ -84,7 +85,7 @@ class Plumbing:
             same = self._inner.run(nftables.same, firewall.render(restricted))
             self._restricted = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
-        if self._inner.run(sysctls.forwards) != bool(bundle.virtual_servers):
+        if self._inner.run(sysctls.forwards) != bool(restricted.forwards):
             found.append(("firewall", "whether packets may pass through is not as wanted"))
         return found
 
@@ -106,14 +107,15 @@ class Plumbing:
         """
         self._begun = True
         former = OPEN if served is None else firewall.restrictions_of(served)
-        self._restrict(firewall.tighter(former, firewall.restrictions_of(bundle)))
+        restricted = firewall.restrictions_of(bundle)
+        self._restrict(firewall.tighter(former, restricted))
         wanted = interfaces.wanted_of(bundle)
         if self._plugged != wanted:
             self._plugged = None
             done = interfaces.add(self._inner, wanted, may_lack=may_lack)
             # Where nothing was served before, those too that one took who died before he told it.
             self._taken |= dict.fromkeys(done.taken if served is not None else interfaces.vips_of(wanted))
-        if bundle.virtual_servers:  # not before everything else is kept from passing
+        if restricted.forwards:  # not before everything else is kept from passing
             self._inner.run(sysctls.forward, wanted=True)
 
     def finish(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
@@ -139,8 +141,7 @@ class Plumbing:
                     wait([ended], _GLANCE_SECONDS)
                 ended.result()
         self._settle(wanted, may_lack=may_lack)
-        self._inner.run(sysctls.forward, wanted=bool(bundle.virtual_servers))
-        self._restrict(firewall.restrictions_of(bundle))
+        self._let_pass(firewall.restrictions_of(bundle))
 
     def go_back(self, served: Bundle | None) -> None:
         """Make the network what it was before; do nothing if nothing was begun."""
@@ -150,11 +151,7 @@ class Plumbing:
         wanted = NOTHING if served is None else interfaces.wanted_of(served)
         former = OPEN if served is None else firewall.restrictions_of(served)
         try:
-            if not former.forwards:
-                self._inner.run(sysctls.forward, wanted=False)
-            self._restrict(former)
-            if former.forwards:
-                self._inner.run(sysctls.forward, wanted=True)
+            self._let_pass(former)
             self._settle(wanted, may_lack=True)
             self._begun = False
         except AgentError as error:
@@ -173,6 +170,14 @@ class Plumbing:
                 return
             if done.changed == 0:
                 self._plugged = wanted
+
+    def _let_pass(self, wanted: Restrictions) -> None:
+        """Restrict, and pass packets on only while it is decided which: this amphora is no router for a moment."""
+        if not wanted.forwards:
+            self._inner.run(sysctls.forward, wanted=False)
+        self._restrict(wanted)
+        if wanted.forwards:
+            self._inner.run(sysctls.forward, wanted=True)
 
     def _restrict(self, wanted: Restrictions) -> None:
         if self._restricted == wanted and not self._firewall.changed():

@@ -55,6 +55,8 @@ class Checker:
         self._counted = left.counted
         self._states = states.carried(left.states, (), left.wish.servers, time.time())
         self._monitors: dict[Key, wanted.Monitor] = {}
+        # What the engine was told last; until then what the one before has noted.
+        self._told = states.may_serve(left.wish.servers, self._states)
         self._changed = bool(left.wish.servers)  # the kernel may hold what nobody has noted
         self._noted = True
         self._trouble: str | None = None
@@ -128,10 +130,12 @@ class Checker:
     def _bring_about(self, wish: Wish, known: States) -> None:
         """What is counted until the kernel's table is another one, and what that one begins with, is told apart."""
         self._count()
+        up = states.may_serve(wish.servers, known)
         if wish.servers:
-            self._engine.bring_about(wish.servers, states.may_serve(wish.servers, known), paired=wish.paired)
+            self._engine.bring_about(wish.servers, up, paired=wish.paired)
         else:
             self._engine.release()
+        self._told = up
         self._count()
 
     def _count(self) -> None:
@@ -188,10 +192,12 @@ class Checker:
         self._look_after(wish.servers)
 
     def _differs(self, wish: Wish) -> list[str]:
+        """A member's change that waits for its turn is nobody's hand."""
+        if not wish.servers and not self._wish.servers:
+            return []
         if wish.digest != self._wish.digest:
             return ["the checker serves other virtual servers than those of the last confirmed bundle"]
-        up = states.may_serve(wish.servers, self._states)
-        return list(self._engine.differs(wish.servers, up, paired=wish.paired))
+        return list(self._engine.differs(wish.servers, self._told, paired=wish.paired))
 
     def _state(self) -> dict[str, Any]:
         self._count()

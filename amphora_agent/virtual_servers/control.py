@@ -22,6 +22,8 @@ LONGEST_SECONDS = 10.0
 LARGEST_QUESTION = 64 << 20
 _PIECE = 1 << 18
 _BACKLOG = 32
+# Who cannot take anybody in asks again after so long, instead of all the time.
+_REST_SECONDS = 0.1
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
 
@@ -39,6 +41,7 @@ class Control:
         self._path = path
         self._answer = answer
         self._open: set[_Talk] = set()
+        self._rest: Timer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
@@ -56,9 +59,19 @@ class Control:
         loop.read(self._listener, self._accept)
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             connection, _ = self._listener.accept()
-            self._open.add(_Talk(self._loop, roomy(connection), self._reply, self._open.discard))
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # all files that it may have are open, or those of the machine
+            _say(f"nobody is let in for {_REST_SECONDS} s: {error}")
+            self._loop.forget(self._listener)
+            self._rest = self._loop.at(time.monotonic() + _REST_SECONDS, self._listen)
+            return
+        self._open.add(_Talk(self._loop, roomy(connection), self._reply, self._open.discard))
+
+    def _listen(self) -> None:
+        self._loop.read(self._listener, self._accept)
 
     def _reply(self, line: bytes) -> bytes:
         try:
@@ -77,6 +90,8 @@ class Control:
     def close(self) -> None:
         for talk in list(self._open):
             talk.end()
+        if self._rest is not None:
+            self._rest.cancel()
         self._loop.forget(self._listener)
         self._listener.close()
 
@@ -110,7 +125,9 @@ class _Talk:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.forget(self._socket)
+            self._timer.cancel()  # how long it takes to find an answer is not the asker's fault
             self._unsent = memoryview(self._reply(bytes(self._received)))
+            self._timer = self._loop.at(time.monotonic() + LONGEST_SECONDS, self.end)
             self._received.clear()
             self._loop.written(self._socket, self._write)
             self._write()
@@ -149,5 +166,9 @@ def _unforeseen(error: Exception, *, refused: bool) -> dict[str, Any]:
 def _complain(error: Exception) -> None:
     import traceback  # noqa: PLC0415 (seldom needed, and paid for in memory)
 
-    sys.stderr.write("checker: " + "".join(traceback.format_exception(error)))
+    _say("".join(traceback.format_exception(error)).rstrip())
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"checker: {text}\n")
     sys.stderr.flush()

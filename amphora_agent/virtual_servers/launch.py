@@ -30,10 +30,13 @@ from amphora_agent.virtual_servers.wanted import VirtualServer
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-STATE_SECONDS = 1.0
+# Heartbeats wait for it, those of all listeners: what it said last is believed for longer (`stats/virtual`).
+STATE_SECONDS = 0.3
+ANSWER_SECONDS = 1.0
 # To change the kernel's table takes milliseconds; on a machine that has much else to do, more.
-SERVE_SECONDS = 30.0
-START_SECONDS = 15.0
+SERVE_SECONDS = 60.0
+# An emulated machine with other things to do took more than fifteen.
+START_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
 _PIECE = 1 << 18
@@ -112,6 +115,8 @@ class Checker:
         self._engine = engine
         self._lock = threading.Lock()
         self._version = version()
+        # A lock of its own: who asks for them waits for no checker.
+        self._words_lock = threading.Lock()
         self._last_words: State | None = None
 
     def check(self, servers: Sequence[VirtualServer]) -> None:
@@ -140,11 +145,18 @@ class Checker:
         with self._lock:
             if not servers and not self._exists():
                 return Answer(wish, self._engine)
-            self._ensure()
             document = {"op": "serve", "digest": wish, "paired": paired, "servers": wanted.document(servers)}
+            if not servers and not self._serves():
+                # It may never have come up: then that is known at once. One that is busy with what failed is awaited.
+                with suppress(VirtualServersError, ConfigurationRefused):
+                    if (state := _state(self._ask(document, SERVE_SECONDS))).sums:
+                        self._keep_words(state)
+                self._end()
+                return Answer(wish, self._engine)
+            self._ensure()
             state = _state(self._ask(document, SERVE_SECONDS))
             if not servers:
-                self._last_words = state
+                self._keep_words(state)
                 self._end()
             return Answer(wish, state.engine)
 
@@ -159,20 +171,24 @@ class Checker:
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
 
-    def state(self) -> State | None:
-        """What is found and counted; None: nothing is wanted, or nobody answers."""
+    def state(self, seconds: float = STATE_SECONDS) -> State | None:
+        """What is found and counted; None: nothing is wanted, or nobody answers for so long."""
         if not self._paths.checker_socket.exists():
             return None
         try:
-            return _state(self._ask({"op": "state"}, STATE_SECONDS))
+            return _state(self._ask({"op": "state"}, seconds))
         except (VirtualServersError, ConfigurationRefused):
             return None
 
     def last_words(self) -> State | None:
-        """What was counted when the last virtual server was given up; it is told once."""
-        with self._lock:
+        """What was counted when the last virtual server was given up; it is told once. Waits for nobody."""
+        with self._words_lock:
             said, self._last_words = self._last_words, None
             return said
+
+    def _keep_words(self, said: State) -> None:
+        with self._words_lock:
+            self._last_words = said
 
     # -- the process ----------------------------------------------------------------------------------------
 
@@ -182,6 +198,15 @@ class Checker:
             return True
         status = self._services.status(SERVICE)
         return status is not None and status.wanted
+
+    def _serves(self) -> bool:
+        """Whether the kernel may forward something that only a checker can take back."""
+        try:
+            return bool(json.loads(self._paths.virtual_servers.read_text(encoding="utf-8"))["servers"])
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return True  # nobody can tell
 
     def _ensure(self) -> None:
         """Return when a checker answers that runs the code that is here.
@@ -212,7 +237,7 @@ class Checker:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with suppress(VirtualServersError):
-                found = str(self._ask({"op": "version"}, STATE_SECONDS)["version"])
+                found = str(self._ask({"op": "version"}, ANSWER_SECONDS)["version"])
                 if version_wanted in (None, found):
                     return found
             if time.monotonic() > deadline:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 # libnftables waits with select(2), which cannot wait for larger numbers: those below are left to it.
 _SCARCE, _PLENTY = 512, 1024
+# epoll counts milliseconds in 32 bits: who waits for longer looks in between.
+_LONGEST_SECONDS = 3600.0
 
 
 class Timer:
@@ -83,7 +85,7 @@ class Loop:
             heapq.heappop(self._timers)
         if not self._timers:
             return longest
-        until = max(0.0, self._timers[0].when - time.monotonic())
+        until = min(max(0.0, self._timers[0].when - time.monotonic()), _LONGEST_SECONDS)
         return until if longest is None else min(until, longest)
 
     def close(self) -> None:
@@ -99,7 +101,11 @@ def roomy(one: socket.socket) -> socket.socket:
     one.setblocking(False)
     if one.fileno() < _SCARCE:
         return one
+    try:
+        number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _PLENTY)
+    except OSError:
+        return one  # there is no large one
     with one:
-        moved = socket.socket(fileno=fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _PLENTY))
+        moved = socket.socket(fileno=number)
     moved.setblocking(False)
     return moved

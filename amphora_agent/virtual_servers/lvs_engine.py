@@ -205,20 +205,21 @@ class LvsEngine:
     # -- the rules -----------------------------------------------------------------------------------------------------
 
     def _bring_about_rules(self, table: Table) -> None:
-        if self._table is None:
-            listed = self._list()
-            present = {name: word for word, name in _DECLARED.findall(listed)}
-            try:
-                libnftables.run(ruleset.anew(present, table))
-            except NftError:
-                # Somebody's hand has been in it, or it is another engine's.
-                self._run(ruleset.without() + ruleset.exchange(ruleset.EMPTY, table))
-        elif commands := ruleset.exchange(self._table, table):
-            self._run(commands)
-        elif self._listed:
+        commands = None if self._table is None else ruleset.exchange(self._table, table)
+        if commands == "" and self._listed:
             return
-        self._table = table
+        # What differs is written to what we think is there, only if it is.
+        if not commands or self._list() != self._listed or not _could(commands):
+            self._table = None
+            self._renew_rules(table)
+        self._table, self._listed = table, ""
         self._listed = self._list()
+
+    def _renew_rules(self, table: Table) -> None:
+        present = {name: word for word, name in _DECLARED.findall(self._list())}
+        if not _could(ruleset.anew(present, table)):
+            # Somebody's hand has been in it, or it is another engine's.
+            self._run(ruleset.without() + ruleset.exchange(ruleset.EMPTY, table))
 
     def _list(self) -> str:
         return self._run(_LIST, STATELESS) if libnftables.exists(FAMILY, TABLE) else ""
@@ -268,6 +269,14 @@ def _refusal(server: VirtualServer) -> str:
             return "IPVS does not take all clients for one: a granularity is empty"
     places = [(one.address, one.port) for one in server.members if one.enabled]
     return "two of its members have the same address and port" if len(set(places)) != len(places) else ""
+
+
+def _could(commands: str) -> bool:
+    try:
+        libnftables.run(commands)
+    except NftError:
+        return False
+    return True
 
 
 def _set() -> None:

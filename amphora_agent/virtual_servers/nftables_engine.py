@@ -20,7 +20,7 @@ from amphora_agent.network.libnftables import STATELESS, NftError
 from amphora_agent.virtual_servers import flows, marks, ruleset
 from amphora_agent.virtual_servers.engine import Counters
 from amphora_agent.virtual_servers.marks import MOST_MEMBERS, MOST_SERVERS, SERVER_MASK, Marks
-from amphora_agent.virtual_servers.ruleset import FAMILY, TABLE, Table
+from amphora_agent.virtual_servers.ruleset import FAMILY, TABLE, Place, Table
 from amphora_agent.virtual_servers.wanted import VirtualServer
 
 SHARE = 100
@@ -44,6 +44,9 @@ class NftablesEngine:
         # How the kernel lists the table since we changed it, and its number for what there was then.
         self._listed = ""
         self._generation: int | None = None
+        # What may still have flows that are to end: marks, and places whose flows were never led anywhere.
+        self._ending: set[int] = set()
+        self._unled: set[Place] = set()
         self._flows: dict[int, int] = {}
         self._count_next = 0.0
 
@@ -77,67 +80,102 @@ class NftablesEngine:
             VirtualServersError: nftables refused; what was forwarded before is forwarded on.
         """
         self.check(servers)
-        present = self._look() if self._table is None else None
+        if self._table is None or not self._is_as_left() or not self._change(self._table, servers, up, paired=paired):
+            self._table = None
+            self._renew(servers, up, paired=paired)
+        self._remember()
+        # Last: by now a packet that had found its member, or nobody, by the former rules is a flow, and is seen here.
+        self._end()
+
+    def _change(
+        self, former: Table, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
+    ) -> bool:
+        """Change what differs; False if the kernel refuses: it may not have what we think it has."""
         given = marks.allot(self._marks, servers)
         table = ruleset.table_of(servers, up, given, paired=paired)
-        if self._table is None:
-            self._renew(present or "", table)
-        elif commands := ruleset.exchange(self._table, table):
-            self._run(commands)
-        before = {*self._marks.members.values()} if present is not None else _keys(self._table)
-        self._table, self._marks = table, given
-        self._remember()
-        # Last: by now a packet that had found its member by the former rules is a flow, and is seen here.
-        self._end(before - _keys(table), {*given.servers.values()})
+        try:
+            if commands := ruleset.exchange(former, table):
+                libnftables.run(commands)
+        except NftError:
+            return False
+        self._wrote(table, given, ruleset.targets(former), ruleset.places(former))
+        return True
 
-    def _look(self) -> str:
-        """What there is of a process before this one."""
-        listed = self._run(_LIST, STATELESS) if libnftables.exists(FAMILY, TABLE) else ""
-        self._marks = _given(listed)
-        return listed
-
-    def _renew(self, listed: str, table: Table) -> None:
+    def _renew(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> None:
+        """Write all of it, whatever there is of a process before this one, or of somebody's hand."""
+        listed = self._list()
+        before = {*self._marks.members.values()}
+        # Without rules there are still flows, with the marks that we gave.
+        self._marks = _given(listed) if _BASE.search(listed) else self._marks
+        before |= {*self._marks.members.values()}
+        given = marks.allot(self._marks, servers)
+        table = ruleset.table_of(servers, up, given, paired=paired)
         present = {name: word for word, name in _DECLARED.findall(listed)}
         try:
             libnftables.run(ruleset.anew(present, table))
         except NftError:
             # Somebody's hand has been in it: then without what was counted.
             self._run(ruleset.without() + ruleset.exchange(ruleset.EMPTY, table))
+        self._wrote(table, given, before, set())
 
-    def _end(self, gone: set[int], servers: set[int]) -> None:
-        """End the flows of members that are gone; those of a whole virtual server by the part that is its own."""
-        whole = {mark & SERVER_MASK for mark in gone} - servers
+    def _wrote(self, table: Table, given: Marks, members: set[int], places: set[Place]) -> None:
+        """Know what the kernel has now, and what is to be ended since it had those members and places."""
+        self._table, self._marks = table, given
+        self._ending |= members - ruleset.targets(table)
+        self._unled = (self._unled | ruleset.places(table) - places) & ruleset.places(table)
+
+    def _end(self) -> None:
+        """End the flows of members that are gone; those of a whole virtual server by the part that is its own.
+
+        What could not be ended is so the next time.
+        """
+        whole = {mark & SERVER_MASK for mark in self._ending} - {*self._marks.servers.values()}
         flows.end(
-            {mark for mark in gone if mark & SERVER_MASK not in whole}, [(base, SERVER_MASK) for base in sorted(whole)]
+            {mark for mark in self._ending if mark & SERVER_MASK not in whole},
+            [(base, SERVER_MASK) for base in sorted(whole)],
         )
+        self._ending.clear()
+        flows.end_unled(self._unled)
+        self._unled.clear()
 
     def _remember(self) -> None:
         self._listed = ""
         self._generation = libnftables.generation()
-        self._listed = self._run(_LIST, STATELESS)
+        self._listed = self._list()
+
+    def _is_as_left(self) -> bool:
+        """Whether nobody has changed our rules. Asks for them only if somebody has changed any of this namespace."""
+        generation = libnftables.generation()
+        if generation is not None and generation == self._generation and self._listed:
+            return True
+        if self._list() != self._listed:
+            return False
+        self._generation = generation
+        return True
+
+    def _list(self) -> str:
+        return self._run(_LIST, STATELESS) if libnftables.exists(FAMILY, TABLE) else ""
 
     def differs(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> list[str]:
-        """See `Engine.differs`. Asks for the rules only if somebody has changed any of this namespace.
+        """See `Engine.differs`: whether the rules are as they were left, and were left as wanted.
 
         Raises:
             VirtualServersError: the kernel does not tell.
         """
         if self._table is None:
             return ["the rules are not known to be as wanted"]
+        found = []
         wanted = ruleset.table_of(servers, up, marks.allot(self._marks, servers), paired=paired)
         if ruleset.exchange(self._table, wanted):
-            return ["the rules are those of another configuration"]
-        generation = libnftables.generation()
-        if generation is not None and generation == self._generation:
-            return []
-        listed = self._run(_LIST, STATELESS) if libnftables.exists(FAMILY, TABLE) else ""
-        if listed != self._listed:
+            found.append("the rules are those of another configuration")
+        if not self._is_as_left():
             self._table = None  # the next change writes all of it anew
-            return ["the rules that forward are not as they were written"]
-        self._generation = generation
-        return []
+            found.append("the rules that forward are not as they were written")
+        if self._ending or self._unled:
+            found.append("flows go on that are to end")
+        return found
 
     def counters(self) -> Mapping[str, Counters]:
         """See `Engine.counters`: bytes are those of IP packets, with their headers.
@@ -176,26 +214,21 @@ class NftablesEngine:
         Raises:
             VirtualServersError: nftables refused.
         """
-        bases: set[int] = set()
-        if libnftables.exists(FAMILY, TABLE):
-            bases = {int(base, 16) for base, _ in _BASE.findall(self._run(_LIST, STATELESS))}
+        listed = self._list()
+        if listed:
             self._run(ruleset.without())
-        bases |= {*self._marks.servers.values()}
+        for one in (_given(listed), self._marks):
+            # Both: should it fail, a number may have another owner when it is tried again.
+            self._ending |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, marks.NONE, "", None
-        flows.end((), [(base, SERVER_MASK) for base in sorted(bases)])
+        self._unled.clear()
+        self._end()
 
     def _run(self, commands: str, flags: int = 0) -> str:
         try:
             return libnftables.run(commands, flags)
         except NftError as error:
             raise VirtualServersError("forward UDP and SCTP", str(error), _REMEDY) from error
-
-
-def _keys(table: Table | None) -> set[int]:
-    """The marks of members that have flows."""
-    if table is None:
-        return set()
-    return {int(mark, 16) for version in (4, 6) for mark in table.maps[f"targets-{version}"].elements}
 
 
 def _given(listed: str) -> Marks:

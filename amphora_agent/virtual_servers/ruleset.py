@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from amphora_agent.virtual_servers import maglev, shares
 from amphora_agent.virtual_servers.marks import SERVER_MASK, Marks
 from amphora_agent.virtual_servers.shares import States
-from amphora_agent.virtual_servers.wanted import VirtualServer
+from amphora_agent.virtual_servers.wanted import Host, VirtualServer
 
 FAMILY, TABLE = "inet", "amphora_virtual"
 RETURNING = 0x616D
@@ -66,6 +66,8 @@ class Table:
 
 
 EMPTY = Table()
+Place = tuple[Host, int, int]
+"""Where clients send to: address, number of the protocol, port."""
 
 
 def table_of(servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool) -> Table:
@@ -85,6 +87,21 @@ def table_of(servers: Sequence[VirtualServer], up: States, marks: Marks, *, pair
         chains[f"refused-{server.id}"] = Chain("", (f'counter name "refused-{server.id}" {_REFUSE}',))
         chains[f"serve-{server.id}"] = Chain("", tuple(_serve(server, maps, paired=paired)))
     return Table(counters, maps, chains)
+
+
+def places(table: Table) -> set[Place]:
+    """All for which a table finds a virtual server."""
+    keys = [key.split(" . ") for version in (4, 6) for key in _elements_of(table, f"servers-{version}")]
+    return {(ipaddress.ip_address(address), int(number), int(port)) for address, number, port in keys}
+
+
+def targets(table: Table) -> set[int]:
+    """The marks of all members that have flows."""
+    return {int(mark, 16) for version in (4, 6) for mark in _elements_of(table, f"targets-{version}")}
+
+
+def _elements_of(table: Table, name: str) -> Mapping[str, str]:
+    return table.maps[name].elements if name in table.maps else {}
 
 
 _CHAINS = {

@@ -102,6 +102,20 @@ def parse(value: Any) -> tuple[VirtualServer, ...]:
     return found
 
 
+def unscoped(value: str, where: str) -> str:
+    """The same text, if it names no scope (RFC 4007, section 11).
+
+    What stands behind the "%" of an IPv6 address may be anything for the standard library, also a line's end, and
+    would come so into what is written for nft and keepalived.
+
+    Raises:
+        ValueError: it names one.
+    """
+    if "%" in value:
+        raise ValueError(f"{where} {value!r} names a scope, which no address here has")
+    return value
+
+
 def document(servers: Sequence[VirtualServer]) -> list[dict[str, Any]]:
     """What `parse` reads."""
     return [_plain(server) for server in servers]
@@ -157,7 +171,7 @@ def _maybe(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _address(value: Any, where: str) -> Host:
-    return ipaddress.ip_address(_of(str, value, where))
+    return ipaddress.ip_address(unscoped(_of(str, value, where), where))
 
 
 def _server(value: Any) -> VirtualServer:

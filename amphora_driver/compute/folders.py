@@ -24,7 +24,8 @@ from amphora_driver.errors import ComputeError
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
 # Longest time for somebody else to be done with an amphora's folder, and pause between two looks, in seconds.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-_LOG_TAIL = 400
+# Characters of a log that are shown, and the most bytes of its end that are read: blanks may follow the last word.
+_LOG_TAIL, _MOST_READ = 400, 64 * 1024
 # The file in an amphora's folder that holds the prefix of the deployment that booted it.
 _MARK = "deployment"
 # The file in it that says what it was booted from.
@@ -164,9 +165,11 @@ def image_of(folder: Path) -> str | None:
 
 
 def last_words(log: Path) -> str:
-    """The end of what it said."""
+    """The end of what it said. No more of it is read: how long it is, is up to whoever said it."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace").strip()
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))
+            text = file.read(_MOST_READ).decode(errors="replace").strip()
     except FileNotFoundError:
         text = ""
     return text[-_LOG_TAIL:] or "it said nothing"

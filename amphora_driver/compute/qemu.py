@@ -241,6 +241,8 @@ class QemuCompute:
             *("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--"),
             *command(hardware, folder, ports),
         ]
+        # What it said before is of no use any more, and would only grow from boot to boot.
+        write(folder / CONSOLE, b"")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
         process = spawn(argv, {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
         write(folder / _RECORD, msgspec.json.encode(process))

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # A configuration HAProxy refuses at one object is pushed again without it; more than so many objects are not its fault.
 _MOST_CULPRITS = 16
+_TOO_OLD = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
 # Seconds that one which is about to go may take for an answer; and one that only says whether it has the VIPs.
 _FAREWELL_PATIENCE = 5.0
 _VIP_PATIENCE = 3.0
@@ -167,11 +168,12 @@ class Pushing:
             refusal = _refusal(answers, round_.generation, round_.optional)
             if refusal is None:
                 return self._settle(round_, wanted, answers, whole=whole)
-            # HAProxy itself points at one object: everything else can be served without it.
-            if refusal.object_id is None or refusal.object_id in self._failed:
+            culprits = _culprits(refusal, self._served)
+            if culprits.keys() <= self._failed.keys():
                 raise refusal
-            LOG.warning("load balancer %s: leaving out %s: %s", round_.tree.id, refusal.object_id, refusal.happened)
-            self._failed[refusal.object_id] = refusal.happened
+            for object_id in culprits:
+                LOG.warning("load balancer %s: leaving out %s: %s", round_.tree.id, object_id, refusal.happened)
+            self._failed |= culprits
             self._served = None
         raise ModelError(
             f"find a configuration of load balancer {round_.tree.id} that HAProxy takes",
@@ -320,6 +322,16 @@ class Pushing:
         except StoreError:
             return False
         return True
+
+
+def _culprits(refusal: AgentRefused, served: Served) -> dict[str, str]:
+    """Without what the rest can be served: reasons by object id; nothing where the refusal does not say."""
+    if refusal.object_id is not None:  # HAProxy itself points at one object
+        return {refusal.object_id: refusal.happened}
+    # An agent that does not know virtual servers does not know the document that has some.
+    if refusal.status == HTTPStatus.BAD_REQUEST:
+        return {one.id: _TOO_OLD for one in served.virtual}
+    return {}
 
 
 def _refusal(answers: Answers, generation: int, optional: frozenset[str]) -> AgentRefused | None:

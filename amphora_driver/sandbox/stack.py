@@ -179,7 +179,9 @@ class Stack:
     def _computes(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """Both: a flavor may have named the one that is not the default."""
         options = config.load([str(self._settings.our_configuration)])
-        return NetnsCompute(options, network), QemuCompute(options, network)
+        found: tuple[NetnsCompute | QemuCompute, ...] = (NetnsCompute(options, network),)
+        # One from before there were virtual machines has no place of its own for them; the default one is others'.
+        return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
 
     def _power_on(self, network: LocalNetwork) -> None:
         for compute in self._computes(network):

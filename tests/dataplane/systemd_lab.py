@@ -73,6 +73,8 @@ def missing() -> str | None:
         return "systemd is not installed"
     if cgroups() is None:
         return "no cgroup2 is mounted"
+    if not os.access(cgroups(), os.W_OK):
+        return "cgroup2 is mounted read-only"
     return None if (IMAGE_UNITS / AGENT).exists() else "the image's units are not in this tree"
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 from amphora_lab import Amphora, alive, children, eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server
+from mishaps import apart
 
 pytestmark = pytest.mark.root
 PLACES = {"c1": "198.51.100.131", "c2": "198.51.100.132"}
@@ -175,3 +176,24 @@ def test_the_agent_dies_and_members_are_checked_on(machine):
     machine.members.pop("c1").close()
     machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one is down")
     assert machine.checker() == pid
+
+
+@pytest.mark.parametrize("machine", [0.5], indirect=True)
+def test_heartbeats_go_on_while_the_checker_is_silent(machine):
+    """They are those of HAProxy's listeners, too; a push waits for the checker as long as it has to."""
+    machine.serve(SERVER)
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
+    pid = machine.checker()
+    other = virtual_server(member("c1", PLACES["c1"]), monitor=MONITOR)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with apart(machine) as push:
+            answer = push(machine.bundle(machine.generation + 1, None, virtual_servers=[other]))
+            # More than may have been sent before; without them the mailbox raises TimeoutError.
+            heard = [machine.mailbox.next().sequence for _ in range(6)]
+            assert sorted(set(heard)) == heard
+            assert not answer.done()
+            os.kill(pid, signal.SIGCONT)
+            assert answer.result(60)[0] == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)

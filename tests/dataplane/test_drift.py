@@ -24,8 +24,13 @@ class Audited(Amphora):
     """An amphora whose agent looks at its machine all the time."""
 
     def inside(self, command: str) -> None:
+        self.said(command)
+
+    def said(self, command: str) -> str:
         place = f"--net=/proc/{self.init()}/root/run/netns/amphora-haproxy"
-        subprocess.run(["nsenter", place, "--", *command.split()], check=True, capture_output=True)
+        return subprocess.run(
+            ["nsenter", place, "--", *command.split()], check=True, capture_output=True, text=True
+        ).stdout
 
     def drift(self):
         return self.call("GET", "/v2/info")[1]["drift"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -424,3 +426,28 @@ def test_describing(wire):
         "the neighbour is known",
     )
     assert "counter packets 0" in wire.inner.run(nftables.current, counters=True)
+
+
+def test_nothing_passes_before_it_is_decided_what(wire, monkeypatch):
+    """Whoever forwards for virtual servers is no router: not for a moment, and not where it has no VIP."""
+    real, seen = sysctls.forward, []
+
+    def noted(*, wanted):
+        rules = subprocess.run(["nft", "list", "ruleset"], check=True, capture_output=True, text=True).stdout
+        seen.append((wanted, "hook forward" in rules))
+        real(wanted=wanted)
+
+    monkeypatch.setattr(sysctls, "forward", noted)
+    wanted = bundle(eth1())
+    forwarding = replace(wanted, virtual_servers=(object(),))
+    wire.outside(wire.plumbing.finish, forwarding)
+    assert seen == [(True, True)]
+    assert wire.inner.run(sysctls.forwards)
+    wire.outside(wire.plumbing.finish, wanted)
+    assert seen[1:] == [(False, True)]
+    assert not wire.inner.run(sysctls.forwards)
+    nowhere = replace(bundle(interface(1, "eth1", FIXED, FIXED6)), virtual_servers=(object(),))
+    wire.change(nowhere, wanted)
+    assert not wire.inner.run(sysctls.forwards)
+    assert wire.outside(wire.plumbing.is_as, nowhere)
+    assert wire.outside(wire.plumbing.differences, nowhere) == []

@@ -10,8 +10,8 @@ import signal
 import pytest
 from amphora_lab import VIP, VIP6, alive, children, eventually, ip
 from configuration_text import listener, text
-from datagrams import Clients, Stream, UdpMember, member, virtual_server, who
-from mishaps import arm, push_quietly
+from datagrams import PORT, Clients, Stream, UdpMember, member, virtual_server, who
+from mishaps import arm, held_at, push_quietly
 from pair_lab import FAST, Pair
 from test_drift import INTERVAL, Audited
 
@@ -113,6 +113,34 @@ def test_beside_haproxy(audited):
     assert answer["how"] == "runtime"
     assert "removed" in answer["reason"]
     assert who(flows) == {"u1": 3}
+
+
+def test_who_may_not_come_in_is_kept_out_before_anything_is_forwarded(audited):
+    """Also where HAProxy has nothing to do: a flow that has begun would go on for ever."""
+    haproxy = text(listener(["m1"]))
+    generation = push(audited, [], haproxy)["generation"]
+    allowed = [{"protocol": "udp", "port": PORT, "networks": ["198.51.100.99/32"]}]
+    wanted = audited.bundle(generation + 1, haproxy, virtual_servers=SERVERS, allowed=allowed)
+    with held_at(audited, Point.PLUGGED, wanted) as answer:
+        rules = audited.said("nft list ruleset")
+        assert "hook forward" in rules
+        assert f"udp dport {PORT}" in rules
+        assert "table inet amphora_virtual" not in rules
+    assert answer.result(60)[0] == 200
+    assert audited.clients.flow().refused()
+
+
+def test_a_listener_that_is_refused_leaves_the_others_alone(audited):
+    haproxy = text(listener(["m1"]))
+    generation = push(audited, [], haproxy)["generation"]
+    before = audited.counted("forwarding")
+    eventually(lambda: audited.status("amphora-checker") is None or not audited.status("amphora-checker")["wanted"], "")
+    wrong = [virtual_server(member("u1", PLACES["u1"]), algorithm="LEAST_CONNECTIONS")]
+    assert audited.push(generation + 1, haproxy, virtual_servers=wrong)[0] == 422
+    assert not audited.status("amphora-checker")["wanted"]
+    audited.looks()
+    assert audited.counted("forwarding") == before
+    assert push(audited, [], haproxy)["how"] == "unchanged"
 
 
 def test_after_a_reboot_the_confirmed_generation_is_served(audited):

@@ -134,6 +134,8 @@ class UdpEcho:
         with suppress(OSError):
             while True:
                 _, client = self._socket.recvfrom(2048)
+                if client is None:  # it was shut down
+                    return
                 self._socket.sendto(self.name.encode(), client)
 
     def close(self) -> None:

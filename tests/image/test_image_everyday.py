@@ -90,8 +90,8 @@ def test_little_of_its_memory_is_used_before_it_serves(first, record_property):
         int(first.shell(f"awk '/{word}:/ {{print $2}}' /proc/meminfo")) for word in ("MemTotal", "MemAvailable")
     )
     record_property("idle memory in use, MiB", (total - available) // 1024)
-    # Of 512 MiB: what was measured, and half as much again.
-    assert (total - available) // 1024 < 260
+    # Of 512 MiB. 103 were measured before the agent was told anything.
+    assert (total - available) // 1024 < 160
 
 
 # --- serving -----------------------------------------------------------------------------------------------
@@ -120,14 +120,15 @@ def everything(**more):
 
 def test_a_push_of_all_protocols_serves_both_families(first, balanced, certificate, record_property):
     web = [balanced.web("one", ONE), balanced.web("two", TWO6)]
-    udp = [balanced.udp("first", ONE), balanced.udp("second", TWO)]
+    udp = [balanced.udp("first", ONE), balanced.udp("second", TWO), balanced.udp("third", TWO6)]
     (answer,) = balanced.push(everything(web=web, udp=udp), {"certificate": certificate.pem})
     record_property("first push, seconds", answer.get("seconds"))
     balanced.until(balanced.serves, "HTTP")
     balanced.until(lambda: balanced.answers_of(4) == {"one", "two"}, "both members")
     assert balanced.answers_of(4, address=VIP6) == {"one", "two"}
-    for vip in (VIP, VIP6):
-        balanced.until(lambda at=vip: balanced.datagram(at) in {"first", "second"}, f"a datagram to {vip}")
+    # A member serves clients of its own family.
+    for vip, names in ((VIP, {"first", "second"}), (VIP6, {"third"})):
+        balanced.until(lambda at=vip, who=names: balanced.datagram(at) in who, f"a datagram to {vip}")
 
     udp[0].close()
     balanced.until(

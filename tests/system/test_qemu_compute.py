@@ -33,6 +33,7 @@ from amphora_driver.store.engine import Database
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="there is no qemu here"),
+    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="this kernel has no taps"),
 ]
 
 

@@ -259,6 +259,7 @@ def paths(tree):
     "l7policy.tags",
     "l7rule.tags",
 )
+@pytest.mark.lasts(900)
 def test_every_field_with_a_value_and_without(cloud, balancer):
     tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
     known = paths(tree)

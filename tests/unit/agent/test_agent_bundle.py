@@ -14,6 +14,7 @@ from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits
 from amphora_agent.errors import MachineError, MalformedBundle
 
 OWNER = "6005052a-3a34-59e3-815f-5cebba3097eb"
+SCOPED = "fe80::1%x }\nflush ruleset"
 PEM = f"tls/{OWNER}/default.pem"
 GOOD = {
     "format": 1,
@@ -148,6 +149,14 @@ def test_a_good_one():
         (["interfaces", 0, "routes", 0, "gateway"], "2001:db8::1", "families"),
         (["interfaces", 0, "routes", 0, "destination"], "198.51.100.1/24", "host bits"),
         (["interfaces"], GOOD["interfaces"] * 2, "same"),
+        # Behind the "%" the standard library takes anything.
+        (["pings"], {OWNER: SCOPED}, "scope"),
+        (["allowed", 0, "networks"], [f"{SCOPED}/128"], "scope"),
+        (["vrrp", "local", "address"], SCOPED, "scope"),
+        (["interfaces", 0, "addresses"], [f"{SCOPED}/64"], "scope"),
+        (["interfaces", 0, "vips"], [f"{SCOPED}/128"], "scope"),
+        (["interfaces", 0, "routes", 0, "destination"], f"{SCOPED}/128", "scope"),
+        (["interfaces", 0, "routes", 0, "gateway"], SCOPED, "scope"),
     ],
 )
 def test_a_bad_one(path, value, word):
@@ -233,6 +242,17 @@ SERVER = {
     "members": [],
 }
 
+MEMBER = {
+    "id": "0b9d7a52-0000-4000-8000-000000000011",
+    "address": "192.0.2.9",
+    "port": 53,
+    "weight": 1,
+    "backup": False,
+    "enabled": True,
+    "check_address": None,
+    "check_port": None,
+}
+
 
 def test_virtual_servers_are_left_out_where_there_is_none():
     """So that what was confirmed by an older agent, and its digest, stay what they are."""
@@ -264,6 +284,9 @@ def test_virtual_servers_and_their_ports():
         (["virtual_servers"], [SERVER, SERVER], "the same id"),
         (["virtual_servers"], [{**SERVER, "port": 0}], "port"),
         (["virtual_servers"], [{**SERVER, "surprise": 1}], "surprise"),
+        (["virtual_servers"], [{**SERVER, "addresses": [SCOPED]}], "scope"),
+        (["virtual_servers"], [{**SERVER, "members": [{**MEMBER, "address": SCOPED}]}], "scope"),
+        (["virtual_servers"], [{**SERVER, "members": [{**MEMBER, "check_address": SCOPED}]}], "scope"),
         (["allowed"], [{"port": 80, "networks": [], "protocol": "icmp"}], "icmp"),
         (["allowed"], [{"port": 80, "networks": [], "protocol": "udp"}] * 2, "twice"),
         (["allowed"], [{"port": 80, "networks": [], "more": 1}], "more"),

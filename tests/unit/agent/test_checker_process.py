@@ -230,6 +230,61 @@ def test_one_with_other_code_is_replaced(paths):
     assert services.calls[:2] == [("start", launch.SERVICE), ("signal", "SIGHUP")]
 
 
+@pytest.mark.parametrize("record", [None, '{"servers": []}'])
+def test_one_that_never_came_up_and_served_nothing_just_ends(paths, record, monkeypatch):
+    """A push without any virtual server does not fail because of it."""
+    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    paths.checker_socket.touch()
+    if record is not None:
+        paths.virtual_servers.write_text(record)
+    services = Services()
+    checker = Checker(paths, services)
+    checker.serve([])
+    assert services.calls == [("stop", launch.SERVICE)]
+    assert not paths.checker_socket.exists()
+    assert not paths.virtual_servers.exists()
+    assert checker.last_words() is None
+
+
+def test_one_that_served_is_not_ended_before_it_has_taken_that_back(paths, monkeypatch):
+    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    paths.virtual_servers.write_text('{"servers": [{}]}')
+    services = Services()
+    with pytest.raises(VirtualServersError):
+        Checker(paths, services).serve([])
+    assert ("stop", launch.SERVICE) not in services.calls
+
+
+def test_nobody_waits_for_the_last_words(paths, monkeypatch):
+    """Heartbeats ask for them, those of all listeners; the checker may be silent for as long as it likes."""
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 5.0, raising=False)
+    monkeypatch.setattr(launch, "STATE_SECONDS", 5.0)
+    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(paths.checker_socket))
+        silent.listen(5)
+        checker = Checker(paths, Services())
+        failed = []
+
+        def wait():
+            try:
+                checker.check([None])
+            except VirtualServersError as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert checker.last_words() is None
+                assert waiting.is_alive()
+        finally:
+            silent.close()
+            waiting.join()
+    assert failed
+
+
 @pytest.mark.parametrize(("refused", "kind"), [(True, ConfigurationRefused), (False, VirtualServersError)])
 def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
     said = {"wanted": "forward", "happened": "no", "remedy": "", "object_id": "listener", "refused": refused}

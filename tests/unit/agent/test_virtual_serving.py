@@ -109,6 +109,23 @@ def test_what_failed_is_put_back_and_what_cannot_be_is_asked_for_again():
     assert ("serve", [], False) in other.told()
 
 
+def test_a_listener_that_was_refused_leaves_nobody_behind():
+    """Who was asked whether it could be served has been started for that."""
+    both, one = serving()
+    one.bring_about(NONE)
+    both.told()
+    one.check(ONE)
+    one.go_back(NONE, ONE)
+    assert both.told() == [("check", 1), ("serve", [], False)]
+    one.go_back(NONE, replace(NONE, generation=7))
+    assert both.told() == []
+    one.bring_about(ONE)
+    both.told()
+    one.check(TWO)
+    one.go_back(ONE, TWO)
+    assert both.told() == [("check", 1)]
+
+
 def test_with_ipvs_the_keepalived_of_its_own_is_told_last_and_ends_first():
     both, one = serving("lvs")
     one.bring_about(ONE)

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from amphora_driver import config
+from amphora_driver.compute import qemu
+from amphora_driver.compute.folders import last_words
 from amphora_driver.compute.images import ARGUMENTS, BASE, Images, keep
+from amphora_driver.compute.process import identify
 from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, tap
 from amphora_driver.errors import ComputeError
 from amphora_driver.network.interface import FixedAddress, Port
@@ -88,6 +92,34 @@ def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
     for option in ("-machine", "-accel", "-cpu", "-smp", "-m"):
         assert values(by_hand, option) == values(ours, option)
     assert "snapshot=on" in next(one for one in values(by_hand, "-drive") if "/image.qcow2" in one)
+
+
+def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
+    console = tmp_path / "console.log"
+    console.write_text("of the boot before")
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[compute_qemu]\ndirectory = {tmp_path}\n")
+    compute = qemu.QemuCompute(config.load([str(path)]), None)
+    seen = []
+
+    def spawn(_argv, _environment, log):
+        seen.append((log, log.read_bytes(), log.stat().st_mode & 0o777))
+        return identify(os.getpid())
+
+    monkeypatch.setattr(qemu, "spawn", spawn)
+    compute._start("0b9d", tmp_path, hardware(), ())
+    assert seen == [(console, b"", 0o600)]
+
+
+def test_of_an_endless_console_only_the_end_is_read(tmp_path):
+    console = tmp_path / "console.log"
+    assert last_words(console) == "it said nothing"
+    console.write_bytes(b"\xff the one word ")
+    assert last_words(console) == "\N{REPLACEMENT CHARACTER} the one word"
+    with console.open("wb") as file:
+        file.seek(1 << 42)  # takes no room on the disk
+        file.write(b"the last word\n" + b" " * 1000)
+    assert last_words(console).lstrip("\0") == "the last word"
 
 
 # --- images ------------------------------------------------------------------------------------------------

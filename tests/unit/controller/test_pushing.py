@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
+from msgspec.structs import replace
 
 from amphora_driver import config
 from amphora_driver.controller import plan as planning
@@ -16,7 +17,7 @@ from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol
+from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
@@ -27,13 +28,17 @@ from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import status, work
 from amphora_driver.store.vault import Vault
 
-LB, LISTENER, SECOND = (f"10000000-0000-4000-8000-00000000000{number}" for number in (1, 2, 3))
+LB, LISTENER, SECOND, THIRD, FOURTH = (f"10000000-0000-4000-8000-00000000000{number}" for number in range(1, 6))
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 M, B = "a0000000-0000-4000-8000-000000000001", "b0000000-0000-4000-8000-000000000002"
 
 
 def listener(listener_id, port):
     return Listener(id=listener_id, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=port)
+
+
+def virtual(listener_id, protocol):
+    return replace(listener(listener_id, 53), protocol=ListenerProtocol(protocol))
 
 
 TREE = LoadBalancer(
@@ -113,9 +118,9 @@ class House:
     def one(self, name):
         return next(one for one in self.observed() if one.id == name)
 
-    def push(self, waves, *, generation=1, **more):
+    def push(self, waves, *, generation=1, tree=TREE, **more):
         step = planning.Push(waves=waves, reason="a test", **more)
-        self.pushing.push(step, wanted(generation), self.observed())
+        self.pushing.push(step, wanted(generation, tree=tree), self.observed())
 
     def work(self):
         return self.database.read(lambda c: c.execute(sa.select(work)).one())
@@ -144,6 +149,14 @@ def plugged(number):
 
 def refuses(status, **more):
     return lambda _document: AgentRefused("serve it", "no", status=status, **more)
+
+
+def older(document):
+    """The answer of an agent that does not know virtual servers."""
+    if "virtual_servers" not in document:
+        return None
+    happened = "the agent could not read the bundle: the bundle has unknown keys: virtual_servers"
+    return AgentRefused("serve it", happened, "See docs/agent-api.md for its shape.", status=400)
 
 
 def away(_document):
@@ -231,6 +244,53 @@ def test_what_the_standby_refuses_of_it_the_other_one_is_never_given(house):
     assert LISTENER in house.agents.given[-1][1]["haproxy"]
     rows = house.database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.provisioning)).all())
     assert dict(rows) == {LB: "ACTIVE", LISTENER: "ACTIVE", SECOND: "ERROR"}
+
+
+@pytest.mark.parametrize("old", [(M, B), (M,)], ids=["all", "one of two"])
+def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
+    fronts = {udp: virtual(udp, protocol) for udp, protocol in ((THIRD, "UDP"), (FOURTH, "SCTP"))}
+    tree = replace(TREE, listeners=(*TREE.listeners, *fronts.values()))
+    for one in fronts.values():
+        Intents(house.database, lambda node: None).create(Kind.LISTENER, one)
+    newest = house.work().generation
+    for name in old:
+        house.agents.answers[name] = older
+    house.push(((B,), (M,)), generation=newest, tree=tree)
+    assert house.agents.order == ([B, B, M] if B in old else [B, M, M])
+    last = house.agents.given[-1][1]
+    assert "virtual_servers" not in last
+    assert all(one in last["haproxy"] for one in (LISTENER, SECOND))
+    assert house.work().applied == newest
+    columns = (status.c.object_id, status.c.provisioning, status.c.reason)
+    rows = {row[0]: row[1:] for row in house.database.read(lambda c: c.execute(sa.select(*columns)).all())}
+    reason = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
+    assert rows == {
+        **dict.fromkeys((LB, LISTENER, SECOND), ("ACTIVE", None)),
+        **dict.fromkeys((THIRD, FOURTH), ("ERROR", reason)),
+    }
+    house.agents.answers.clear()
+    house.push(((B, M),), generation=newest, tree=tree)
+    assert {one["id"] for one in house.agents.given[-1][1]["virtual_servers"]} == {THIRD, FOURTH}
+    assert house.database.read(lambda c: c.execute(sa.select(status.c.provisioning).distinct()).scalars().all()) == [
+        "ACTIVE"
+    ]
+
+
+def test_a_document_that_is_refused_without_virtual_servers_is_refused(house):
+    house.agents.answers[B] = refuses(400)
+    with pytest.raises(AgentRefused):
+        house.push(((B,), (M,)))
+    assert house.agents.order == [B]
+    house.agents.given.clear()
+    tree = replace(TREE, listeners=(*TREE.listeners, virtual(THIRD, "UDP")))
+    with pytest.raises(AgentRefused):
+        house.push(((B,), (M,)), tree=tree)
+    assert house.agents.order == [B, B], "that was not it"
+    house.agents.given.clear()
+    house.agents.answers[B] = refuses(422)
+    with pytest.raises(AgentRefused):
+        house.push(((B,), (M,)), tree=tree)
+    assert house.agents.order == [B], "an agent that understood it"
 
 
 @pytest.mark.parametrize("trouble", [away, refuses(500)], ids=["dead", "broken machine"])

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that never cease to send from one port are led as soon as there are rules for them, whatever came between."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+from amphora_lab import VIP, VIP6, eventually, ip
+from datagrams import Clients, UdpMember, member, name_of, virtual_server
+
+from amphora_agent.errors import VirtualServersError
+from amphora_agent.network import libnftables
+from amphora_agent.network.namespace import Namespace
+from amphora_agent.virtual_servers import flows, lvs_rules, wanted
+from amphora_agent.virtual_servers.lvs_engine import LvsEngine
+from amphora_agent.virtual_servers.marks import SERVER_MASK
+from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
+
+pytestmark = pytest.mark.root
+PLACES = {"b1": "198.51.100.151", "b2": "198.51.100.152"}
+PLACES6 = {"b6": "2001:db8:1::151"}
+EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+OTHER, OWN_PORT, PAUSE, SOON = 5301, 5514, 0.05, 10.0
+
+
+@pytest.fixture
+def inner(lab):
+    made = Namespace(Path(f"/proc/{lab.amphora.init()}/root/run/netns/amphora-haproxy"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clients(lab):
+    with contextlib.ExitStack() as closing:
+        for name, address in {**PLACES, **PLACES6}.items():
+            wide, more = ("64", "nodad") if ":" in address else ("24", "")
+            ip(f"-n {lab.network.name('mem')} addr replace {address}/{wide} dev eth0 {more}")
+            closing.callback(UdpMember(lab.network.thread("mem"), name, address).close)
+        yield closing.enter_context(contextlib.closing(Clients(lab.network.thread("cl"))))
+    lab.amphora.push(next(lab.generations), None)
+
+
+class Sender(threading.Thread):
+    """Sends from its port without a pause long enough to be forgotten, and listens for answers."""
+
+    def __init__(self, flow) -> None:
+        super().__init__(daemon=True)
+        self._flow = flow
+        self._ending = threading.Event()
+        self.sent, self.answered = 0, 0
+
+    def run(self) -> None:
+        while not self._ending.wait(PAUSE):
+            # One that is told that nobody is there goes on, as one without an ear does.
+            with contextlib.suppress(ConnectionRefusedError):
+                self.sent += 1
+                self.answered += self._flow.ask(b"again", timeout=PAUSE) is not None
+
+    def is_answered(self) -> None:
+        before = self.answered
+        eventually(lambda: self.answered > before + 2, "who sends all the time is answered", seconds=SOON)
+
+    def goes_on(self) -> None:
+        before = self.sent
+        eventually(lambda: self.sent > before + 5, "it has sent a few more")
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ending.set()
+        self.join()
+
+
+def push(lab, *servers):
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=list(servers))
+    assert status == 200, answer
+
+
+def another(lab):
+    """What an engine of ours goes on with, where the agent has made all that is beside the engine's rules."""
+    made = virtual_server(*EVERYBODY)
+    push(lab, made)
+    return wanted.parse([made])
+
+
+@pytest.mark.parametrize(
+    ("vip", "source", "members"),
+    [(VIP, "198.51.100.20", PLACES), (VIP6, "2001:db8:1::20", PLACES6)],
+    ids=["IPv4", "IPv6"],
+)
+def test_who_sends_all_the_time_is_led_when_a_listener_appears(lab, clients, vip, source, members):
+    first = virtual_server(*EVERYBODY)
+    other = virtual_server(*(member(*one) for one in members.items()), port=OTHER)
+    with Sender(clients.flow(source, vip, OTHER, OWN_PORT)) as sender:
+        sender.goes_on()
+        # The first one of all, a second one beside another, and one that comes back.
+        push(lab, other)
+        sender.is_answered()
+        push(lab)
+        sender.goes_on()
+        push(lab, first)
+        sender.goes_on()
+        push(lab, first, other)
+        sender.is_answered()
+        push(lab, first)
+        sender.goes_on()
+        push(lab, first, other)
+        sender.is_answered()
+
+
+def test_only_unled_flows_of_the_place_end(lab, inner, clients):
+    push(lab, virtual_server(*EVERYBODY))
+    led = clients.flow()
+    assert led.ask()
+    strays = [clients.flow(port=port) for port in (OTHER, OTHER + 1)]
+    for stray in strays:
+        with contextlib.suppress(ConnectionRefusedError):
+            stray.ask(timeout=0.1)
+    before = inner.run(flows.count, 0xFFFFFFFF)
+    vip = wanted.parse([virtual_server()])[0].addresses[0]
+    inner.run(flows.end_unled, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
+    after = inner.run(flows.count, 0xFFFFFFFF)
+    assert before.pop(0) == after.pop(0, 0) + 1, "one of the two that nobody leads"
+    assert before == after, "and none that somebody leads"
+
+
+def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner, clients):
+    servers, engine = another(lab), NftablesEngine()
+    gone = {(servers[0].id, name_of("member", "b1")): False}
+    inner.run(engine.bring_about, servers, {})
+    flow = next(one for one in clients.flows(2) if one.ask().member == "b1")
+    for taken in ("flush ruleset\n", "delete table inet amphora_virtual\n"):
+        inner.run(libnftables.run, taken)
+        found = inner.run(engine.differs, servers, gone)
+        assert len(found) == 2, f"another member, and no rules: {found}"
+        inner.run(engine.bring_about, servers, {})
+        inner.run(libnftables.run, taken)
+        inner.run(engine.bring_about, servers, gone)
+        assert inner.run(engine.differs, servers, gone) == []
+        assert flow.ask().member == "b2"
+        inner.run(engine.bring_about, servers, {})
+    # Also where the change itself would have been possible.
+    inner.run(libnftables.run, "flush chain inet amphora_virtual arriving\n")
+    inner.run(engine.bring_about, servers, gone)
+    assert clients.flow().ask().member == "b2"
+
+
+def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, monkeypatch):
+    """Somebody may be quicker than our look."""
+    servers, engine = another(lab), NftablesEngine()
+    inner.run(engine.bring_about, servers, {})
+    inner.run(libnftables.run, "flush ruleset\n")
+    monkeypatch.setattr(engine, "_is_as_left", lambda: True)
+    inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b1")): False})
+    assert clients.flow().ask().member == "b2"
+
+
+def test_rules_beside_ipvs_are_written_anew_too(lab, inner, tmp_path):
+    push(lab)
+    engine = LvsEngine(str(tmp_path))
+    one = wanted.parse([virtual_server(*EVERYBODY, connection_limit=5)])
+    two = wanted.parse([virtual_server(*EVERYBODY, connection_limit=5), virtual_server(*EVERYBODY, port=OTHER)])
+    inner.run(engine._bring_about_rules, lvs_rules.table_of(one))
+    inner.run(libnftables.run, "flush ruleset\n")
+    inner.run(engine._bring_about_rules, lvs_rules.table_of(two))
+    assert f". {OTHER}" in inner.run(engine._list)
+    inner.run(engine.release)
+
+
+def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypatch):
+    servers, engine = another(lab), NftablesEngine()
+    gone = {(servers[0].id, name_of("member", "b1")): False}
+    inner.run(engine.bring_about, servers, {})
+    some = clients.flows(4)
+    assert {flow.ask().member for flow in some} == {"b1", "b2"}
+    fails_once(monkeypatch, flows, "end")
+    with pytest.raises(VirtualServersError):
+        inner.run(engine.bring_about, servers, gone)
+    assert inner.run(engine.differs, servers, gone) != []
+    inner.run(engine.bring_about, servers, gone)
+    assert {flow.ask().member for flow in some} == {"b2"}
+    assert inner.run(engine.differs, servers, gone) == []
+    fails_once(monkeypatch, engine, "_remember")
+    with pytest.raises(VirtualServersError):
+        inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
+    inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
+    assert {flow.ask().member for flow in some} == {"b1"}
+    fails_once(monkeypatch, flows, "end")
+    with pytest.raises(VirtualServersError):
+        inner.run(engine.release)
+    inner.run(engine.release)
+    assert not {mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark & SERVER_MASK}
+
+
+def fails_once(monkeypatch, where, name):
+    real = getattr(where, name)
+
+    def once(*given):
+        monkeypatch.setattr(where, name, real)
+        raise VirtualServersError("try", f"error {errno.ENOBUFS}")
+
+    monkeypatch.setattr(where, name, once)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker's socket and its loop where something is scarce, late or slow; and what counts as a hand in the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from test_checks_states import MONITOR, SERVER, member, server
+
+from amphora_agent.virtual_servers import control, loop
+from amphora_agent.virtual_servers.checker import Checker
+from amphora_agent.virtual_servers.control import Control
+from amphora_agent.virtual_servers.engine import Counters
+from amphora_agent.virtual_servers.loop import Loop, roomy
+from amphora_agent.virtual_servers.record import Record
+from amphora_agent.virtual_servers.wanted import document
+
+
+@pytest.fixture
+def turning():
+    made = Loop()
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def files(most):
+    """Within the block no file gets this number, or a larger one."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_is_due_in_months_can_be_waited_for(turning):
+    """epoll counts milliseconds in 32 bits."""
+    one, other = socket.socketpair()
+    with one, other:
+        turning.at(time.monotonic() + 1e8, lambda: None)
+        heard = []
+        turning.read(one, lambda: heard.append(one.recv(9)))
+        other.send(b"now")
+        turning.turn()
+        assert heard == [b"now"]
+
+
+def test_a_socket_stays_as_it_is_where_there_are_no_large_numbers(monkeypatch):
+    monkeypatch.setattr(loop, "_SCARCE", 0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, files(1000):
+        kept = roomy(one)
+        assert kept is one
+        assert kept.fileno() >= 0
+        assert not kept.getblocking()
+
+
+@pytest.fixture
+def listening(turning, tmp_path):
+    """Makes one that answers so; returns its path."""
+    with contextlib.ExitStack() as closing:
+
+        def made(answer):
+            path = str(tmp_path / "socket")
+            closing.callback(Control(turning, path, answer).close)
+            return path
+
+        yield made
+
+
+def asking(path):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(30)
+    connection.connect(path)
+    connection.sendall(b"{}\n")
+    return connection
+
+
+def test_who_has_no_file_left_lets_people_in_later(turning, listening, capfd):
+    path = listening(lambda _: {"well": True})
+    with asking(path) as connection:
+        with files(_next_file()):
+            turning.turn(0)
+        assert "nobody is let in" in capfd.readouterr().err
+        connection.setblocking(False)
+        said, end = b"", time.monotonic() + 30
+        while not said:
+            assert time.monotonic() < end
+            turning.turn(1)
+            with contextlib.suppress(BlockingIOError):
+                said = connection.recv(100)
+        assert json.loads(said) == {"well": True}
+
+
+def _next_file():
+    number = os.dup(0)
+    os.close(number)
+    return number
+
+
+def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, monkeypatch):
+    """The time of whoever asks is that in which nothing is taken from him, or given."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(control, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+
+    def answer(_):
+        clock.now += 2 * control.LONGEST_SECONDS
+        return "x" * (8 << 20)
+
+    received = []
+    with asking(listening(answer)) as connection:
+
+        def take():
+            while data := connection.recv(1 << 20):
+                received.append(len(data))
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        while taker.is_alive():
+            turning.turn(0.01)
+        taker.join()
+    assert sum(received) == 8 << 20
+
+
+# -- what differs --------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """An engine that says what differs from what it was told; while it is `broken` it takes nothing."""
+
+    name = "fake"
+
+    def __init__(self):
+        self.told, self.broken = None, False
+
+    def check(self, servers):
+        pass
+
+    def bring_about(self, servers, up, *, paired=False):
+        if self.broken:
+            raise OSError("broken")
+        self.told = servers, dict(up)
+
+    def differs(self, servers, up, *, paired=False):
+        return [] if (tuple(servers), dict(up)) == self.told else ["the rules are others"]
+
+    def release(self):
+        self.told = None
+
+    def counters(self):
+        return {SERVER: Counters()}
+
+
+class Asked:
+    """Checks that a test answers."""
+
+    def __init__(self, _):
+        self.waiting = []
+
+    def begin(self, asked, done):
+        self.waiting.append(done)
+        return SimpleNamespace(end=lambda: None, expire=lambda: (True, "late"))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def checking(turning, tmp_path):
+    """A checker, its engine and its checks."""
+    engine, asked = Fake(), Asked(turning)
+    made = Checker(turning, engine, Record(str(tmp_path)), {"TCP": lambda _: asked})
+    yield made, engine, asked
+    made.close()
+
+
+def question(op, *servers):
+    return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": document(servers)}
+
+
+def test_who_serves_nothing_is_as_wanted_where_nothing_is_wanted(checking):
+    """It was only asked whether it could serve something."""
+    checker, _, _ = checking
+    assert checker.answer(question("differs")) == {"differs": []}
+    assert checker.answer(question("differs", server(member(1))))["differs"] != []
+
+
+def test_a_state_that_waits_for_its_turn_is_no_hand_in_the_rules(checking):
+    checker, engine, asked = checking
+    wanted = server(member(1), monitor=MONITOR)
+    checker.answer(question("serve", wanted))
+    while not asked.waiting:
+        checker.turn()
+    engine.broken = True
+    before = engine.told
+    asked.waiting.pop()(False, "refused")
+    checker.turn()
+    assert "broken" in checker.answer({"op": "state"})["error"]
+    assert checker.answer(question("differs", wanted)) == {"differs": []}
+    engine.told = None
+    assert checker.answer(question("differs", wanted))["differs"] != []
+    engine.told = before
