@@ -344,7 +344,7 @@ def test_a_daemon_that_is_not_started_again_at_once(machine):
     assert (status["pid"], status["wanted"], status["starts"]) == (None, True, 1)
     eventually(lambda: services(machine, "services.status('patient')")["pid"] is not None, "it comes again")
     assert time.monotonic() - begin >= 2.5
-    eventually(lambda: health.read_text() == "0", "it serves again")
+    eventually(lambda: health.read_text() == "0", "it serves again", 120.0)
     assert not leftover.exists()
     services(machine, "services.stop('patient', missed=True)")
     assert health.read_text() == "1"

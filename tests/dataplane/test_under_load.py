@@ -71,6 +71,7 @@ def end_long(traffic: Traffic) -> dict[str, dict]:
     return traffic.stop(*LONG)
 
 
+@pytest.mark.quiet
 @pytest.mark.feature("member.batch", "member.weight", "member.admin_state_up", "listener.default_tls_container_ref")
 def test_a_thousand_changes_disturb_nobody(served, traffic, tenant):
     """1,000 member changes and 100 certificates without a new worker, then 100 reloads, all under the same load."""

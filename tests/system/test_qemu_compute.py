@@ -32,6 +32,7 @@ from amphora_driver.store.engine import Database
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.quiet,
     pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="there is no qemu here"),
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="this kernel has no taps"),
 ]
@@ -166,6 +167,7 @@ def test_a_machine_outlives_whoever_booted_it(lab):
 
 
 def test_a_machine_whose_record_was_never_written_is_found(lab, booted):
+    assert lab.compute.get(booted.amphora_id).state is MachineState.RUNNING, "it has not ended by itself"
     record = lab.place(booted.amphora_id) / "process.json"
     kept = record.read_bytes()
     record.unlink()
