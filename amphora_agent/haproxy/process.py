@@ -303,7 +303,15 @@ class Haproxy:
             time.sleep(_POLL_SECONDS)
 
     def _make_room(self, most: int | None) -> None:
-        """End the oldest of the replaced workers, if there would be too many of them."""
+        """End the oldest of the replaced workers, if there would be too many of them.
+
+        Those that have nobody any more go by themselves once they are counted, and are waited for a moment: reloads
+        that come quickly would otherwise cost an older one its connections.
+        """
+        waited = time.monotonic() + LEAVING_SECONDS
+        while workers.too_many(self._workers(), most) and time.monotonic() < waited:
+            self._accounts.sample()
+            time.sleep(_TABLES_POLL_SECONDS)
         for pid in workers.too_many(self._workers(), most):
             closed = self._accounts.finish(pid, 0.0)
             if closed:
