@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What diskimage/build does with the machine it runs on. To be sourced from the project's folder.
 # shellcheck shell=bash
-# shellcheck disable=SC2154 # release, mirror, security, arch are build's
+# shellcheck disable=SC2154 # place, log, release, mirror, security are build's
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
@@ -20,6 +20,24 @@ require_room() {
   free=$(df -m --output=avail "$1" | tail -n 1)
   ((free >= $2)) || die "There are $((free)) MB free in $1, and $2 are needed. --work names another place."
 }
+
+# seen_from DIR PATH
+seen_from() { if [[ $2 == /* ]]; then echo "$2"; else echo "$1/$2"; fi; }
+
+# as_in_manifest MANIFEST RELEASE ARCH: release and architecture of an earlier image, which are those that were asked for
+# or nobody asked. (Python may not be there yet; a manifest has one word a line.)
+as_in_manifest() {
+  local word asked=("$2" "$3") found=()
+  for word in release architecture; do found+=("$(sed -nE 's/^ "'"$word"'": "([a-z0-9]+)",$/\1/p' "$1")"); done
+  [[ -n ${found[0]} && -n ${found[1]} ]] || die "$1 is not the manifest of an image."
+  for word in 0 1; do
+    [[ -z ${asked[word]} || ${asked[word]} == "${found[word]}" ]] || die "It is of ${found[word]}, not of ${asked[word]}."
+  done
+  echo "${found[*]}"
+}
+
+# host_of URL
+host_of() { sed -E 's,^[a-z+]+://,,; s,/.*,,; s,.*@,,; s,:[0-9]+$,,' <<<"$1"; }
 
 run_python() { PYTHONDONTWRITEBYTECODE=1 python3 -m "$@"; }
 
@@ -50,8 +68,8 @@ commit_of() {
 install_tools() {
   local wanted=() pair
   for pair in mmdebstrap=mmdebstrap qemu-img=qemu-utils mke2fs=e2fsprogs sfdisk=fdisk mkfs.vfat=dosfstools mcopy=mtools zstd=zstd sudo=sudo \
-    python3=python3 debootstrap=debootstrap gpg=gnupg; do
-    command -v "${pair%%=*}" >/dev/null || [[ -x /usr/sbin/${pair%%=*} || -x /sbin/${pair%%=*} ]] || wanted+=("${pair#*=}")
+    python3=python3 debootstrap=debootstrap gpg=gnupg losetup=mount /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring; do
+    command -v "${pair%%=*}" >/dev/null || [[ -e ${pair%%=*} ]] || wanted+=("${pair#*=}")
   done
   python3 -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
   ((${#wanted[@]})) || return 0
@@ -78,33 +96,43 @@ kernel has binfmt_misc (/proc/sys/fs/binfmt_misc is mounted, and qemu-$machine i
 # builder_environment LOG: diskimage-builder in an environment of its own; its place.
 builder_environment() {
   local place=$PWD/.sandbox/diskimage-venv
-  if [[ ! -x $place/bin/disk-image-create ]]; then
+  if [[ ! -e $place/complete ]]; then
     say "Installing diskimage-builder into .sandbox/diskimage-venv" >&2
     mkdir -p "$PWD/.sandbox"
     {
       python3 -m venv "$place" &&
         "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check 'diskimage-builder>=3.43,<4' setuptools networkx wheel
     } >>"$1" 2>&1 || failed "diskimage-builder's environment" "$1"
+    : >"$place/complete"
   fi
   echo "$place"
 }
 
-# Of which releases this machine's package sources can give us: "RELEASE MIRROR" lines. apt itself asks, with its own proxies.
+# has_release RELEASE MIRROR: its InRelease, which is then in $place. apt itself asks, with its own proxies.
 has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1; }
+
+# security_beside MIRROR: the usual place of the security updates of a mirror that somebody named.
+security_beside() {
+  local time='/{snapshot}'
+  if [[ $1 == *"$time"* ]]; then echo "${1/"$time"/-security$time}"; else echo "${1%/}-security"; fi
+}
 
 # find_mirrors: sets mirror, security and, where nobody asked for one, release.
 find_mirrors() {
-  local sources found=() one
+  local sources uri one own='' found=()
   sources=$(apt-get indextargets --format '$(RELEASE) $(REPO_URI)' 'Created-By: Packages' 'Target-Of: deb' | sort -u)
-  [[ -n $mirror ]] || mirror=$(awk '$1 !~ /security|updates|backports/ {print $2; exit}' <<<"$sources")
-  [[ -n $mirror ]] || die "Could not tell where packages come from: apt names no source on this machine. Say --mirror URL."
-  if [[ -z $security ]]; then
-    security=$(awk '$1 ~ /-security/ {print $2; exit}' <<<"$sources")
-    # Of a mirror that somebody named, the usual place beside it.
-    if [[ -z $security || $mirror != $(awk '$1 !~ /security|updates|backports/ {print $2; exit}' <<<"$sources") ]]; then
-      security=${mirror%/}-security
-    fi
+  if [[ -z $mirror ]]; then
+    # There may be other people's packages among the sources.
+    for uri in $(awk '$1 !~ /security|updates|backports/ {print $2}' <<<"$sources" | sort -u); do
+      for one in trixie bookworm; do
+        if has_release "$one" "$uri" && grep -qx 'Origin: Debian' "$place/InRelease"; then own=$uri; break 2; fi
+      done
+    done
+    mirror=$own
   fi
+  [[ -n $mirror ]] || die "Could not tell where Debian's packages come from: apt names no such source on this machine. Say --mirror URL."
+  [[ -n $security || -z $own ]] || security=$(awk '$1 ~ /-security/ {print $2; exit}' <<<"$sources")
+  [[ -n $security ]] || security=$(security_beside "$mirror")
   for one in trixie bookworm; do
     if has_release "$one" "$mirror" && has_release "$one-security" "$security"; then found+=("$one"); fi
   done
@@ -113,7 +141,6 @@ find_mirrors() {
     if [[ " ${found[*]} " != *" trixie "* && ${#found[@]} -gt 0 ]]; then
       release=${found[0]}
       python=$(python_of "$release")
-      name=${name/trixie/$release}
       printf '\033[33m%s\033[0m\n' "The package source here has no trixie: this will be an image of $release, with an older HAProxy." >&2
     fi
   fi

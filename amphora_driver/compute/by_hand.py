@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,8 @@ _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30
 _PROGRAM = "qemu-system-x86_64"
+# How a qcow2 file begins (QEMU's docs/interop/qcow2.txt).
+_QCOW2 = b"QFI\xfb"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,10 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=512, help="MiB")
     parser.add_argument("--port", type=int, default=_AGENT_PORT, help="of 127.0.0.1, for the agent")
     parser.add_argument("--accelerator", choices=["auto", "kvm", "tcg"], default="auto")
+    parser.add_argument("--firmware", type=Path, help="instead of qemu's BIOS, as /usr/share/ovmf/OVMF.fd for UEFI")
     parser.add_argument("--keep", type=Path, help="folder for disk, certificates and drive; they stay")
     chosen = parser.parse_args(arguments)
-    if not chosen.image.is_file():
-        parser.error(f"there is no {chosen.image}")
+    for file in (chosen.image, chosen.firmware):
+        if file is not None and not file.is_file():
+            parser.error(f"there is no {file}")
+    if not _free(chosen.port):
+        parser.error(f"somebody has port {chosen.port} of 127.0.0.1; --port names another one")
     with ExitStack() as closing:
         folder = chosen.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="amphora-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,20 +72,59 @@ def _boot(folder: Path, chosen: argparse.Namespace) -> int:
         processors=1,
         memory=chosen.memory,
     )
-    forward = f"tcp:127.0.0.1:{chosen.port}-:{_AGENT_PORT}"
-    argv = hand_command(hardware, str(chosen.image.absolute()), forward, _MAC)
+    argv = hand_command(
+        hardware,
+        str(chosen.image.absolute()),
+        disk_format="qcow2" if _begins(chosen.image, _QCOW2) else "raw",
+        forward=f"tcp:127.0.0.1:{chosen.port}-:{_AGENT_PORT}",
+        mac=_MAC,
+        firmware=None if chosen.firmware is None else str(chosen.firmware.absolute()),
+    )
+    place = shlex.quote(str(folder))
     sys.stdout.write(
-        f"Amphora {amphora_id}, {'by KVM' if accelerated else 'emulated: a boot takes a minute or more'}. "
+        f"Amphora {amphora_id}, {'by KVM' if accelerated else 'emulated: a boot takes some minutes'}. "
         "When it has booted, its agent answers:\n\n"
-        f"  curl --cacert {folder}/amphora_ca.pem --cert {folder}/controller.pem "
+        f"  curl --cacert {place}/amphora_ca.pem --cert {place}/controller.pem "
         f"--connect-to ::127.0.0.1:{chosen.port} https://{amphora_id}:{_AGENT_PORT}/v2/info\n\n"
         "Its console; Ctrl-C ends it.\n"
     )
     sys.stdout.flush()
-    try:
-        return subprocess.run(argv, cwd=folder, check=False).returncode
-    except KeyboardInterrupt:
-        return 0
+    return _run(argv, folder)
+
+
+def _run(argv: list[str], folder: Path) -> int:
+    """Run qemu to its end. Whoever ends us ends it, and it has the time to give the terminal back as it was."""
+    asked: list[int] = []
+    running: list[subprocess.Popen[bytes]] = []
+
+    def end(number: int, _: object) -> None:
+        asked.append(number)
+        for process in running:
+            process.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    with subprocess.Popen(argv, cwd=folder) as process:
+        running.append(process)
+        if asked:
+            process.terminate()
+        status = process.wait()
+    return 0 if asked else status
+
+
+def _begins(file: Path, with_these: bytes) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(with_these)) == with_these
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _write_drive(folder: Path, amphora_id: str) -> None:

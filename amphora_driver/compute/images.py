@@ -63,7 +63,7 @@ class Images:
         disk, kernel, initrd, arguments = (self._path(tag, kind) for kind in ("qcow2", "kernel", "initrd", "arguments"))
         if disk is None:
             place = self._directory / f"{tag}.qcow2"
-            raise ComputeError(wanted, f"there is no {place}", "diskimage/README.md says how to make one.", final=True)
+            raise ComputeError(wanted, f"there is no {place}", "docs/image.md says how to make one.", final=True)
         if kernel is None:
             return Image(tag=tag, disk=disk)
         words = ARGUMENTS if arguments is None else " ".join(arguments.read_text(encoding="ascii").split())

@@ -70,19 +70,25 @@ def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[s
     return [*argv, "-pidfile", str(folder / PID)]
 
 
-def hand_command(hardware: Hardware, image: str, forward: str, mac: str) -> list[str]:
+def hand_command(
+    hardware: Hardware, image: str, *, disk_format: str, forward: str, mac: str, firmware: str | None = None
+) -> list[str]:
     """The same machine for somebody who looks at its console: qemu's own network, and a disk that is not kept.
 
     Args:
         hardware: the machine.
         image: its disk; what it writes is thrown away.
+        disk_format: raw or qcow2.
         forward: the port of this machine that leads to one of its own, in qemu's words.
         mac: of its only interface.
+        firmware: instead of qemu's own BIOS.
     """
+    file = image.replace(",", ",,")
     return [
         *_machine(hardware),
+        *(("-bios", firmware) if firmware is not None else ()),
         *("-chardev", "stdio,id=console,signal=on", "-serial", "chardev:console"),
-        *("-drive", f"file={image},if=none,id=disk,snapshot=on"),
+        *("-drive", f"file={file},format={disk_format},if=none,id=disk,snapshot=on"),
         *("-netdev", f"user,id=net,hostfwd={forward}", "-device", f"virtio-net-pci,netdev=net,mac={mac},romfile="),
     ]
 

@@ -87,11 +87,19 @@ def test_nothing_comes_from_files_of_the_machine_it_runs_on():
 
 
 def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
-    by_hand = hand_command(hardware(), "/image.qcow2", "tcp:127.0.0.1:9443-:9443", "52:54:00:12:34:56")
+    by_hand = hand_command(
+        hardware(),
+        "/a,b.qcow2",
+        disk_format="qcow2",
+        forward="tcp:127.0.0.1:9443-:9443",
+        mac="52:54:00:12:34:56",
+        firmware="/ovmf.fd",
+    )
     ours = command(hardware(), FOLDER, ())
     for option in ("-machine", "-accel", "-cpu", "-smp", "-m"):
         assert values(by_hand, option) == values(ours, option)
-    assert "snapshot=on" in next(one for one in values(by_hand, "-drive") if "/image.qcow2" in one)
+    assert "file=/a,,b.qcow2,format=qcow2,if=none,id=disk,snapshot=on" in values(by_hand, "-drive")
+    assert values(by_hand, "-bios") == ["/ovmf.fd"]
 
 
 def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
