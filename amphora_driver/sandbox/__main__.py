@@ -36,6 +36,9 @@ class _Screen:
         self.console.print(f"  [green]✓[/] {text} [dim]{now - self._last:.1f} s[/]")
         self._last = now
 
+    def note(self, text: str) -> None:
+        self.console.print(f"  [dim]· {text}[/]", soft_wrap=True)
+
     def end(self, text: str) -> None:
         self.console.print(f"[bold]{text}[/] [dim]{time.monotonic() - self._begun:.1f} s[/]")
 
@@ -115,7 +118,7 @@ def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
     from amphora_driver.sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
 
     settings = _existing(chosen)
-    load_balancer = demo.ensure_load_balancer(settings, screen.step)
+    load_balancer = demo.ensure_load_balancer(settings, screen.step, screen.note)
     answers = demo.count_answers(settings, load_balancer.vip_address, _REQUESTS)
     screen.step(f"{_REQUESTS} requests from the client to http://{load_balancer.vip_address}/")
     table = Table("member", "answers")

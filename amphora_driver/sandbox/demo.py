@@ -8,6 +8,7 @@ over the same networks as any other machine's.
 from __future__ import annotations
 
 import http.client
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 import openstack
 
 from amphora_driver.network import namespaces
-from amphora_driver.sandbox import topology
+from amphora_driver.sandbox import configuration, topology
 from amphora_driver.sandbox.demo_hosts import MEMBER_PORT
 from amphora_driver.sandbox.settings import SandboxError
 
 if TYPE_CHECKING:
     from amphora_driver.sandbox.settings import Settings
 
+Report = Callable[[str], None]
 NAME = "demo"
-_ACTIVE_SECONDS = 120.0
 _LOOK_AGAIN = 0.1
+# An emulated machine boots; whoever looks at it all the time takes the processor from it.
+_SLOW_LOOK_AGAIN = 1.0
+_SAY_SO_EVERY = 30.0
 
 
 def connect(settings: Settings) -> Any:
@@ -38,28 +42,42 @@ def connect(settings: Settings) -> Any:
     )
 
 
-def wait_active(connection: Any, load_balancer_id: str, seconds: float = _ACTIVE_SECONDS) -> Any:
+def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note: Report) -> Any:
     """The load balancer, when it is ACTIVE.
 
+    Args:
+        note: told now and then that it is waited for, where that takes long.
+
     Raises:
-        SandboxError: it becomes ERROR, or takes longer.
+        SandboxError: it becomes ERROR, or takes longer than it may.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    emulated = configuration.emulated(settings)
+    said = began
     while True:
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":
             return found
-        if found.provisioning_status == "ERROR" or time.monotonic() > deadline:
+        now = time.monotonic()
+        if found.provisioning_status == "ERROR" or now > began + settings.patience:
             raise SandboxError(
                 f"wait for load balancer {found.name}",
                 f"it is {found.provisioning_status}",
                 "See `amphoractl loadbalancer show` and the controller's log.",
             )
-        time.sleep(_LOOK_AGAIN)
+        if emulated and now - said > _SAY_SO_EVERY:
+            said = now
+            note(f"still waiting: it is {found.provisioning_status}, its amphora boots ({now - began:.0f} s)")
+        time.sleep(_SLOW_LOOK_AGAIN if emulated else _LOOK_AGAIN)
 
 
-def ensure_load_balancer(settings: Settings, report: Callable[[str], None]) -> Any:
-    """The demonstration's load balancer, ACTIVE; created in one request with all below it if it is not there."""
+def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> Any:
+    """The demonstration's load balancer, ACTIVE; created in one request with all below it if it is not there.
+
+    Args:
+        report: told of every step.
+        note: told what is waited for, and for how long.
+    """
     connection = connect(settings)
     found = connection.load_balancer.find_load_balancer(NAME)
     if found is None:
@@ -79,7 +97,12 @@ def ensure_load_balancer(settings: Settings, report: Callable[[str], None]) -> A
             name=NAME, vip_subnet_id=topology.VIP_SUBNET, listeners=[listener]
         )
     started = time.monotonic()
-    found = wait_active(connection, found.id)
+    if found.provisioning_status != "ACTIVE" and settings.compute == "qemu":
+        how = "emulated, because KVM does not work here: this takes some minutes"
+        how = how if configuration.emulated(settings) else "by KVM"
+        console = f"{os.path.relpath(settings.machines)}/*/console.log"
+        note(f"its amphora is a virtual machine, {how}. Its console: {console}")
+    found = wait_active(settings, connection, found.id, note)
     report(f"load balancer {NAME} is ACTIVE on {found.vip_address} (waited {time.monotonic() - started:.1f} s)")
     return found
 

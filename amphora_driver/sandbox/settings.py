@@ -138,6 +138,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """The namespace of controller and health manager."""
         return f"{self.prefix}-control"
 
+    @property
+    def patience(self) -> float:
+        """Seconds within which something that was asked of Octavia has come to an end, good or bad."""
+        return 1200.0 if self.compute == "qemu" else 120.0
+
     def host(self, name: str) -> str:
         """The namespace of a client or member."""
         return f"{self.prefix}-{name}"

@@ -45,7 +45,7 @@ _NEEDED = {
     "unshare": "util-linux",
     "nft": "nftables",
 }
-_NEEDED_BY_QEMU = {"qemu-system-x86_64": "qemu-system-x86", "qemu-img": "qemu-utils"}
+_NEEDED_BY_QEMU = {configuration.PROGRAM: "qemu-system-x86", "qemu-img": "qemu-utils"}
 
 
 class Stack:

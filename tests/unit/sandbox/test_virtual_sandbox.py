@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from amphora_driver import config
+from amphora_driver.compute import acceleration
 from amphora_driver.sandbox import configuration
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.settings import SandboxError
@@ -26,7 +27,14 @@ def options(folder, **choices):
     return settings, config.load([str(settings.our_configuration)])
 
 
-def test_virtual_machines_get_their_images_and_more_time(folder):
+@pytest.fixture(autouse=True, params=["emulated", "accelerated"])
+def emulated(request, monkeypatch):
+    """Whether KVM works here."""
+    monkeypatch.setattr(acceleration, "usable", lambda _: request.param == "accelerated")
+    return request.param == "emulated"
+
+
+def test_virtual_machines_get_their_images_and_more_time_where_they_are_emulated(folder, emulated):
     settings, conf = options(folder, compute="qemu", images=str(folder / "images"))
     assert conf.compute.driver == "qemu"
     assert conf.compute_qemu.image_directory == str(folder / "images")
@@ -36,8 +44,11 @@ def test_virtual_machines_get_their_images_and_more_time(folder):
     _, plain = options(folder / "plain")
     assert plain.compute.driver == "netns"
     assert plain.agent.services == "supervisor"
-    assert conf.controller.boot_timeout > plain.controller.boot_timeout
-    assert conf.failover.silent_after > plain.failover.silent_after
+    assert (conf.controller.boot_timeout > plain.controller.boot_timeout) is emulated
+    assert (conf.failover.silent_after > plain.failover.silent_after) is emulated
+    assert (conf.agent.connect_timeout > plain.agent.connect_timeout) is emulated
+    assert settings.patience > conf.controller.boot_timeout
+    assert conf.controller.lease == plain.controller.lease
     assert conf.failover.witnesses == plain.failover.witnesses
 
 
