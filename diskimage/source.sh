@@ -109,7 +109,7 @@ builder_environment() {
 }
 
 # has_release RELEASE MIRROR: its InRelease, which is then in $place. apt itself asks, with its own proxies.
-has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1; }
+has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1 </dev/null; }
 
 # security_beside MIRROR: the usual place of the security updates of a mirror that somebody named.
 security_beside() {
@@ -123,11 +123,11 @@ find_mirrors() {
   sources=$(apt-get indextargets --format '$(RELEASE) $(REPO_URI)' 'Created-By: Packages' 'Target-Of: deb' | sort -u)
   if [[ -z $mirror ]]; then
     # There may be other people's packages among the sources.
-    for uri in $(awk '$1 !~ /security|updates|backports/ {print $2}' <<<"$sources" | sort -u); do
+    while read -r uri; do
       for one in trixie bookworm; do
         if has_release "$one" "$uri" && grep -qx 'Origin: Debian' "$place/InRelease"; then own=$uri; break 2; fi
       done
-    done
+    done < <(awk '$1 !~ /security|updates|backports/ {print $2}' <<<"$sources" | sort -u)
     mirror=$own
   fi
   [[ -n $mirror ]] || die "Could not tell where Debian's packages come from: apt names no such source on this machine. Say --mirror URL."
