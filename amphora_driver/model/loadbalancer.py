@@ -141,7 +141,8 @@ class L7Policy(Shape, frozen=True):
 class Listener(Shape, frozen=True):
     """One port of a load balancer.
 
-    Timeouts in milliseconds; connection_limit -1 is "no limit of its own"; insert_headers names those that are on.
+    Timeouts in milliseconds; connection_limit -1 is "no limit of its own"; insert_headers names those that are on. One
+    that is `unread` Octavia has not handed over: it may have policies that are not known here, so it is not served.
     """
 
     id: str
@@ -169,6 +170,7 @@ class Listener(Shape, frozen=True):
     hsts_max_age: int | None = None
     hsts_include_subdomains: bool = False
     hsts_preload: bool = False
+    unread: bool = False
     l7policies: tuple[L7Policy, ...] = ()
 
     @property

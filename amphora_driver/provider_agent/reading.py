@@ -19,7 +19,7 @@ from amphora_driver import points
 from amphora_driver.capabilities import certificates
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import Listener
+from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.secrets import used_by
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.provider_agent import taking
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.model.loadbalancer import LoadBalancer, Pool
+    from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secrets import Material, SecretName
     from amphora_driver.store.engine import Database
 
@@ -227,19 +227,25 @@ class Reader:
         """Read listener by listener and pool by pool; False if that was not enough to serve the rest."""
         tree = self._database.read(lambda connection: wanted.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, Sealed] = {}
-
-        unread: set[str] = set()
+        # Those were read before, but for the ones that were not.
+        again = any(one.unread for one in tree.listeners)
+        # A listener is not handed over without its pools, and so not without their secrets.
+        closed = False
 
         def piece(kind: Kind, recorded: Any) -> Any:
+            nonlocal closed
             try:
                 node, given = self._one(kind, recorded.id)
             except octavia_errors.DriverAgentTimeout:
-                unread.add(recorded.id)
-                # What uses secrets is left out for want of them, and a listener is not handed over without its pools:
-                # one that leads nowhere else lets nobody in. About any other one too little is known: it may have
-                # policies that keep somebody out.
-                shut = isinstance(recorded, Listener) and set() < _leads_to(recorded) <= unread
-                return recorded if shut or next(iter(used_by(recorded)), None) is not None else None
+                if isinstance(recorded, Pool):
+                    closed = closed or bool(used_by(recorded))
+                    # It is left out for want of its secrets.
+                    return recorded if used_by(recorded) else None
+                if again and not recorded.unread:
+                    return recorded
+                # It may have policies that keep somebody out, and that nobody knows here.
+                explained = used_by(recorded) or (closed and not recorded.virtual)
+                return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(given)
             return node
 
@@ -274,9 +280,3 @@ class Reader:
 
     def _wake(self, load_balancer_id: str | None = None) -> None:
         hints.tell(self._conf, doorbell.CONTROLLER, load_balancer_id)
-
-
-def _leads_to(listener: Listener) -> set[str]:
-    """The pools that a listener, as it is recorded, sends requests to."""
-    named = {listener.default_pool_id, *(policy.redirect_pool_id for policy in listener.l7policies)}
-    return {one for one in named if one is not None}

@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.model.loadbalancer import Member
-from amphora_driver.model.secrets import used_by, used_in
+from amphora_driver.model.secrets import tickets, used_by, used_in
 from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
 from amphora_driver.store.intents import Op
@@ -82,7 +82,7 @@ def take_tree(
         row: what was to be read, as it was seen before.
         tree: what was read.
         contents: what came of the secrets it uses.
-        reason: why nothing came of the others.
+        reason: why nothing came of the others, as far as nothing is known of them.
 
     Returns:
         Whether it counts.
@@ -91,9 +91,12 @@ def take_tree(
         return False
     added = wanted.replace_tree(connection, row.generation, tree)
     statuses.expect(connection, tree.id, row.generation, [(wanted.kind_of(node), node.id) for node in added])
-    secrets.drop_load_balancer(connection, tree.id)
     lost = Sealed(reason=reason)
-    secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in dict.fromkeys(used_in(tree))})
+    recorded = secrets.of_load_balancer(connection, tree.id)
+    known = {name: one for name, one in recorded.items() if one.content is not None}
+    used = dict.fromkeys(used_in(tree))
+    secrets.drop(connection, recorded.keys() - used.keys() - {tickets(tree.id)})
+    secrets.put(connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used})
     reading_back.done(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
     return True
@@ -175,8 +178,8 @@ def correct(
         connection.execute(status.delete().where(status.c.object_id == one))
     secrets.drop_objects(connection, sorted(gone))
     kept, lost = secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
-    missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept]
-    secrets.put(connection, tree.id, {name: contents.get(name, lost) for name in missing})
+    missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept or kept[name].content is None]
+    secrets.put(connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing})
     connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=AT_ONCE))
     return True
 

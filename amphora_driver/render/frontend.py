@@ -35,6 +35,7 @@ _HTTP_ONLY = frozenset(
 )
 _VARIABLE = re.compile(r"%%|%(?P<flags>\{[^}]*\})?(?P<name>[A-Za-z0-9]+)")
 _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
+_UNREAD = "Look whether every secret that it and its pools refer to can be read, and set that reference again."
 
 
 class Behind(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -167,6 +168,8 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
         ModelError: it cannot be served by the pool it names.
     """
     options.check_listener(listener)
+    if listener.unread:
+        raise refusals.because(listener.id, "Octavia could not hand it over", _UNREAD)
     settings = surroundings.settings
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)

@@ -197,6 +197,7 @@ class Intents:
                 # Octavia changes the security groups of a VIP without a word to us.
                 reading_back.ask_for(connection, load_balancer_id, kind, object_id)
             _keep_secrets(connection, load_balancer_id, before, after, fields, contents or {})
+            _read_the_unread(connection, load_balancer_id, before)
             touched = [(kind, object_id), *_ancestors(connection, after)]
             self._finish(connection, load_balancer_id, generation, touched, f"update {_WORDS[kind]}", object_id)
             return load_balancer_id
@@ -218,6 +219,7 @@ class Intents:
                 _close_up(connection, generation, node.listener_id)
             if type(node) in FIELDS:
                 secrets.drop_objects(connection, [object_id])
+                _read_the_unread(connection, load_balancer_id, node)
             self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
             return load_balancer_id
 
@@ -448,6 +450,21 @@ def _keep_secrets(
     unsaid = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or unsaid or named(after, fields).keys() - contents.keys():
         reading_back.ask_for(connection, load_balancer_id, wanted.kind_of(after), after.id)
+
+
+def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
+    """Octavia may hand over now what it did not, if this was the reason: read everything once more.
+
+    Args:
+        changed: the object as it was, before its update or removal.
+    """
+    listeners: Collection[Any] = ()
+    if isinstance(changed, Listener):
+        listeners = (changed,)
+    elif isinstance(changed, Pool) and used_by(changed):
+        listeners = wanted.children(connection, load_balancer_id, Kind.LISTENER).values()
+    if any(one.unread for one in listeners):
+        reading_back.ask_for_all(connection, load_balancer_id)
 
 
 def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:

@@ -33,6 +33,11 @@ def ask_for(connection: sa.Connection, load_balancer_id: str, kind: Kind, object
     _set(connection, load_balancer_id, read_back=True, reread=msgspec.json.encode(objects).decode())
 
 
+def ask_for_all(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Have the whole tree read after Octavia's commit."""
+    _set(connection, load_balancer_id, read_back=True, reread=None)
+
+
 def objects_of(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
     """The objects that are to be read, as the column has them; None for the whole tree."""
     return None if reread is None else msgspec.json.decode(reread, type=_Objects)

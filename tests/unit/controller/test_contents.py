@@ -3,10 +3,12 @@
 
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 from cryptography.fernet import Fernet
+from msgspec.structs import replace
 
 from amphora_driver import config
 from amphora_driver.controller import contents
@@ -144,6 +146,22 @@ def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vaul
         f"tls/{SECURE}/default.pem",
     }
     assert "BEGIN" not in caplog.text + repr(served) + repr(pushing._failed)
+
+
+def test_a_pool_without_its_authority_takes_no_other_along(pushing):
+    """Nor a listener that uses no secret; one that Octavia has not handed over stays shut, whatever it leads to."""
+    leads = {"protocol": ListenerProtocol.HTTP, "loadbalancer_id": LB}
+    listeners = (
+        Listener(id=PLAIN, protocol_port=80, default_pool_id=POOL, **leads),
+        Listener(id=SECURE, protocol_port=81, default_pool_id=CRYPTED, **leads),
+        Listener(id=BROKEN, protocol_port=82, default_pool_id=POOL, unread=True, **leads),
+    )
+    tree = replace(TREE, listeners=listeners)
+    served = pushing._rendered(wanted(tree, {}), tree)
+    assert re.findall(r"^(?:frontend|backend) (\S+)$", served.text, re.MULTILINE) == [PLAIN, SECURE, f"{POOL}:{PLAIN}"]
+    assert set(pushing._failed) == {CRYPTED, BROKEN}
+    assert "never handed over" in pushing._failed[CRYPTED]
+    assert "could not hand it over" in pushing._failed[BROKEN]
 
 
 def test_a_policy_haproxy_refuses_closes_its_listener(pushing):
