@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image booted by hand, with a stand-in for qemu: what it is told, and that nothing stays however it ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amphora_driver.compute import by_hand
+
+# Says what it was told and where it is, and runs until it is ended in the way qemu is.
+_QEMU = """#!/bin/sh
+printf 'told:'; printf ' %s' "$@"; echo
+echo "in: $(pwd): $(ls -A | tr '\\n' ' ')"
+trap 'echo ended; exit 0' TERM
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def image(tmp_path):
+    file = tmp_path / "x.qcow2"
+    file.write_bytes(b"QFI\xfb" + bytes(508))
+    return file
+
+
+@pytest.fixture
+def started(tmp_path, image):
+    """A boot by hand, when its machine runs; and all it has said."""
+    program = tmp_path / "bin/qemu-system-x86_64"
+    program.parent.mkdir()
+    program.write_text(_QEMU)
+    program.chmod(0o755)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", by_hand.__name__, image.name, "--accelerator", "tcg", "--port", str(port)]
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith("in: "):
+                break
+        yield process, said, temporary
+        process.terminate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_whoever_ends_it_ends_all_of_it(started, number):
+    process, said, temporary = started
+    folder = Path(re.search(r"^in: (.*):", said, re.MULTILINE)[1])
+    assert folder.parent == temporary
+    process.send_signal(number)
+    assert process.stdout.read() == "ended\n"
+    assert process.wait() == 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_is_said_is_where_its_files_are(started, image):
+    _, said, _ = started
+    folder = Path(re.search(r"--cacert (\S+)/amphora_ca.pem", said)[1])
+    assert (folder / "amphora_ca.pem").read_bytes().startswith(b"-----BEGIN CERTIFICATE")
+    assert (folder / "controller.pem").stat().st_mode & 0o077 == 0
+    assert f"in: {folder}: amphora_ca.pem config.iso controller.pem" in said
+    assert f"file={image},format=qcow2," in said
+
+
+@pytest.mark.parametrize("words", [["nowhere.qcow2"], ["x.qcow2", "--firmware", "nowhere.fd"]])
+def test_a_file_that_is_not_there(image, monkeypatch, capsys, words):
+    monkeypatch.chdir(image.parent)
+    with pytest.raises(SystemExit):
+        by_hand.main(words)
+    assert "there is no nowhere" in capsys.readouterr().err
+
+
+def test_a_port_that_somebody_has(image, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(SystemExit):
+            by_hand.main([str(image), "--port", str(port)])
+    assert f"somebody has port {port}" in capsys.readouterr().err
