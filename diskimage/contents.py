@@ -59,3 +59,10 @@ def packages(tree: Path) -> tuple[Package, ...]:
     """Everything in a tree that came as a package."""
     status = (tree / "var/lib/dpkg/status").read_text(encoding="utf-8")
     return debs(status) + distributions(tree / _ENVIRONMENT)
+
+
+def version_of(tree: Path) -> str:
+    """The distribution's version (os-release(5), `VERSION_ID`)."""
+    text = (tree / "usr/lib/os-release").read_text(encoding="utf-8")
+    found = re.search(r'^VERSION_ID="?([0-9.]+)"?$', text, re.MULTILINE)
+    return found[1] if found else ""

@@ -3,9 +3,11 @@
 
 Invariant: every package in the tree is in it, with the package URL scanners look vulnerabilities up by. Nothing is said
 that is not known: licences of Debian's packages are in their copyright files in the image, not in a field.
+What scanners want to see is as Syft and Trivy write it themselves: the distribution as `debian-13` in the URL and as a
+package of its own, the source package as `upstream` in the URL and in `sourceInfo`.
 Source: SPDX 2.3; the purl specification.
 
-    python3 -m diskimage.sbom TREE OUTPUT NAME RELEASE BUILT [IMAGE...]
+    python3 -m diskimage.sbom TREE OUTPUT NAME BUILT [IMAGE...]
 """
 
 from __future__ import annotations
@@ -19,34 +21,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from diskimage.contents import Package, packages
+from diskimage.contents import Package, packages, version_of
 from diskimage.manifest import digest
 
 _UNKNOWN = "NOASSERTION"
 
 
 def document(
-    found: Sequence[Package], *, name: str, release: str, built: str, files: Sequence[tuple[str, str]] = ()
+    found: Sequence[Package], *, name: str, debian: str, built: str, files: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Any]:
     """The document.
 
     Args:
         found: what is in the image.
         name: the image's.
-        release: Debian's code name.
+        debian: Debian's version, as in `VERSION_ID`.
         built: when, RFC 3339 in UTC.
         files: names and SHA-256 of the images.
     """
-    listed = [_package(one, release) for one in found]
-    image = {
-        "SPDXID": "SPDXRef-Image",
-        "name": name,
-        "downloadLocation": _UNKNOWN,
-        "filesAnalyzed": False,
+    system = {
+        **_unsaid("SPDXRef-Debian", "debian"),
+        "versionInfo": debian,
         "primaryPackagePurpose": "OPERATING-SYSTEM",
-        "licenseConcluded": _UNKNOWN,
-        "licenseDeclared": _UNKNOWN,
-        "copyrightText": _UNKNOWN,
+    }
+    listed = [system, *(_package(one, debian) for one in found)]
+    image = {
+        **_unsaid("SPDXRef-Image", name),
+        "primaryPackagePurpose": "OTHER",
         "comment": "; ".join(f"{file} sha256:{sha}" for file, sha in files),
     }
     # The same content has the same name, whoever writes it down.
@@ -72,42 +73,53 @@ def document(
     }
 
 
-def url(one: Package, release: str) -> str:
-    """The package URL."""
-    version = quote(one.version, safe="")
-    if one.kind == "deb":
-        return f"pkg:deb/debian/{quote(one.name, safe='')}@{version}?arch={one.architecture}&distro={release}"
-    return f"pkg:{one.kind}/{quote(one.name, safe='')}@{version}"
-
-
-def _package(one: Package, release: str) -> dict[str, Any]:
-    reference = {
-        "referenceCategory": "PACKAGE-MANAGER",
-        "referenceType": "purl",
-        "referenceLocator": url(one, release),
-    }
-    entry = {
-        # Letters, numbers, points and hyphens only (SPDX 2.3, 7.2): "libstdc++6" and "libstdc--6" stay two.
-        "SPDXID": f"SPDXRef-{one.kind}-" + re.sub(r"[^A-Za-z0-9.-]", lambda sign: f".{ord(sign[0]):x}.", one.name),
-        "name": one.name,
-        "versionInfo": one.version,
+def _unsaid(identifier: str, name: str) -> dict[str, Any]:
+    """What every package says, and of which we know nothing."""
+    return {
+        "SPDXID": identifier,
+        "name": name,
         "downloadLocation": _UNKNOWN,
         "filesAnalyzed": False,
         "licenseConcluded": _UNKNOWN,
-        "licenseDeclared": one.licence or _UNKNOWN,
+        "licenseDeclared": _UNKNOWN,
         "copyrightText": _UNKNOWN,
-        "externalRefs": [reference],
     }
+
+
+def url(one: Package, debian: str) -> str:
+    """The package URL."""
+    version = quote(one.version, safe="")
+    if one.kind != "deb":
+        return f"pkg:{one.kind}/{quote(one.name, safe='')}@{version}"
+    name, of = one.source
+    upstream = name if of == one.version else f"{name}@{of}"
+    same = upstream == one.name
+    more = "" if same else f"&upstream={quote(upstream, safe='')}"
+    return f"pkg:deb/debian/{quote(one.name, safe='')}@{version}?arch={one.architecture}&distro=debian-{debian}{more}"
+
+
+def _package(one: Package, debian: str) -> dict[str, Any]:
+    reference = {
+        "referenceCategory": "PACKAGE-MANAGER",
+        "referenceType": "purl",
+        "referenceLocator": url(one, debian),
+    }
+    # Letters, numbers, points and hyphens only (SPDX 2.3, 7.2): "libstdc++6" and "libstdc--6" stay two.
+    identifier = f"SPDXRef-{one.kind}-" + re.sub(r"[^A-Za-z0-9.-]", lambda sign: f".{ord(sign[0]):x}.", one.name)
+    entry = {**_unsaid(identifier, one.name), "versionInfo": one.version, "externalRefs": [reference]}
+    if one.licence:
+        entry["licenseDeclared"] = one.licence
     if one.source[0]:
-        entry["sourceInfo"] = "built from {} {}".format(*one.source)
+        entry["sourceInfo"] = "built package from: {} {}".format(*one.source)
     return entry
 
 
 def main(words: Sequence[str]) -> None:
     """Console entry."""
-    tree, output, name, release, built, *images = words
+    tree, output, name, built, *images = words
     files = [(Path(image).name, digest(Path(image))) for image in images]
-    found = document(packages(Path(tree)), name=name, release=release, built=built, files=files)
+    debian = version_of(Path(tree))
+    found = document(packages(Path(tree)), name=name, debian=debian, built=built, files=files)
     Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

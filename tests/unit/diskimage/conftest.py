@@ -45,6 +45,7 @@ def tree(tmp_path):
     for name, text in (
         ("var/lib/dpkg/status", STATUS),
         ("etc/machine-id", ""),
+        ("usr/lib/os-release", 'ID=debian\nVERSION_ID="13"\nVERSION="13 (trixie)"\n'),
         ("etc/shadow", "root:!*:20000:0:99999:7:::\nhaproxy:!:20000::::::\n"),
         ("lib/modules/6.12.1-cloud-amd64/modules.dep", ""),
     ):

@@ -75,28 +75,30 @@ def test_something_else_is_not_a_manifest(tmp_path):
 
 def test_every_package_is_in_the_bill_of_materials(tree, image, tmp_path):
     output = tmp_path / "a.spdx.json"
-    sbom.main([str(tree), str(output), "a", "trixie", "2026-11-22T00:00:00Z", str(image)])
+    sbom.main([str(tree), str(output), "a", "2026-11-22T00:00:00Z", str(image)])
     found = json.loads(output.read_text())
     assert found["spdxVersion"] == "SPDX-2.3"
     by_name = {one["name"]: one for one in found["packages"]}
     urls = [reference["referenceLocator"] for one in found["packages"] for reference in one.get("externalRefs", ())]
     assert urls == [
-        "pkg:deb/debian/haproxy@3.0.11-1%2Bdeb13u5?arch=amd64&distro=trixie",
-        "pkg:deb/debian/libstdc%2B%2B6@14.2.0-19?arch=amd64&distro=trixie",
+        "pkg:deb/debian/haproxy@3.0.11-1%2Bdeb13u5?arch=amd64&distro=debian-13",
+        "pkg:deb/debian/libstdc%2B%2B6@14.2.0-19?arch=amd64&distro=debian-13&upstream=gcc-14",
         "pkg:pypi/flask@3.1.3",
         "pkg:pypi/octavia-amphora-driver@0.1.0",
     ]
-    assert by_name["libstdc++6"]["sourceInfo"] == "built from gcc-14 14.2.0-19"
+    assert by_name["libstdc++6"]["sourceInfo"] == "built package from: gcc-14 14.2.0-19"
+    assert by_name["debian"]["versionInfo"] == "13"
+    assert by_name["debian"]["primaryPackagePurpose"] == "OPERATING-SYSTEM"
     assert by_name["flask"]["licenseDeclared"] == "BSD-3-Clause"
     assert hashlib.sha256(b"image").hexdigest() in by_name["a"]["comment"]
 
 
 def test_references_of_the_bill_of_materials_hold(tree):
-    found = sbom.document(contents.packages(tree), name="a", release="trixie", built="2026-11-22T00:00:00Z")
+    found = sbom.document(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
     names = [one["SPDXID"] for one in found["packages"]]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"SPDXRef-[A-Za-z0-9.-]+", name) for name in names)
     related = {one["relatedSpdxElement"] for one in found["relationships"]}
     assert related == set(names)
-    again = sbom.document(contents.packages(tree), name="a", release="trixie", built="2026-11-22T00:00:00Z")
+    again = sbom.document(contents.packages(tree), name="a", debian="13", built="2026-11-22T00:00:00Z")
     assert again == found
