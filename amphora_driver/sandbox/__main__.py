@@ -119,6 +119,7 @@ def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
 
     settings = _existing(chosen)
     load_balancer = demo.ensure_load_balancer(settings, screen.step, screen.note)
+    demo.await_answer(settings, load_balancer.vip_address, screen.note)
     answers = demo.count_answers(settings, load_balancer.vip_address, _REQUESTS)
     screen.step(f"{_REQUESTS} requests from the client to http://{load_balancer.vip_address}/")
     table = Table("member", "answers")

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import openstack
@@ -122,6 +123,28 @@ def get(
             connection.close()
 
     return namespaces.inside(namespaces.path(settings.host(host)), request)
+
+
+def await_answer(settings: Settings, address: str, note: Report) -> None:
+    """Wait until the load balancer answers at all.
+
+    One that is ACTIVE does so at once, unless its amphorae were only now powered on again: Octavia hears nothing of
+    that, and a virtual machine takes its time to boot and be given what it had.
+    """
+    if settings.compute != "qemu":
+        return
+    began = said = time.monotonic()
+    while True:
+        with suppress(OSError, http.client.HTTPException):
+            get(settings, address)
+            return
+        now = time.monotonic()
+        if now > began + settings.patience:
+            return
+        if now - said > _SAY_SO_EVERY:
+            said = now
+            note(f"still waiting: http://{address}/ does not answer, its amphora boots ({now - began:.0f} s)")
+        time.sleep(_SLOW_LOOK_AGAIN)
 
 
 def count_answers(settings: Settings, address: str, number: int) -> Counter[str]:
