@@ -3,8 +3,8 @@
 
 Invariant: nothing happens at any of them unless the environment variable `VARIABLE` was set when the process started,
 which it never is outside of tests. It names a directory; a file in it arms the point of the same name: ``die`` in it
-means SIGKILL, once, anything else means to wait until the file is gone. Of several processes or threads that reach an
-armed point at once, one dies.
+means SIGKILL, once, ``die again`` SIGKILL for whoever comes, anything else means to wait until the file is gone. Of
+several processes or threads that reach an armed point at once, one dies (once).
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def _stop(armed: Path) -> None:
 def _obey(armed: Path) -> None:
     """Die if that is asked for; also whoever waits may be told to."""
     with suppress(FileNotFoundError):
-        if armed.read_text(encoding="ascii") == "die":
+        wish = armed.read_text(encoding="ascii")
+        if wish == "die":
             armed.unlink()
+        if wish in {"die", "die again"}:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from amphora_driver.store.engine import Database
 
+# Seconds more for each process in a row that has died of a load balancer, before the next one takes it up.
+_CAUTION = 0.5
+
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one load balancer, and what is to be done.
@@ -253,19 +256,21 @@ class Jobs:
     def release_all(self, owner: str | None = None) -> int:
         """Give every lease of this process back, at its end, or those of one that is known to be dead.
 
-        Whoever dies may have been killed by what it worked on: that is due at once, but after all that waits already.
+        Whoever dies may have been killed by what it worked on: that is due at once, but after all that waits already,
+        and if others died of it before, after a pause in which who takes up the rest can get on with it.
 
         Returns:
             How many there were.
         """
 
         def write(connection: sa.Connection) -> int:
-            given: dict[str, Any] = {"owner": None, "leased_until": None}
+            given: list[tuple[Any, Any]] = [(work.c.owner, None), (work.c.leased_until, None)]
             if owner is not None:
-                given |= {"free_at": clock.now(connection), "deaths": work.c.deaths + 1}
-            return connection.execute(
-                work.update().where(work.c.owner == (owner or self._owner)).values(**given)
-            ).rowcount
+                # In this order: see `postpone`.
+                given.append((work.c.free_at, clock.now(connection) + _CAUTION * work.c.deaths))
+                given.append((work.c.deaths, work.c.deaths + 1))
+            leases = work.update().where(work.c.owner == (owner or self._owner))
+            return connection.execute(leases.ordered_values(*given)).rowcount
 
         return self._database.write(write)
 

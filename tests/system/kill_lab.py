@@ -105,6 +105,10 @@ class Lab:
         for point in points:
             (self._points / point).write_text("die", encoding="ascii")
 
+    def deadly(self, point):
+        """Whoever comes to this point dies there."""
+        (self._points / point).write_text("die again", encoding="ascii")
+
     def hold(self, point):
         """Whoever comes to this point waits there."""
         # Left by one that died while it waited.

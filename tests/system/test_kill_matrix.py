@@ -9,11 +9,12 @@ import json
 
 import kill_lab
 import pytest
+import sqlalchemy as sa
 from kill_lab import Witness, in_step
 
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.sandbox import topology
-from amphora_driver.store import wanted
+from amphora_driver.store import tables, wanted
 
 pytestmark = pytest.mark.root
 
@@ -140,6 +141,31 @@ def test_delete(lab, cloud, cascade):
     # Once Octavia has heard of it the rows are gone: who died right before finishing may find nothing to finish.
     survive(lab, delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
+
+
+def state(cloud, balancer):
+    return cloud.balancers.get_load_balancer(balancer.id).provisioning_status
+
+
+def test_one_that_kills_every_controller(lab, cloud, victim):
+    """Its user is told, with the reason; others go on, and so does it once that is mended."""
+    other = cloud.served("beside", ("member1",))
+    lab.deadly("ApplyVipOptions-before")
+    policy = topology.identifier("ten-megabit")
+    cloud.put(f"loadbalancers/{victim.id}", {"loadbalancer": {"vip_qos_policy_id": policy}})
+    changes = 0
+    while state(cloud, victim) != "ERROR":
+        cloud.balancers.update_load_balancer(other.id, description=str(changes))
+        cloud.active(other.id)
+        changes += 1
+    assert changes, "nobody else was kept waiting until then"
+    mine = tables.work.c.load_balancer_id == victim.id
+    reason = lab.database.read(lambda c: c.execute(sa.select(tables.work.c.error).where(mine)).scalar())
+    assert "controllers in a row ended, or stood still" in reason
+    assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "it serves meanwhile"
+    lab.disarm()
+    cloud.until(lambda: state(cloud, victim) == "ACTIVE", "it is tried again")
+    lab.settled()
 
 
 @pytest.fixture

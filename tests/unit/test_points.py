@@ -39,6 +39,14 @@ def test_it_dies_once(tmp_path, name):
         assert process.communicate(timeout=60)[0] == "through\n"
 
 
+def test_everybody_dies_who_comes(tmp_path):
+    (tmp_path / "claimed").write_text("die again")
+    for _ in range(2):
+        with start(tmp_path) as process:
+            assert process.wait(60) == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["claimed"]
+
+
 def test_it_waits_until_it_may_go_on(tmp_path):
     (tmp_path / "claimed").write_text("wait")
     with start(tmp_path) as process:

@@ -39,7 +39,8 @@ def control(tmp_path):
 
 
 def somebody_dies(control):
-    """A controller takes it up, and is found dead; False if nothing was due, or it lived."""
+    """A controller takes it up when its time has come, and is found dead; False if it lived."""
+    control.hurry()
     jobs = Jobs(control.database, "mortal", 60.0)
     lease = jobs.claim()
     if lease is None:

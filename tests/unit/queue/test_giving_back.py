@@ -113,6 +113,15 @@ def test_what_kills_whoever_takes_it_up_comes_after_all_that_waits(database, job
     assert [jobs.claim(fresh=True).load_balancer_id for _ in range(2)] == ["another", LB]
 
 
+def test_what_has_killed_several_leaves_time_for_the_rest(database, jobs):
+    for died in range(3):
+        jobs.hasten([LB])
+        Jobs(database, "dead", 60.0).claim()
+        before = database.now()
+        jobs.release_all("dead")
+        assert before + 0.5 * died <= row(database).free_at <= database.now() + 0.5 * died
+
+
 def deaths(database):
     return row(database).deaths
 
