@@ -18,6 +18,7 @@ from amphora_agent.virtual_servers import record, rows, states, wanted
 from amphora_agent.virtual_servers.check import Kind, target
 from amphora_agent.virtual_servers.counted import SUMMED
 from amphora_agent.virtual_servers.engine import Engine
+from amphora_agent.virtual_servers.flow_log import FlowLog
 from amphora_agent.virtual_servers.loop import Loop, Timer
 from amphora_agent.virtual_servers.record import Record, Wish
 from amphora_agent.virtual_servers.schedule import Schedule
@@ -47,6 +48,7 @@ class Checker:
     ) -> None:
         self._loop = loop
         self._engine = engine
+        self._flow_log = FlowLog(loop, marked=engine.name == "nftables")
         self._record = kept
         self._version = version
         self._schedule = Schedule(loop, kinds, self._verdict)
@@ -131,10 +133,16 @@ class Checker:
         """What is counted until the kernel's table is another one, and what that one begins with, is told apart."""
         self._count()
         up = states.may_serve(wish.servers, known)
-        if wish.servers:
-            self._engine.bring_about(wish.servers, up, paired=wish.paired)
-        else:
-            self._engine.release()
+        self._flow_log.listen(wish.servers)
+        begun, done = time.time_ns(), False
+        try:
+            if wish.servers:
+                self._engine.bring_about(wish.servers, up, paired=wish.paired)
+            else:
+                self._engine.release()
+            done = True
+        finally:
+            self._flow_log.follow(wish.servers, up, begun, done=done)
         self._told = up
         self._count()
 
@@ -207,6 +215,7 @@ class Checker:
             "error": self._trouble,
             "engine": self._engine.name,
             "birth": self._counted.birth,
+            "flow_log": self._flow_log.counts,
             "servers": {server.id: self._of(server) for server in self._wish.servers},
             "former": {name: self._sums(name) for name in sorted(self._counted.names - present)},
         }
@@ -233,6 +242,7 @@ class Checker:
         """Check nobody any more. The kernel goes on as it is."""
         self._count()
         self._note()
+        self._flow_log.close()
         self._schedule.close()
 
 

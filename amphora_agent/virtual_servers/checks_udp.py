@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a member's port of UDP is there: a datagram is sent, and nobody says that there is no such port.
 
-Invariant: silence is up, as Octavia has it; but what was heard since the check before counts as this one's answer,
-whether it was said to us (too late for that check) or to a client (`amphora_agent.virtual_servers.evidence`).
+Invariant: silence is up, as Octavia has it, if the datagram has left; but what was heard since the check before counts
+as this one's answer, whether it was said to us (too late for that check) or to a client
+(`amphora_agent.virtual_servers.evidence`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from amphora_agent.virtual_servers import error_queue, tracked
 from amphora_agent.virtual_servers.check import Check, Done, Target
 from amphora_agent.virtual_servers.evidence import Evidence
 from amphora_agent.virtual_servers.loop import Loop, roomy
+from amphora_agent.virtual_servers.neighbours import Neighbours
 
 # One that is empty is the end of the input to some programs. A line's end is nothing to those that log lines.
 QUESTION = b"\n"
@@ -35,12 +37,19 @@ class UdpChecks:
         self._loop = loop
         self._asked: dict[str, set[_Datagram]] = {}  # by address
         self._heard: dict[tuple[str, int], tuple[float, str]] = {}
-        self._evidence = Evidence(loop, self._overheard, exists)
+        self._neighbours = Neighbours()
+        try:
+            self._evidence = Evidence(loop, self._overheard, exists)
+        except OSError:
+            self._neighbours.close()
+            raise
 
     def begin(self, asked: Target, done: Done) -> Check:
         when, happened = self._heard.pop(asked.place, (0.0, ""))
-        check = _Datagram(self._loop, asked, done, self._late, self._forget)
+        check = _Datagram(self._loop, asked, done, self._late, self._forget, self._neighbours)
         self._asked.setdefault(asked.address, set()).add(check)
+        # A host that has gone says nothing: its link address is asked for beside its port.
+        self._neighbours.prove(asked.address)
         if happened and when >= time.monotonic() - asked.monitor.interval:
             self._loop.at(0.0, lambda: check.say(False, happened))
         return check
@@ -64,6 +73,7 @@ class UdpChecks:
 
     def close(self) -> None:
         self._evidence.close()
+        self._neighbours.close()
 
 
 class _Datagram:
@@ -76,12 +86,14 @@ class _Datagram:
         done: Done,
         late: Callable[[tuple[str, int], str], None],
         forget: Callable[[_Datagram], None],
+        neighbours: Neighbours,
     ) -> None:
         self.asked = asked
         self._loop = loop
         self._done: Done | None = done
         self._late = late
         self._forget = forget
+        self._neighbours = neighbours
         self._socket = roomy(socket.socket(asked.family, socket.SOCK_DGRAM))
         try:
             error_queue.ask_for(self._socket)
@@ -115,6 +127,8 @@ class _Datagram:
 
     def expire(self) -> tuple[bool, str]:
         self._done = None
+        if self._neighbours.is_lost(self.asked.address):
+            return False, "host unreachable"
         return True, "nobody says that it is not there"
 
     def end(self) -> None:

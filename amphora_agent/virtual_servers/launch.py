@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ class State:
     """One answer of the checker's.
 
     ``sums`` are also of virtual servers that are wanted no longer; ``birth`` is the name of the counters' life, after
-    which they begin at zero.
+    which they begin at zero. ``flow_log`` is how many flows have a line in it, and how many have none, since the
+    checker's process began.
     """
 
     digest: str | None
@@ -94,6 +95,7 @@ class State:
     error: str | None
     listeners: dict[str, Listener]
     sums: dict[str, Sums]
+    flow_log: dict[str, int] = field(default_factory=dict)
 
 
 def digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
@@ -278,7 +280,8 @@ def _state(answer: dict[str, Any]) -> State:
         listeners[name] = Listener(
             found["status"], found["active_connections"], None if pool is None else _pool(pool, pool["members"])
         )
-    return State(answer["digest"], answer["engine"], answer["birth"], answer["error"], listeners, sums)
+    logged = answer.get("flow_log", {})
+    return State(answer["digest"], answer["engine"], answer["birth"], answer["error"], listeners, sums, logged)
 
 
 def _pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Pool:

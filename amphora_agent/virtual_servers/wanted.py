@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ MONITORS = ("UDP-CONNECT", "SCTP", "TCP", "HTTP", "PING")
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", "CONNECT")
 VERSIONS = ("1.0", "1.1")
 LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
+LONGEST_FORMAT = 2048
+# What bundles from before this was there do not say.
+_OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
 # What would end a line of a request, or begin a second word of its first one (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
@@ -71,7 +74,10 @@ class Member:
 
 @dataclass(frozen=True)
 class VirtualServer:
-    """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members."""
+    """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members.
+
+    ``log_format`` is what is written of each of its flows (`flow_lines`); None: nothing.
+    """
 
     id: str
     protocol: str
@@ -84,6 +90,7 @@ class VirtualServer:
     client_address: str
     monitor: Monitor | None
     members: tuple[Member, ...]
+    log_format: str | None = None
 
 
 def parse(value: Any) -> tuple[VirtualServer, ...]:
@@ -125,14 +132,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        found = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        return {name: _plain(one) for name, one in found.items() if one is not None or name not in _OPTIONAL}
     return str(value) if isinstance(value, (ipaddress.IPv4Address, ipaddress.IPv6Address)) else value
 
 
-def _keys(shape: type, value: Any, where: str) -> dict[str, Any]:
+def _keys(shape: type, value: Any, where: str, optional: Collection[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = _of(dict, value, where)
     names = set(shape.__dataclass_fields__)  # type: ignore[attr-defined]
-    if missing := names - found.keys():
+    if missing := names - found.keys() - {*optional}:
         raise KeyError(f"{where} lacks {', '.join(sorted(missing))}")
     if unknown := found.keys() - names:
         raise KeyError(f"{where} has unknown keys: {', '.join(sorted(unknown))}")
@@ -175,7 +183,7 @@ def _address(value: Any, where: str) -> Host:
 
 
 def _server(value: Any) -> VirtualServer:
-    found = _keys(VirtualServer, value, "a virtual server")
+    found = _keys(VirtualServer, value, "a virtual server", _OPTIONAL)
     name = _id(found["id"], "the id of a virtual server")
     where = f"virtual server {name}:"
     members = tuple(_member(item, where) for item in _of(list, found["members"], f"{where} members"))
@@ -197,7 +205,16 @@ def _server(value: Any) -> VirtualServer:
         client_address=_one_of(found["client_address"], CLIENT_ADDRESSES, f"{where} client_address"),
         monitor=_maybe(lambda one: _monitor(one, where), found["monitor"]),
         members=members,
+        log_format=_maybe(lambda one: _log_format(one, f"{where} log_format"), found.get("log_format")),
     )
+
+
+def _log_format(value: Any, where: str) -> str:
+    """A line must not become two, nor longer than a pipe takes."""
+    text: str = _of(str, value, where)
+    if not text.isprintable() or not 1 <= len(text) <= LONGEST_FORMAT:
+        raise ValueError(f"{where} is no line of up to {LONGEST_FORMAT} characters")
+    return text
 
 
 def _persistence(value: Any, where: str) -> Persistence:

@@ -8,6 +8,7 @@ are HAProxy's own to judge: they differ between its versions.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from amphora_driver.errors import UnsupportedOption
 
@@ -22,6 +23,7 @@ _PIECE = re.compile(
     re.VERBOSE,
 )
 _FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
+_PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
 
 def check(text: str) -> None:
@@ -43,6 +45,15 @@ def check(text: str) -> None:
         if flags is not None and not _FLAGS.fullmatch(flags):
             raise _refusal(f"{{{flags}}} are no flags", "Flags are +Q, +X and +E, and the same with a minus sign.")
         at = piece.end()
+
+
+def with_ids(text: str, ids: Mapping[str, str]) -> str:
+    """The same with ids of a load balancer in their places, in which HAProxy reads nothing.
+
+    Args:
+        ids: of `project_id` and `lb_id`.
+    """
+    return _PLACE.sub(lambda match: ids[match[1]].replace("%", "%%"), text)
 
 
 def _refusal(happened: str, remedy: str) -> UnsupportedOption:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.capabilities import addresses, monitoring, options
+from amphora_driver.capabilities import addresses, log_format, monitoring, options
 from amphora_driver.capabilities import virtual_servers as capabilities
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.model.vocabulary import Algorithm, MonitorType
 from amphora_driver.render import refusals
 from amphora_driver.render.backend import once
-from amphora_driver.render.settings import DEFAULTS, Defaults, settings
+from amphora_driver.render.settings import DEFAULTS, LOG_FORMAT, Defaults, settings
 
 if TYPE_CHECKING:
     from amphora_driver.backends import Catalogue
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 HIDDEN, PRESERVED = "hidden", "preserved"
 """Members see the amphora, unless the load balancer's profile says otherwise."""
+FLOW_FORMAT = (
+    "{{ project_id }} {{ lb_id }} %f %ci %cp %t - - %B %U - - %b %s %Tt %ts %[protocol] %[packets_out] %[packets_in]"
+)
+"""The fields of Octavia's flow log as a TCP listener has them, and three more (`amphora_agent`, `flow_lines`)."""
+LONGEST_FORMAT = 2048
 
 
 class VirtualPersistence(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +76,8 @@ class VirtualMember(msgspec.Struct, frozen=True, kw_only=True):
     check_port: int | None
 
 
-class VirtualServer(msgspec.Struct, frozen=True, kw_only=True):
-    """One listener with what is behind it."""
+class VirtualServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One listener with what is behind it. Without `log_format` its flows are not logged, and nothing is said of it."""
 
     id: str
     protocol: str
@@ -85,6 +90,7 @@ class VirtualServer(msgspec.Struct, frozen=True, kw_only=True):
     client_address: str
     monitor: VirtualMonitor | None
     members: tuple[VirtualMember, ...]
+    log_format: str | None = None
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,13 +135,13 @@ def virtual_servers(
         examine = partial(_behind, pool, load_balancer.vips, failed, engines, refused)
         behind[pool.id] = refusals.attempt(examine, pool.id, refused) if known else None
     vips = tuple(_known(load_balancer.vips))
-    limit = settings(load_balancer.profile, defaults).connection_limit
+    chosen = settings(load_balancer.profile, defaults)
     servers: list[VirtualServer] = []
     taken: set[tuple[str, int]] = set()
     for listener in once(listeners, refused):
         if listener.id in failed:
             continue
-        made = refusals.attempt(partial(_server, listener, load_balancer, vips, behind, limit), listener.id, refused)
+        made = refusals.attempt(partial(_server, listener, load_balancer, vips, behind, chosen), listener.id, refused)
         if made is None or not (listener.admin_state_up and load_balancer.admin_state_up and vips):
             continue
         if (made.protocol, made.port) in taken:
@@ -183,7 +189,7 @@ def _server(
     load_balancer: LoadBalancer,
     vips: tuple[str, ...],
     behind: Mapping[str, _Behind | None],
-    limit: int | None,
+    chosen: Defaults,
 ) -> VirtualServer:
     """One listener, switched on or not.
 
@@ -204,14 +210,29 @@ def _server(
         protocol=listener.protocol.value,
         port=listener.protocol_port,
         addresses=vips,
-        connection_limit=limit if listener.connection_limit == -1 else listener.connection_limit,
+        connection_limit=(chosen.connection_limit if listener.connection_limit == -1 else listener.connection_limit),
         pool_id=None if served is None else served.id,
         algorithm=(Algorithm.ROUND_ROBIN if served is None else served.lb_algorithm).value,
         persistence=None if found is None else found.persistence,
         client_address=PRESERVED if load_balancer.profile.client_address == PRESERVED else HIDDEN,
         monitor=None if found is None else found.monitor,
         members=() if found is None else found.members,
+        log_format=_log_format(listener, load_balancer, chosen) if chosen.connection_logging else None,
     )
+
+
+def _log_format(listener: Listener, load_balancer: LoadBalancer, chosen: Defaults) -> str:
+    """What is written of a flow: the operator's format, or Octavia's and what it has no field for.
+
+    Raises:
+        ModelError: no amphora takes it.
+    """
+    wanted = FLOW_FORMAT if chosen.log_format == LOG_FORMAT else chosen.log_format
+    made = log_format.with_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
+    if not made.isprintable() or not 1 <= len(made) <= LONGEST_FORMAT:
+        reason = f"the log format is no line of up to {LONGEST_FORMAT} characters"
+        raise refusals.because(listener.id, reason, "Change the flavor key 'log_format', or the option.")
+    return made
 
 
 def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:

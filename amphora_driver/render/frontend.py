@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from amphora_driver.capabilities import options
+from amphora_driver.capabilities import log_format, options
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
@@ -34,7 +34,6 @@ _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
 _VARIABLE = re.compile(r"%%|%(?P<flags>\{[^}]*\})?(?P<name>[A-Za-z0-9]+)")
-_PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 _UNREAD = "Look whether every secret that it and its pools refer to can be read, and set that reference again."
 
 
@@ -292,5 +291,4 @@ def _log_format(listener: Listener, surroundings: Surroundings) -> Quoted:
     wanted = surroundings.settings.log_format
     if not _reads_http(listener):
         wanted = _VARIABLE.sub(_without_http, wanted)
-    wanted = _PLACE.sub(lambda match: ids[match[1]].replace("%", "%%"), wanted)
-    return quoting.text(wanted, "the log format", listener.id)
+    return quoting.text(log_format.with_ids(wanted, ids), "the log format", listener.id)

@@ -141,6 +141,22 @@ def test_a_listener_that_is_left_out(tree, object_id, word):
     assert made(tree, failed=[object_id]) == ({}, {})
 
 
+def test_flows_are_logged_where_connections_are():
+    logging = Defaults(connection_logging=True)
+    assert made(TREE)[0][L1].log_format is None
+    (one,) = made(TREE, defaults=logging)[0].values()
+    more = "%[protocol] %[packets_out] %[packets_in]"
+    assert one.log_format == f"x {LB} %f %ci %cp %t - - %B %U - - %b %s %Tt %ts {more}"
+    profile = replace(TREE.profile, connection_logging=True, log_format="{{lb_id}} %ci")
+    assert made(replace(TREE, profile=profile))[0][L1].log_format == f"{LB} %ci"
+    off = replace(TREE.profile, connection_logging=False)
+    assert made(replace(TREE, profile=off), defaults=logging)[0][L1].log_format is None
+    for text in ("two\nlines", "%ci" * 1000):
+        found, refused = made(TREE, defaults=Defaults(connection_logging=True, log_format=text))
+        assert found == {}
+        assert "log format" in refused[L1]
+
+
 def test_a_policy_that_is_switched_off_keeps_nobody_out():
     assert L1 in made(front(l7policies=(replace(POLICY, **OFF),)))[0]
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel says of a flow that has ended (linux/netfilter/nfnetlink_conntrack.h).
+
+Invariant: pure. A message is read whole or counts as none of ours; what the kernel has not counted is None.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+DELETED = 1 << 8 | 2
+UDP, SCTP = 17, 132
+_TUPLE_ORIG, _TUPLE_REPLY, _STATUS, _PROTOCOL_INFO = 1, 2, 3, 4
+_COUNTERS_ORIG, _COUNTERS_REPLY, _TIMES = 9, 10, 20
+_TUPLE_IP, _TUPLE_PROTO = 1, 2
+_PACKETS, _BYTES, _BEGIN, _END = 1, 2, 1, 2
+_PORTS = (UDP, SCTP)
+_INFO_SCTP, _SCTP_STATE = 3, 1
+_TYPE_MASK = 0x3FFF
+_ASSURED = 1 << 2
+# Where attributes begin: behind nlmsghdr and nfgenmsg.
+_FIRST = 20
+_ADDRESSES = {socket.AF_INET: (1, 2, 4), socket.AF_INET6: (3, 4, 16)}
+_Attributes = dict[int, bytes]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What went one way."""
+
+    packets: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One flow: who sent it to which place of ours, and who got it. Times are nanoseconds since 1970.
+
+    ``ended`` is when the kernel forgot it. ``assured`` is whether it was more than a question and its answer, and
+    ``state`` the number of an SCTP association's state: both decide how long the kernel remembers silence.
+    """
+
+    protocol: int
+    client: tuple[str, int]
+    place: tuple[str, int]
+    member: tuple[str, int]
+    assured: bool
+    state: int
+    received: Counted | None
+    sent: Counted | None
+    began: int | None
+    ended: int | None
+
+
+def read(messages: bytes) -> Iterator[Ended]:
+    """The flows of UDP and SCTP that have ended, of what a socket got."""
+    at = 0
+    while at + _FIRST <= len(messages):
+        size, kind = struct.unpack_from("=IH", messages, at)
+        if size < _FIRST or at + size > len(messages):
+            return
+        if kind == DELETED and (found := _ended(messages[at : at + size])) is not None:
+            yield found
+        at += (size + 3) & ~3
+
+
+def _ended(message: bytes) -> Ended | None:
+    family = message[16]
+    if family not in _ADDRESSES:
+        return None
+    try:
+        found = _attributes(message, _FIRST)
+        source, target, protocol, port, own_port = _ends(family, found[_TUPLE_ORIG])
+        if protocol not in _PORTS:
+            return None
+        member, _, _, member_port, _ = _ends(family, found[_TUPLE_REPLY])
+        began, ended = _times(found.get(_TIMES))
+        return Ended(
+            protocol,
+            (source, port),
+            (target, own_port),
+            (member, member_port),
+            bool(int.from_bytes(found.get(_STATUS, b""), "big") & _ASSURED),
+            _state(found.get(_PROTOCOL_INFO)),
+            _counted(found.get(_COUNTERS_ORIG)),
+            _counted(found.get(_COUNTERS_REPLY)),
+            began,
+            ended,
+        )
+    except (KeyError, IndexError, ValueError, OSError):
+        return None
+
+
+def _attributes(data: bytes, at: int = 0) -> _Attributes:
+    found: _Attributes = {}
+    unpack = struct.Struct("=HH").unpack_from
+    end = len(data)
+    while at + 4 <= end:
+        size, kind = unpack(data, at)
+        if size < 4 or at + size > end:
+            break
+        found[kind & _TYPE_MASK] = data[at + 4 : at + size]
+        at += (size + 3) & ~3
+    return found
+
+
+def _ends(family: int, data: bytes) -> tuple[str, str, int, int, int]:
+    """Source, destination, protocol, source port, destination port."""
+    parts = _attributes(data)
+    source, target, _ = _ADDRESSES[socket.AddressFamily(family)]
+    addresses, ports = _attributes(parts[_TUPLE_IP]), _attributes(parts[_TUPLE_PROTO])
+    return (
+        socket.inet_ntop(family, addresses[source]),
+        socket.inet_ntop(family, addresses[target]),
+        ports[1][0],
+        int.from_bytes(ports.get(2, b""), "big"),
+        int.from_bytes(ports.get(3, b""), "big"),
+    )
+
+
+def _counted(data: bytes | None) -> Counted | None:
+    if data is None:
+        return None
+    found = _attributes(data)
+    return Counted(int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big"))
+
+
+def _times(data: bytes | None) -> tuple[int | None, int | None]:
+    found = {} if data is None else _attributes(data)
+    began, ended = (int.from_bytes(found.get(kind, b""), "big") or None for kind in (_BEGIN, _END))
+    return began, ended
+
+
+def _state(data: bytes | None) -> int:
+    if data is None:
+        return 0
+    return _attributes(_attributes(data).get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each flow of UDP has a line when it ends: real datagrams, the kernel's tracking, the agent's own checker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import uuid
+from pathlib import Path
+
+import pytest
+from amphora_lab import VIP, eventually
+from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server, who
+
+from amphora_agent.network.namespace import Namespace
+from amphora_agent.virtual_servers import flow_log, flows, wanted
+from amphora_agent.virtual_servers.flow_log import FlowLog
+from amphora_agent.virtual_servers.launch import SERVICE
+from amphora_agent.virtual_servers.loop import Loop
+from amphora_agent.virtual_servers.marks import SERVER_MASK
+from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
+from amphora_agent.virtual_servers.outlet import Outlet
+
+pytestmark = pytest.mark.root
+PLACES = {"w1": "198.51.100.111", "w2": "198.51.100.112"}
+EVERYBODY = [member(name, address) for name, address in PLACES.items()]
+LISTENER, POOL = name_of("listener", PORT, "UDP"), name_of("pool", PORT)
+FORMAT = "{} %f %b %s %ci %cp %fi:%fp %U %B %[packets_in] %[packets_out] %Tt %ts %[protocol]"
+SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
+# What the heads of an IPv4 packet take (RFC 791, RFC 768).
+HEADS = 28
+
+
+@pytest.fixture
+def inner(lab):
+    made = Namespace(Path(f"/proc/{lab.amphora.init()}/root/run/netns/amphora-haproxy"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clients(lab):
+    with contextlib.ExitStack() as closing:
+        for name, address in PLACES.items():
+            closing.callback(UdpMember(lab.network.thread("mem"), name, address).close)
+        yield closing.enter_context(contextlib.closing(Clients(lab.network.thread("cl"))))
+    lab.amphora.push(next(lab.generations), None)
+
+
+def push(lab, *servers):
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=list(servers))
+    assert status == 200, answer
+
+
+def diagnosed(lab, part):
+    status, answer = lab.amphora.call("GET", "/v2/diagnostics")
+    assert status == 200, answer
+    return answer[part]
+
+
+@pytest.fixture
+def form():
+    """A format whose lines are this test's."""
+    return FORMAT.format(uuid.uuid4())
+
+
+def logged(lab, form):
+    """What the checker's service manager has of such lines."""
+    return [line for line in diagnosed(lab, "checker log") if line.startswith(form.split()[0])]
+
+
+def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
+    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    flow = clients.flow(own_port=45210)
+    said = b"x" * 100
+    answers = [flow.ask(said) for _ in range(3)]
+    assert not logged(lab, form), "it goes on"
+    mark = next(one for one in inner.run(flows.count, 0xFFFFFFFF) if one & SERVER_MASK)
+    inner.run(flows.end, [mark])
+    (found,) = eventually(lambda: logged(lab, form), "it has a line")
+    back = sum(HEADS + len(f"{one.member} {one.seen} {one.port} ") + len(said) for one in answers)
+    name = name_of("member", answers[0].member)
+    whose, way = f"{LISTENER} {POOL}:{LISTENER} {name}", f"198.51.100.20 45210 {VIP}:{PORT}"
+    start = f"{form.split()[0]} {whose} {way} {3 * (HEADS + 100)} {back} 3 3 "
+    assert found.startswith(start), found
+    assert found.endswith(" -- UDP")
+
+
+def test_a_flow_that_ends_with_its_member_says_so_and_one_of_silence_too(lab, inner, clients, form):
+    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    assert who(clients.flows(8)) == {"w1": 4, "w2": 4}
+    push(lab, virtual_server(EVERYBODY[0], log_format=form))
+    gone = eventually(lambda: found if len(found := logged(lab, form)) == 4 else None, "lines of its flows")
+    assert {(line.split()[3], line.split()[-2]) for line in gone} == {(name_of("member", "w2"), "D-")}
+    # The others are forgotten after a silence of a second; they lasted for no time at all.
+    former = inner.run(read_setting, "udp_timeout")
+    inner.run(write_setting, "udp_timeout", "1")
+    try:
+        flow = clients.flow(own_port=45211)
+        assert flow.ask().member == "w1"
+        (silent,) = eventually(
+            lambda: [line for line in logged(lab, form) if " 45211 " in line], "a line of a silence", seconds=90
+        )
+        assert silent.endswith(" -- UDP")
+        assert int(silent.split()[-3]) < 1000, "without the silence at its end"
+    finally:
+        inner.run(write_setting, "udp_timeout", former)
+
+
+def read_setting(name):
+    return Path(f"{SETTINGS}{name}").read_text(encoding="ascii").strip()
+
+
+def write_setting(name, value):
+    Path(f"{SETTINGS}{name}").write_text(value, encoding="ascii")
+
+
+def test_without_the_option_nothing_is_written_and_the_last_ones_are(lab, inner, clients, form):
+    push(lab, virtual_server(*EVERYBODY))
+    assert who(clients.flows(4)) == {"w1": 2, "w2": 2}
+    push(lab, virtual_server())
+    assert diagnosed(lab, "virtual servers")["flow_log"] == {"logged": 0, "lost": 0}
+    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    assert who(clients.flows(4)) == {"w1": 2, "w2": 2}
+    push(lab)
+    found = eventually(lambda: logged(lab, form), "flows of a listener that went have lines, its checker too")
+    assert [line.split()[-2] for line in found] == ["D-"] * 4
+
+
+def test_a_checker_that_begins_anew_goes_on(lab, inner, clients, form):
+    push(lab, virtual_server(*EVERYBODY, log_format=form))
+    before = lab.amphora.status(SERVICE)["pid"]
+    assert sum(who(clients.flows(4)).values()) == 4
+    os.kill(lab.amphora.outside_pid(before), signal.SIGKILL)
+    eventually(lambda: lab.amphora.status(SERVICE)["pid"] not in (None, before), "there is another one")
+    eventually(lambda: diagnosed(lab, "virtual servers"), "it serves")
+    push(lab, virtual_server(log_format=form))
+    assert len(eventually(lambda: logged(lab, form), "flows of before have their lines")) == 4
+
+
+# -- too much --------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A pipe that may be read."""
+
+    def __init__(self):
+        self.one, self.other = socket.socketpair()
+        self.one.setblocking(False)
+
+    def outlet(self):
+        return Outlet(self.other.fileno())
+
+    def read(self):
+        received = b""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                received += self.one.recv(1 << 20)
+        return received.decode().splitlines()
+
+    def close(self):
+        self.one.close()
+        self.other.close()
+
+
+def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
+    """A socket with little room, and many flows that end at once: lines and losses are all there were."""
+    monkeypatch.setattr(flow_log, "_BUFFER", 4096)
+    servers = wanted.parse([virtual_server(*EVERYBODY, log_format=form)])
+    push(lab, virtual_server(*EVERYBODY))
+    reader, loop, engine = Reader(), Loop(), NftablesEngine()
+    log = inner.run(lambda: FlowLog(loop, marked=True, outlet=reader.outlet))
+    try:
+        inner.run(log.listen, servers)
+        inner.run(engine.bring_about, servers, {})
+        some = clients.flows(60)
+        assert sum(who(some).values()) == 60
+        inner.run(flows.end, [mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark & SERVER_MASK])
+        inner.run(log.close)
+        counts = log.counts
+        assert counts["lost"] > 0
+        assert counts["logged"] + counts["lost"] == 60
+        assert len(reader.read()) == counts["logged"]
+    finally:
+        reader.close()
+        loop.close()
