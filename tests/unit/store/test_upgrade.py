@@ -8,6 +8,7 @@ import signal
 import traceback
 from contextlib import nullcontext
 
+import galera
 import pytest
 import revision_0001 as old
 import sqlalchemy as sa
@@ -49,14 +50,19 @@ def empty(kind, request, tmp_path):
 @pytest.fixture
 def filled(empty):
     """The URL of a database of revision 0001, with what was written into it."""
-    engine = migrate._engine(empty)
+    return empty, fill(empty)
+
+
+def fill(url):
+    """Bring an empty database to revision 0001, and write into it; returns what."""
+    engine = migrate._engine(url)
     with engine.connect() as connection:
         command.upgrade(migrate.configuration(connection), "0001")
         connection.commit()
         written = old.fill(connection, lambda content: VAULT.seal(Secret(content)))
         connection.commit()
     engine.dispose()
-    return empty, written
+    return written
 
 
 def child(work):
@@ -238,6 +244,34 @@ def test_several_at_once_where_no_lock_reaches(filled, monkeypatch):
     # Half a step behind the other one it may have left two marks: the next one, or the next start, sees to that.
     migrate.upgrade(url)
     check_schema(url)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """URLs of one database by way of each node of a cluster."""
+    if os.geteuid() != 0 or galera.missing():
+        pytest.skip(galera.missing() or "needs root")
+    with galera.cluster("store") as urls:
+        yield [sa.make_url(url) for url in urls]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["upgrade", "installation"])
+def test_several_at_once_on_two_nodes_of_a_cluster(cluster, first):
+    """As two hosts that are upgraded at the same time, each with a node of its own."""
+    for _ in range(3):
+        name = f"upgrade{next(_numbers)}"
+        engine = sa.create_engine(cluster[0], isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        with engine.connect() as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {name}")
+        urls = [url.set(database=name).render_as_string(hide_password=False) for url in cluster]
+        written = {} if first else fill(urls[0])
+        pids = [child(lambda url=url: migrate.upgrade(url)) for url in urls for _ in range(2)]
+        assert [ended(pid) for pid in pids] == [0, 0, 0, 0]
+        for url in urls:
+            check_schema(url)
+            check_rows(url, written)
+        with engine.connect() as connection:
+            connection.exec_driver_sql(f"DROP DATABASE {name}")
 
 
 @pytest.mark.parametrize("kind", ["sqlite"])
