@@ -8,65 +8,99 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import connection
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent.reporter import Ending, Reporter
 from amphora_driver.queue import jobs
 from amphora_driver.store.engine import Database
 from amphora_driver.store.processes import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from multiprocessing.context import ForkProcess
     from multiprocessing.synchronize import Event
 
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Seconds before a reporter that has died is replaced: one that dies again and again must not keep a processor busy.
+# Seconds before one that has died is replaced: one that dies again and again must not keep a processor busy.
 _RESTART_PAUSE = 0.2
-# Seconds between two looks whether Octavia's agent ends: an Event of another process cannot be selected on.
+# Seconds between two looks whether Octavia's agent ends, or a process has. Nobody waits on its event: one that was
+# killed there would have Octavia's agent wait for it without end.
 _POLL_SECONDS = 0.5
-# Seconds a reporter has to come to an end.
+# Seconds a child has to come to an end.
 _PATIENCE = 3.0
 # What is read at once: each read that is not answered keeps one of them busy for half a minute.
 _READERS = 4
+
+
+class _Alone:
+    """The end of Octavia's agent, or of the process that watches over this one, whichever comes first."""
+
+    def __init__(self, exit_event: Ending, watcher: int) -> None:
+        self._exit_event = exit_event
+        self._watcher = watcher
+
+    def is_set(self) -> bool:
+        return self._exit_event.is_set() or os.getppid() != self._watcher
 
 
 def run(exit_event: Event) -> None:
     """Report to Octavia until told to stop.
 
     Octavia starts us once and never looks again: what a crash ends, it does not bring back. So the work is done by a
-    child, which is replaced when it dies. If we are the one that dies, the child goes on alone.
+    child, which is replaced when it dies. If we are the one that dies, a second child takes our place. It does nothing
+    until then, and so has no threads: who forks should have none.
 
     Args:
         exit_event: set when octavia-driver-agent ends.
     """
-    processes, name = multiprocessing.get_context("fork"), jobs.process_name()
+    processes, me, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
+    # In this order: where there is a reporter, there is somebody to take our place.
+    targets: dict[str, Callable[..., None]] = {"standby": _stand_by, "reporter": _work}
+    running: dict[str, ForkProcess] = {}
     while not exit_event.is_set():
-        worker = processes.Process(target=_work, args=(name, exit_event), name="reporter")
-        worker.start()
-        while worker.is_alive() and not exit_event.is_set():
-            worker.join(_POLL_SECONDS)
-        worker.join(_PATIENCE)
-        if worker.is_alive():
+        for title, target in targets.items():
+            if title in running and running[title].is_alive():
+                continue
+            if title in running:
+                LOG.warning("the %s ended (%s): starting another one", title, running[title].exitcode)
+                time.sleep(_RESTART_PAUSE)
+            running[title] = processes.Process(target=target, args=(name, me, exit_event), name=title)
+            running[title].start()
+        connection.wait([one.sentinel for one in running.values()], _POLL_SECONDS)
+    for child in running.values():
+        child.join(_PATIENCE)
+        if child.is_alive():
             # It waits for an answer of Octavia's, which is ending too. All it would do is done again.
-            worker.kill()
-            worker.join()
-        if not exit_event.is_set():
-            LOG.warning("the reporter ended (%s): starting another one", worker.exitcode)
-            exit_event.wait(_RESTART_PAUSE)
+            child.kill()
+            child.join()
 
 
-def _work(name: str, exit_event: Event) -> None:
+def _stand_by(_name: str, watcher: int, exit_event: Event) -> None:
+    alone = _Alone(exit_event, watcher)
+    while not alone.is_set():
+        time.sleep(_POLL_SECONDS)
+    if not exit_event.is_set():
+        LOG.warning("who watched over the reporter has died: going on in its place")
+        run(exit_event)
+
+
+def _work(name: str, watcher: int, exit_event: Event) -> None:
+    """Report; without a watcher no longer, since nobody would bring this one back. Its successor has another name."""
     conf = config.shared()
     hands, auditing = ThreadPoolExecutor(_READERS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
         reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing)
         with _watched(conf, name, reporter):
-            reporter.run(exit_event)
+            reporter.run(_Alone(exit_event, watcher))
     finally:
         for pool in (hands, auditing):
             pool.shutdown(wait=False, cancel_futures=True)

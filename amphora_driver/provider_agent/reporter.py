@@ -7,7 +7,8 @@ afterwards). So every accepted generation first passes a *barrier*: a status upd
 which waits for the row's lock until Octavia has committed. Only then are statuses sent, from the outbox, until
 Octavia has taken them.
 
-One reporter at a time is enough; the duty moves when it dies.
+One reporter at a time is enough; the duty moves when it dies, and never while it has something to say under way:
+Octavia would hear that after what the next one says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
@@ -32,9 +34,8 @@ from amphora_driver.store import counters, processes, statuses
 from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Executor
-    from multiprocessing.synchronize import Event
 
     from oslo_config.cfg import ConfigOpts
 
@@ -66,6 +67,13 @@ _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
 
 
+class Ending(Protocol):
+    """What tells whether it is time to end."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+
+
 class Reporter:
     """Passes barriers, has trees read back, and empties the outbox.
 
@@ -92,6 +100,8 @@ class Reporter:
         self._reader = Reader(conf, database, lambda: self.library, hands)
         self._auditor = Auditor(conf, database, lambda: self.library, self._reader, auditing)
         self._held_until = 0.0
+        # Whether Octavia is being told something just now.
+        self._telling = False
         self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._speaks, hands)
         self._turns = 0
         self._turned_at = time.monotonic()
@@ -101,7 +111,7 @@ class Reporter:
         # The load balancer that was reported last.
         self._turn = ""
 
-    def run(self, exit_event: Event) -> None:
+    def run(self, ending: Ending) -> None:
         """Work whenever somebody rings, and now and then anyway."""
         # Statistics have a socket of their own, and a call takes a tenth of a second: nobody's ACTIVE waits for them.
         counting = threading.Thread(target=self._count, name="statistics", daemon=True)
@@ -113,8 +123,8 @@ class Reporter:
             hints.heard(self._conf, bell.press),
         ):
             pause = 0.0
-            while not exit_event.is_set():
-                # Short enough for the end to be noticed soon: an Event of another process cannot be selected on.
+            while not ending.is_set():
+                # Short enough for the end to be noticed soon: what tells of it cannot be selected on.
                 bell.wait(min(pause, 0.5))
                 try:
                     pause = self.turn()
@@ -135,13 +145,18 @@ class Reporter:
                 LOG.warning("Octavia could not be told of statistics, trying again: %s", error)
 
     def _sign(self) -> None:
-        """Say that this process lives; it does its duty while turns go on, which a call that hangs delays."""
+        """Say that this process lives; it does its duty while turns go on, which a call that hangs delays.
+
+        Whoever waits for such a call keeps the duty.
+        """
         registry = processes.Registry(self._database, self._name, processes.Kind.PROVIDER_AGENT)
         before = -1
         ended = False
         while not ended:
             turns = self._turns
             try:
+                if self._telling:
+                    jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
                 registry.sign(does_its_duty=turns != before)
             except AmphoraDriverError as error:
                 LOG.warning("this process could not say that it lives: %s", error)
@@ -199,6 +214,16 @@ class Reporter:
         """Whether this process has the duty, asked by one of its other threads."""
         return time.monotonic() < self._held_until
 
+    @contextmanager
+    def _tells(self, what: str) -> Iterator[None]:
+        """A call that changes something in Octavia; while it lasts the duty is kept."""
+        self._telling = True
+        try:
+            with metrics.octavia(what):
+                yield
+        finally:
+            self._telling = False
+
     # --- barriers ---------------------------------------------------------------------------------------------------
 
     def _pass_barriers(self) -> bool:
@@ -233,7 +258,7 @@ class Reporter:
     def _barrier(self, barriers: dict[str, dict[str, str]]) -> set[str]:
         """Wait on the rows of these load balancers; returns those whose row could not be waited on."""
         try:
-            with metrics.octavia("barrier"):
+            with self._tells("barrier"):
                 self.library.update_loadbalancer_status({"loadbalancers": list(barriers.values())})
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
@@ -247,7 +272,7 @@ class Reporter:
                 held.add(load_balancer_id)
                 continue
             try:
-                with metrics.octavia("barrier"):
+                with self._tells("barrier"):
                     self.library.update_loadbalancer_status({"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 LOG.warning("no barrier for load balancer %s: %s", load_balancer_id, error.fault_string)
@@ -265,7 +290,7 @@ class Reporter:
         # One that has more to say than fits into a call lets the others go first next time.
         self._turn = reports[-1].load_balancer_id
         try:
-            with metrics.octavia("statuses"):
+            with self._tells("statuses"):
                 self.library.update_loadbalancer_status(document(reports))
             accepted = list(reports)
         except octavia_errors.UpdateStatusError as error:
@@ -291,7 +316,7 @@ class Reporter:
 
     def _report_alone(self, report: statuses.Due) -> bool:
         try:
-            with metrics.octavia("statuses"):
+            with self._tells("statuses"):
                 self.library.update_loadbalancer_status(document([report]))
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:

@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -116,6 +117,35 @@ def test_octavias_agent_away_while_statuses_are_due(cloud, stack):
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
     stack.up()
     cloud.active(balancer.id)
+
+
+def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
+    """It starts one process of ours, once: those that this one has begun replace it, and each other."""
+    balancer = cloud.served("told", ("member1",))
+    pool = cloud.pool_of(balancer)
+
+    def agents():
+        return [
+            one
+            for one in stack.supervision.running("octavia-driver-agent").children()
+            if b"provider_agent" in title(one)
+        ]
+
+    (watcher,) = agents()
+    both = watcher.children()
+    assert len(both) == 2, "the one that reports, and the one that stands by"
+    watcher.signal(signal.SIGKILL)
+    cloud.until(lambda: sum(one.alive() for one in both) == 1, "who reports ends, since nobody would bring it back")
+    (standby,) = (one for one in both if one.alive())
+    after = cloud.until(lambda: len(found := standby.children()) == 2 and found, "the other one goes on")
+    for one in after:
+        one.signal(signal.SIGKILL)
+    cloud.balancers.create_member(pool, **cloud.member("member2"))
+    cloud.active(balancer.id)
+
+
+def title(process):
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
 
 def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, database):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said to Octavia, when, and what happens when Octavia does not listen."""
 
+import threading
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, V
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import reporter as module
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import statuses, wanted
+from amphora_driver.store import processes, statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import amphora, duty, request, work
 
@@ -256,11 +257,44 @@ def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter,
         def update_loadbalancer_status(self, said):
             library.update_loadbalancer_status(said)
             reporter._held_until = 0.0
-            database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=2e9)))
+            database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
 
     library, reporter._library = reporter.library, Slow()
     reporter.turn()
     assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
+
+
+def test_the_duty_stays_where_something_is_being_said(intents, database, conf, reporter, octavia, monkeypatch):
+    """Octavia may take half a minute: it would hear this after what the next one says."""
+    monkeypatch.setattr(processes, "EVERY", 0.05)
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.turn()
+    serve(database, 1)
+    heard, answered, over = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def update_loadbalancer_status(self, said):
+            heard.set()
+            assert answered.wait(60)
+            library.update_loadbalancer_status(said)
+            over.set()
+
+    library, reporter._library = reporter.library, Slow()
+    until = lambda: database.read(lambda c: c.execute(sa.select(duty.c.leased_until)).scalar())  # noqa: E731 - asked twice
+    thread = threading.Thread(target=reporter.run, args=(over,))
+    thread.start()
+    try:
+        assert heard.wait(60)
+        before, deadline = until(), time.monotonic() + 60
+        while until() < before + 0.5:
+            assert time.monotonic() < deadline, "it is not kept"
+            time.sleep(0.01)
+        assert not Reporter(conf, database)._on_duty()
+    finally:
+        answered.set()
+        thread.join(60)
+    assert octavia.statuses[-1] == ACTIVE
+    assert Reporter(conf, database)._on_duty(), "whoever ends gives it back"
 
 
 def test_who_loses_the_duty_while_it_looks_waits_for_no_row(intents, database, reporter, octavia, monkeypatch):

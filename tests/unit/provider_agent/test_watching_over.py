@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Octavia starts the provider agent once and never looks again: whichever of its processes dies, somebody reports."""
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from amphora_driver import provider_agent
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def agent(monkeypatch, tmp_path):
+    """A provider agent whose reporter only writes down who it is."""
+
+    def report(_name, watcher, exit_event):
+        alone = provider_agent._Alone(exit_event, watcher)
+        path = tmp_path / str(os.getpid())
+        path.write_text(str(watcher))
+        while not alone.is_set():
+            time.sleep(0.01)
+        path.unlink()
+
+    monkeypatch.setattr(provider_agent, "_work", report)
+    monkeypatch.setattr(provider_agent, "_POLL_SECONDS", 0.02)
+    made = Agent(tmp_path)
+    yield made
+    made.end()
+
+
+class Agent:
+    """As octavia-driver-agent has it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        processes = multiprocessing.get_context("fork")
+        self.exit_event = processes.Event()
+        self.process = processes.Process(target=provider_agent.run, args=(self.exit_event,))
+        self.process.start()
+
+    def reporters(self):
+        """Those that report, with who watches over them."""
+        found = {}
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError, ValueError):
+                found[int(path.name)] = int(path.read_text())
+        return {pid: watcher for pid, watcher in found.items() if alive(pid)}
+
+    def one_besides(self, *others):
+        """Wait until one reports that is none of these; returns it and who watches over it."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            found = self.reporters()
+            if len(found) == 1 and not found.keys() & set(others):
+                return next(iter(found.items()))
+            assert time.monotonic() < deadline, (found, others)
+            time.sleep(0.01)
+
+    def end(self):
+        self.exit_event.set()
+        self.process.join(PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while self.reporters():
+            assert time.monotonic() < deadline, "it ends"
+            time.sleep(0.01)
+
+
+def alive(pid):
+    """Whether it runs, and is not only waiting to be counted."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_reporter_that_dies_is_replaced(agent):
+    first, watcher = agent.one_besides()
+    os.kill(first, signal.SIGKILL)
+    second, same = agent.one_besides(first)
+    assert (watcher, same) == (agent.process.pid, agent.process.pid)
+    assert second != first
+
+
+def test_whoever_watches_over_it_is_replaced_too(agent):
+    """Again and again: there is always one more."""
+    reporter, watcher = agent.one_besides()
+    for _ in range(2):
+        os.kill(watcher, signal.SIGKILL)
+        former, former_watcher = reporter, watcher
+        reporter, watcher = agent.one_besides(former)
+        assert watcher != former_watcher
+        os.kill(reporter, signal.SIGKILL)
+        reporter, same = agent.one_besides(former, reporter)
+        assert same == watcher, "and who came in its place watches over the reporter"
+
+
+def test_the_end_of_octavias_agent_is_everybodys(agent):
+    _, watcher = agent.one_besides()
+    os.kill(watcher, signal.SIGKILL)
+    reporter, watcher = agent.one_besides(*agent.reporters())
+    agent.end()
+    deadline = time.monotonic() + PATIENCE
+    while alive(reporter) or alive(watcher):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
