@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,11 +179,11 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             lambda connection: claims.note(connection, loadbalancer_id, shared.conf.network.driver)
         )
         points.reach(points.Point.CLAIM_NOTED)
-        wish = claims.Wish(project_id=project_id, vips=(primary, *more), since=time.time())
+        wish = claims.Wish(project_id=project_id, vips=(primary, *more), since=shared.database.now())
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
         points.reach(points.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
-            later = claims.later(wish, found, time.time())
+            later = claims.later(wish, found, shared.database.now())
             shared.database.write(lambda connection: claims.keep(connection, loadbalancer_id, name, later))
         first, *others = wish.vips if isinstance(found, NotYet) else found
         answer = {

@@ -24,8 +24,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Clocks of amphorae that have just booted differ from ours: certificates begin to be valid a little earlier.
-CLOCK_SKEW = 300.0
+# Clocks differ: of amphorae that have just booted, and of hosts whose clock was an hour ahead, or in another time zone,
+# until somebody set it. Certificates begin to be valid so much earlier that this shuts nobody out.
+CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 _LONGEST_NAME = 64  # X.520 ub-common-name
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from cliff.show import ShowOne
 
+from amphora_driver.errors import StoreError
 from amphora_driver.store import migrate, schema
 
 
@@ -27,9 +28,35 @@ class DatabaseStatus(ShowOne):
 
 
 class UpgradeDatabase(ShowOne):
-    """Bring the database to the schema of this version; makes it where there is none. May be ended and run again."""
+    """Bring the database to the schema of this version; makes it where there is none. May be ended and run again.
+
+    Refused while processes work with another schema: they would go on as before, beside what the new one brings.
+    """
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument("--force", action="store_true", help="also while somebody seems to work, who does not")
+        return parser
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Names and values."""
+        """Names and values.
+
+        Raises:
+            StoreError: somebody works with it, or the database said no.
+        """
+        if not parsed_args.force:
+            _nobody_works(migrate.working(self.app.conf.store.connection))
         done = migrate.upgrade(self.app.conf.store.connection)
         return ("Before", "After"), (done.before, done.after)
+
+
+def _nobody_works(names: tuple[str, ...]) -> None:
+    """Refuse to go on while somebody works."""
+    if names:
+        raise StoreError(
+            "upgrade the database",
+            f"these processes work with it: {', '.join(names)}",
+            "Stop controllers, health managers and octavia-driver-agent, of every version, on every host. One that "
+            "died counts for a minute; if you know that none of these lives: --force.",
+        )

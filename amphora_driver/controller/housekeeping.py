@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from amphora_driver.controller.renewal import attended
@@ -92,10 +91,11 @@ class Housekeeping:
         drop_duty(self._database, _DUTY, self._owner)
 
     def sweep(self) -> None:
-        """Release what has waited long enough."""
-        orphans, served = self._database.read(
-            lambda connection: claims.settled(connection, time.time() - self._patience)
-        )
+        """Release what has waited long enough, and not only by a clock that was set since."""
+        before = self._database.now() - self._patience
+        if self._database.even_for() < self._patience:
+            return
+        orphans, served = self._database.read(lambda connection: claims.settled(connection, before))
         done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]
         if done:
             self._database.write(lambda connection: claims.drop(connection, done))

@@ -51,6 +51,8 @@ LOG = logging.getLogger(__name__)
 # Seconds between two looks at what goes on by itself, at the least: others have their turn first. Where a user waits
 # for it the plan may ask for less.
 _REST = 1.0
+# The same at the most, where attempts come sooner.
+_MOST_REST = 25.0
 # Seconds for each amphora that boots at the same time: looking at their machines is not to keep them from booting.
 _CROWD = 0.05
 # Two that begin listen for three advertisements and a fraction before one of them takes the VIPs (RFC 9568, 6.1).
@@ -158,6 +160,8 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_REST, until - seen.now))
         if step.amphorae and self._room is not None:
             pause = max(pause, _CROWD * len(self._room))
+        # Looking once more costs little; nothing waits longer than for the next attempt (`Jobs.cut_short`).
+        pause = min(pause, max(self._backends.conf.controller.retry_most, _MOST_REST))
         if seen.applied >= seen.generation:
             self._jobs.finish(turn.lease, seen.generation, self._database.now() + pause)
         else:
@@ -231,7 +235,7 @@ class Reconciler:
             compute=row.compute,
             network=row.network,
             vip_given=given,
-            allocate_at=0.0 if addressed else vips.again_at(connection, load_balancer_id),
+            allocate_at=0.0 if addressed else vips.again_at(connection, load_balancer_id, now),
             replacing=turn.replacing,
             pool=row.spare_pool,
             spec=spec,

@@ -61,6 +61,8 @@ _LAST_WORDS = 3.0
 # may begin in their place; and between two looks who of this host has died.
 _WATCHED_EVERY = 0.25
 _BURIED_EVERY = 1.0
+# No pause is longer than so many times the longest between two attempts, or than these seconds.
+_PAUSES, _LEAST_PAUSE = 2, 30.0
 # Seconds between two looks at what is due while nothing that failed before is taken up.
 _BETWEEN_FRESH = 0.1
 # Seconds after something went wrong that nobody thought of, and after leases could not be renewed.
@@ -292,6 +294,7 @@ class Controller:
     def _watch(self) -> None:
         """Have jobs end that are to give way, give hands to others where somebody waits, and free what the dead had."""
         buried_at = 0.0
+        longest = max(_PAUSES * self._conf.controller.retry_most, _LEAST_PAUSE)
         while not self._stopping.wait(_WATCHED_EVERY) or self._hands.turns():
             if self._stopping.is_set():
                 for turn in self._hands.turns():
@@ -303,6 +306,9 @@ class Controller:
                 if time.monotonic() - buried_at >= _BURIED_EVERY:
                     buried_at = time.monotonic()
                     self._bury()
+                    if self._jobs.cut_short(longest):
+                        LOG.warning("the clock was set back: what waited for it is due at once")
+                        self._bell.press()
             except (StoreError, OSError) as error:
                 LOG.warning("could not look whether something goes first: %s", error)
             except Exception:

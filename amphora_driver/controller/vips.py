@@ -114,10 +114,10 @@ def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | No
     return {load_balancer_id: given.refused} if (newest or 0) <= given.generation else {}
 
 
-def again_at(connection: sa.Connection, load_balancer_id: str) -> float:
+def again_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
     """When the backend is to be asked (again) for the addresses, in seconds since 1970; 0 for now."""
     wish = claims.wish_of(connection, load_balancer_id)
-    return 0.0 if wish is None else wish.again_at
+    return 0.0 if wish is None or wish.again_at > now + wish.pause else wish.again_at
 
 
 class Vips:

@@ -6,7 +6,8 @@ before it. A write made under a lease checks owner and epoch in the same transac
 which was stopped, lost its lease and woke up again changes nothing. A job is "make load balancer X as recorded": it
 carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted, or if it
 became urgent (`tables.URGENT`) while it ran: what a job has not seen is never forgotten by its end. Leases and
-pauses are measured by the database's clock, the same for all controllers (store/clock.py).
+pauses are measured by the database's clock, the same for all controllers (store/clock.py); what ends later than it
+could, because that clock was set back, is cut short (`cut_short`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from amphora_driver.store.engine import Database
 
+# A lease that has more than so many of its lengths left, and more than these seconds, was taken by another clock. The
+# same for a duty; hosts of one deployment need not have the same options at every moment.
+_LEASES, _DUTIES, _LEAST = 4, 10, 60.0
 # Seconds more for each process in a row that has died of a load balancer, before the next one takes it up.
 _CAUTION = 0.5
 
@@ -274,6 +278,37 @@ class Jobs:
 
         return self._database.write(write)
 
+    def cut_short(self, longest: float) -> int:
+        """Bring forward what ends later than it could: the clock was set back since that was written.
+
+        Whoever has such a lease and lives renews it; from the dead others take it when it runs out.
+
+        Args:
+            longest: seconds that no pause is longer than.
+
+        Returns:
+            How many load balancers that were.
+        """
+        lease = max(_LEASES * self._seconds, _LEAST)
+        pauses, leases = work.c.free_at, work.c.leased_until
+
+        def late(connection: sa.Connection) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+            now = clock.now(connection)
+            return sa.and_(work.c.dirty, pauses > now + longest), sa.and_(work.c.dirty, leases > now + lease)
+
+        def look(connection: sa.Connection) -> bool:
+            found = sa.select(work.c.epoch).where(sa.or_(*late(connection))).limit(1)
+            return connection.execute(found).first() is not None
+
+        def write(connection: sa.Connection) -> int:
+            paused, leased = late(connection)
+            hastened = connection.execute(work.update().where(paused).values(free_at=0.0)).rowcount
+            soon = clock.now(connection) + self._seconds
+            return hastened + connection.execute(work.update().where(leased).values(leased_until=soon)).rowcount
+
+        # Looking costs less than locking, and there is nothing to be found.
+        return self._database.write(write) if self._database.read(look) else 0
+
     def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
         due = _due(clock.now(connection), load_balancer_id, fresh=fresh)
         return connection.execute(sa.select(work.c.load_balancer_id).where(*due).limit(1)).first() is not None
@@ -437,9 +472,10 @@ def hold_duty(database: Database, name: str, owner: str, seconds: float) -> bool
 
     def write(connection: sa.Connection) -> bool:
         now = clock.now(connection)
-        row = connection.execute(
-            sa.select(duty, (duty.c.leased_until > now).label("held")).where(duty.c.name == name).with_for_update()
-        ).first()
+        latest = now + max(_DUTIES * seconds, _LEAST)
+        held = sa.and_(duty.c.leased_until > now, duty.c.leased_until <= latest)
+        mine = sa.select(duty, held.label("held")).where(duty.c.name == name)
+        row = connection.execute(mine.with_for_update()).first()
         if row is None:
             connection.execute(duty.insert().values(name=name, owner=owner, epoch=1, leased_until=now + seconds))
             return True

@@ -7,13 +7,13 @@ again, whatever died in between. What was asked of a backend that needs time sta
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.network.interface import NotYet, VipRequest
+from amphora_driver.store import clock
 from amphora_driver.store.tables import vip_claim, work
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         since: when it was asked first (seconds since 1970); the like for what follows.
         attempts: how often it was asked.
         again_at: when it is asked again.
+        pause: after how many seconds that was to be; a clock that was set back makes it no longer.
         reason: what has kept it so far.
     """
 
@@ -41,6 +42,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     attempts: int = 1
     again_at: float = 0.0
+    pause: float = 0.0
     reason: str = ""
 
 
@@ -51,12 +53,14 @@ def note(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
         The network backend to take them from: this one, or the one that was noted the first time.
     """
     changed = connection.execute(
-        vip_claim.update().where(vip_claim.c.load_balancer_id == load_balancer_id).values(claimed_at=time.time())
+        vip_claim.update()
+        .where(vip_claim.c.load_balancer_id == load_balancer_id)
+        .values(claimed_at=clock.now(connection))
     ).rowcount
     if changed:
         return of(connection, load_balancer_id) or network
     connection.execute(
-        vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, claimed_at=time.time())
+        vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, claimed_at=clock.now(connection))
     )
     return network
 
@@ -83,7 +87,9 @@ def later(wish: Wish, answer: NotYet, now: float) -> Wish:
     pause = answer.again_in
     if pause is None:
         pause = min(_FIRST_PAUSE * 2.0 ** min(wish.attempts - 1, 16), _LONGEST_PAUSE)
-    return msgspec.structs.replace(wish, attempts=wish.attempts + 1, again_at=now + pause, reason=answer.reason)
+    return msgspec.structs.replace(
+        wish, attempts=wish.attempts + 1, again_at=now + pause, pause=pause, reason=answer.reason
+    )
 
 
 def keep(connection: sa.Connection, load_balancer_id: str, network: str | None, wish: Wish) -> None:
@@ -92,7 +98,7 @@ def keep(connection: sa.Connection, load_balancer_id: str, network: str | None, 
         "project_id": wish.project_id,
         "wanted": msgspec.json.encode(wish).decode(),
         "reason": wish.reason,
-        "claimed_at": time.time(),
+        "claimed_at": clock.now(connection),
     }
     mine = vip_claim.c.load_balancer_id == load_balancer_id
     if connection.execute(vip_claim.update().where(mine).values(**values)).rowcount == 0:
@@ -104,7 +110,7 @@ def answered(connection: sa.Connection, load_balancer_id: str) -> None:
     connection.execute(
         vip_claim.update()
         .where(vip_claim.c.load_balancer_id == load_balancer_id)
-        .values(wanted=None, reason=None, claimed_at=time.time())
+        .values(wanted=None, reason=None, claimed_at=clock.now(connection))
     )
 
 

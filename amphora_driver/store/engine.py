@@ -41,6 +41,8 @@ from amphora_driver.telemetry import metrics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sqlalchemy.pool import PoolResetState
+
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -63,7 +65,11 @@ _IDLE_SECONDS = 10
 _ANSWER_SECONDS = 8.0
 # Connections to a server, for each process: as many as it has threads that could write at once.
 _CONNECTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
+# Seconds for which a schema that was ours is believed to be it still.
+_FITS_SECONDS = 10.0
 _MARK = "amphora_recognised_by"
+# What MariaDB says with every answer, if it is so (SERVER_STATUS_IN_TRANS).
+_IN_TRANSACTION = 1
 
 
 def recognise_by(connection: sa.Connection, statement: sa.Select[Any], parameters: dict[str, Any]) -> None:
@@ -104,11 +110,13 @@ class Database:
         self._durable = durable
         self._patience = patience
         self._engine: sa.Engine | None = None
-        self._fits = False
+        # When it was seen to have our schema, by `time.monotonic()`.
+        self._fits_at: float | None = None
         self._pid = 0
         self._making = threading.Lock()
         # What the server's clock is ahead of time.monotonic(), and when that was looked at.
         self._ahead: tuple[float, float] | None = None
+        self._pace = clock.Pace()
 
     @property
     def url(self) -> str:
@@ -128,7 +136,9 @@ class Database:
     def now(self) -> float:
         """Seconds since 1970 by the clock all processes with this database share, without asking it every time."""
         if self._is_file():
-            return time.time()
+            begun, now, ended = time.monotonic(), time.time(), time.monotonic()
+            self._pace.note(now - (begun + ended) / 2, (ended - begun) / 2)
+            return now
         known = self._ahead
         if known is None or time.monotonic() - known[1] > clock.BELIEVED_SECONDS:
             begun = time.monotonic()
@@ -139,7 +149,13 @@ class Database:
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._ahead = (float(told) - (begun + ended) / 2, ended)
+            self._pace.note(known[0], (ended - begun) / 2)
         return time.monotonic() + known[0]
+
+    def even_for(self) -> float:
+        """Seconds for which `now` has gone evenly, as far as this process has seen: nothing is older for sure."""
+        self.now()
+        return self._pace.even_for()
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in one writing transaction; again, from its beginning, if the database asks for that.
@@ -255,20 +271,29 @@ class Database:
         return self._url.startswith("sqlite")
 
     def _check(self, connection: sa.Connection) -> None:
-        """Once, before anything else: whether the schema is the one our statements are written for."""
-        if not self._fits:
+        """Before anything else, and again now and then: whether the schema is the one our statements are written for.
+
+        Somebody may upgrade it under a process that he has forgotten to stop.
+        """
+        now = time.monotonic()
+        if self._fits_at is None or now - self._fits_at > _FITS_SECONDS:
+            self._fits_at = None
             schema.check(connection)
-            self._fits = True
+            self._fits_at = now
 
     def _make(self) -> sa.Engine:
         url = parsed(self._url)
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
-            engine = sa.create_engine(url, **options, **_CONNECTIONS, connect_args=_arguments(url, self._patience))
-            if url.get_backend_name() == "postgresql":
+            limits, postgresql = _arguments(url, self._patience), url.get_backend_name() == "postgresql"
+            # Its driver knows without asking whether there is anything to undo; of MariaDB's we ask ourselves.
+            options["pool_reset_on_return"] = "rollback" if postgresql else None
+            engine = sa.create_engine(url, **options, **_CONNECTIONS, connect_args=limits)
+            if postgresql:
                 event.listen(engine, "do_connect", self._connect_postgresql)
             else:
                 event.listen(engine, "connect", _begin_mariadb)
+                event.listen(engine, "reset", _reset_mariadb)
             return engine
         engine = sa.create_engine(url, pool_size=16, max_overflow=32)
         _SqliteQueue(str(url.database), durable=self._durable).listen(engine)
@@ -325,6 +350,13 @@ def _begin_mariadb(dbapi_connection: Any, _record: Any) -> None:
         settings += f", idle_transaction_timeout={_IDLE_SECONDS}"
     cursor.execute(settings)
     cursor.close()
+
+
+def _reset_mariadb(dbapi_connection: Any, _record: Any, reset_state: PoolResetState) -> None:
+    """Undo what was left open when a connection is given back; what was ended is not ended once more, on the wire."""
+    open_still = getattr(dbapi_connection, "server_status", _IN_TRANSACTION) & _IN_TRANSACTION
+    if open_still and not reset_state.terminate_only:
+        dbapi_connection.rollback()
 
 
 def _raise_if_happened(connection: sa.Connection, doubts: list[_Doubt[T]]) -> None:

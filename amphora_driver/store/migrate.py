@@ -6,6 +6,9 @@ Invariant: the schema of a running database is only ever made by the migrations,
 run twice at once: one at a time works, and each step of a migration looks whether it was done (migrations/
 repeatable.py), because MariaDB commits in the middle of it. A database that a newer version upgraded is left alone.
 
+Who works with a database while its schema is changed writes what the next version does not know of, and overlooks what
+it has begun (the rotation of an authority, say): so nobody is to work then, and who does anyway is told (`working`).
+
 Where the lock that lets one at a time work does not reach (two nodes of a Galera cluster) the second one fails, looks
 again, and finds the work done.
 """
@@ -26,7 +29,7 @@ from alembic.util import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from amphora_driver.errors import SchemaMismatch, StoreError
-from amphora_driver.store import schema
+from amphora_driver.store import clock, schema
 from amphora_driver.store.engine import Database, parsed
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
 # Seconds to wait for another upgrade: adding a column to a large table takes its time.
 _LOCK_SECONDS = 600
+# Seconds after its last sign of life for which a process is taken for alive: it gives one every two.
+_SILENT = 7.0
 
 
 class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +77,38 @@ def upgrade(url: str) -> Upgrade:
                 # Somebody else may be at it, on another node of a cluster.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
+    finally:
+        engine.dispose()
+
+
+def working(url: str) -> tuple[str, ...]:
+    """The processes, of whatever version, that work with a database whose schema is to be changed by an upgrade.
+
+    Whoever died without a word counts until his leases and duties have run out.
+
+    Raises:
+        ConfigurationError: the URL is none, or its driver is not installed.
+        StoreError: the database said no.
+    """
+    engine = _engine(url)
+    try:
+        with engine.connect() as connection:
+            if schema.recorded(connection) in {(), (schema.revisions()[-1],)}:
+                return ()
+            there = set(sa.inspect(connection).get_table_names())
+            now = clock.now(connection)
+            # In every version these have had these columns.
+            moments = {"work": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
+            moments["process"] = ("name", "seen_at", -_SILENT)
+            found: set[str] = set()
+            for table, (who, until, lead) in moments.items():
+                if table in there:
+                    rows = sa.table(table, sa.column(who), sa.column(until, sa.Double))
+                    alive = rows.c[who].is_not(None), rows.c[until] > now + lead
+                    found.update(connection.scalars(sa.select(rows.c[who]).where(*alive)))
+            return tuple(sorted(found))
+    except DBAPIError as error:
+        raise StoreError("see who works with the database", str(error.orig or error)) from error
     finally:
         engine.dispose()
 

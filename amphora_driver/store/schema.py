@@ -2,7 +2,8 @@
 """Whether a database has the schema this version works with.
 
 Invariant: no statement of ours reaches a database with another schema: `Database` has a look before its first
-transaction, which costs a query or two in the life of a process. Migrations follow one another in a line, so that
+transaction, and again every few seconds, so that a process that was not stopped before an upgrade does nothing more;
+and an upgrade is refused while somebody works (`migrate.working`). Migrations follow one another in a line, so that
 where a database stands is one number; the file of each is called by it.
 """
 

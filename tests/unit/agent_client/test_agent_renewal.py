@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.authority import CLOCK_SKEW, Authority, create_authority
 from amphora_driver.errors import AgentRefused, AgentUntrusted
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
@@ -57,7 +57,7 @@ def test_an_expired_certificate_is_accepted_for_this_and_nothing_else(world, aut
         (lambda authority, other: expired(authority, "11111111-7f0e-4a55-9f0c-2f6f3a1f9c11"), "Hostname mismatch"),
         (lambda authority, other: other.issue_server(AMPHORA, 1), "not accepted"),
         (lambda authority, other: authority(-200).issue_client(AMPHORA, 100 / DAY), "purpose"),
-        (lambda authority, other: authority(3600).issue_server(AMPHORA, 1), "not yet valid"),
+        (lambda authority, other: authority(2 * CLOCK_SKEW).issue_server(AMPHORA, 1), "not yet valid"),
     ],
     ids=["another amphora", "another authority", "no server", "not yet valid"],
 )

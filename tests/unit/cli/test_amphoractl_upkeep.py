@@ -11,8 +11,8 @@ from cryptography.fernet import Fernet
 from amphora_driver.secret import Secret
 from amphora_driver.store import migrate, schema
 from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover, failover_event, resync
-from amphora_driver.store.tables import amphora, request, secret, status, work
+from amphora_driver.store.fleet_tables import failover, failover_event, process, resync
+from amphora_driver.store.tables import amphora, duty, request, secret, status, work
 from amphora_driver.store.vault import Vault
 
 LB = "52cf0000-0000-4000-8000-000000000001"
@@ -222,6 +222,29 @@ def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, dat
     assert "amphoractl database upgrade" in shown["What to do"]
     assert amphoractl(place, "work", "list")[0] == 1
     assert "its schema is 0001, this version works with" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
+def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkeypatch, caplog, how):
+    now, name = time.time(), "host:7:abc"
+    if how == "duty":
+        put(database, duty, {"name": "housekeeping", "owner": name, "epoch": 1, "leased_until": now + 30})
+    elif how == "lease":
+        put(database, work, row("owned", owner=name, leased_until=now + 10, dirty=True))
+    else:
+        said = {"kind": "controller", "host": "host", "version": "1", "started_at": now, "seen_at": now - 2}
+        put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
+    # To the next version this one is an old one.
+    newer = (*schema.revisions(), "9999")
+    monkeypatch.setattr(schema, "revisions", lambda: newer)
+    monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
+    assert amphoractl(place, "database", "upgrade")[0] == 1
+    assert name in caplog.text
+    assert answer(amphoractl, place, "database", "upgrade", "--force") == {"Before": "here", "After": "9999"}
+    past = {"duty": duty.update().values(leased_until=0.0), "lease": work.update().values(leased_until=now - 1)}
+    gone = past.get(how, process.update().values(seen_at=now - 60))
+    database.write(lambda connection: connection.execute(gone))
+    assert answer(amphoractl, place, "database", "upgrade") == {"Before": "here", "After": "9999"}
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------

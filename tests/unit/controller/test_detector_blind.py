@@ -89,7 +89,7 @@ def test_only_who_has_the_duty_looks_and_who_gets_it_counts_anew(scene):
 
 def test_who_has_lost_the_duty_begins_nothing(scene):
     scene.go(5)
-    scene.write(duty.update().where(duty.c.name == silences.DUTY).values(owner="other", leased_until=scene.wall() + 99))
+    scene.write(duty.update().where(duty.c.name == silences.DUTY).values(owner="other", leased_until=scene.wall() + 59))
     scene.hush("a3").go(20)
     assert scene.replaced() == set()
     held = scene.database.write(lambda c: silences.unchanged(c, "lb4", {"a4": (1, scene.sequence)}, "me"))

@@ -79,6 +79,17 @@ def test_one_that_may_still_come(conf, database, network):
     assert len(left(database)) == 1
 
 
+def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, monkeypatch):
+    claim(database, network, "lb-soon", 3600)
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me")
+    monkeypatch.setattr(database, "even_for", lambda: conf.controller.forget_vip_after - 1)
+    housekeeping.sweep()
+    assert len(left(database)) == 1
+    monkeypatch.setattr(database, "even_for", lambda: conf.controller.forget_vip_after)
+    housekeeping.sweep()
+    assert left(database) == []
+
+
 def test_one_that_came(conf, database, network):
     claim(database, network, "lb-here", 3600)
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))

@@ -146,6 +146,20 @@ def test_one_that_never_comes_is_told_and_booted_anew(control):
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
+def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control, monkeypatch):
+    control.work()
+    most = control.conf.controller.boot_timeout
+    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - 3600))
+    monkeypatch.setattr(control.database, "even_for", lambda: most - 1)
+    control.hurry()
+    control.work()
+    assert (control.row().attempts, control.world.destroyed) == (0, 0)
+    monkeypatch.setattr(control.database, "even_for", lambda: most)
+    control.hurry()
+    control.work()
+    assert control.world.destroyed == 1
+
+
 def test_one_that_answers_wrongly_is_booted_anew_too(control):
     control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()

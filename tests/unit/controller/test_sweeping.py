@@ -126,6 +126,19 @@ def test_what_comes_to_somebody_in_time_is_forgotten(database, network, sweeper)
     assert noted(database) == set()
 
 
+def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network, sweeper, monkeypatch):
+    own(database)
+    network.ensure_port(LOST, "vip", ["vip-subnet"])
+    network.ensure_port(OWNED, "vip", ["vip-subnet"])
+    sweeper.sweep()
+    time_passes(database)
+    monkeypatch.setattr(database, "even_for", lambda: conf.controller.orphan_grace - 1)
+    assert sweeper.sweep() == 0
+    assert noted(database) == {LOST}
+    monkeypatch.setattr(database, "even_for", lambda: conf.controller.orphan_grace)
+    assert sweeper.sweep() == 1
+
+
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweeper, caplog, count):
     for _ in range(count):

@@ -17,9 +17,9 @@ from alembic.script import ScriptDirectory
 
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.queue.jobs import Jobs
+from amphora_driver.queue.jobs import Jobs, hold_duty
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, claims, counters, migrate, schema, secrets, statuses, wanted
+from amphora_driver.store import amphorae, claims, counters, migrate, processes, schema, secrets, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import metadata
 from amphora_driver.store.intents import Intents
@@ -320,6 +320,48 @@ def test_nothing_works_with_another_schema(empty, revision, words):
         assert database.read(lambda connection: "it goes on by itself")
     engine.dispose()
     database.dispose()
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch):
+    migrate.upgrade(empty)
+    database = Database(empty)
+    database.read(lambda connection: None)
+    engine = migrate._engine(empty)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    monkeypatch.setattr("amphora_driver.store.engine._FITS_SECONDS", 0.0)
+    for attempt in (database.write, database.read, database.write):
+        with pytest.raises(SchemaMismatch, match="its schema is 9999, newer than"):
+            attempt(lambda connection: pytest.fail("a statement of ours was let through"))
+    engine.dispose()
+    database.dispose()
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+@pytest.mark.parametrize("revision", ["0001", "head"])
+def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
+    engine = migrate._engine(empty)
+    with engine.connect() as connection:
+        command.upgrade(migrate.configuration(connection), revision)
+        connection.commit()
+    assert migrate.working(empty) == ()
+    if revision == "0001":
+        held = sa.text("INSERT INTO duty (name, owner, epoch, leased_until) VALUES ('housekeeping', 'one', 1, 4e9)")
+        with engine.begin() as connection:
+            connection.execute(held)
+    else:
+        database = Database(empty)
+        database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
+        assert Jobs(database, "one", 60.0).claim() is not None
+        assert hold_duty(database, "housekeeping", "two", 60.0)
+        processes.Registry(database, "three", processes.Kind.CONTROLLER).sign()
+        database.dispose()
+        assert migrate.working(empty) == (), "they have the schema of this version, and keep it"
+        newer = (*schema.revisions(), "9999")
+        monkeypatch.setattr(schema, "revisions", lambda: newer)
+    assert migrate.working(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
+    engine.dispose()
 
 
 def test_revisions_are_known_by_the_names_of_their_files(tmp_path):
