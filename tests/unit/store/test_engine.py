@@ -3,10 +3,12 @@
 
 import multiprocessing
 
+import pymysql
 import pytest
 import sqlalchemy as sa
 
 from amphora_driver.errors import StoreError
+from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import duty
 
 
@@ -52,3 +54,25 @@ def test_a_reader_waits_for_no_writer(database):
 def test_an_error_of_the_database_says_what_was_wanted(database):
     with pytest.raises(StoreError, match="write to the database"):
         database.write(lambda c: c.exec_driver_sql("INSERT INTO nowhere VALUES (1)"))
+
+
+def test_what_was_left_open_is_undone_when_a_connection_is_given_back(mariadb_url, monkeypatch):
+    """And what was ended is not ended once more."""
+    undone = []
+    rollback = pymysql.connections.Connection.rollback
+    monkeypatch.setattr(pymysql.connections.Connection, "rollback", lambda self: (undone.append(self), rollback(self)))
+    database = Database(mariadb_url)
+    row = {"name": "open", "owner": "me", "epoch": 1, "leased_until": 0.0}
+    database.write(lambda connection: connection.execute(duty.insert().values(**row)))
+    undone.clear()  # the first connection is tried out
+    database.read(lambda connection: connection.execute(sa.select(duty)).all())
+    database.write(lambda connection: connection.execute(duty.update().values(epoch=1)))
+    assert undone == []
+    raw = database.engine.raw_connection()
+    raw.cursor().execute("UPDATE duty SET epoch = 2 WHERE name = 'open'")
+    raw.close()
+    assert len(undone) == 1
+    mine = sa.select(duty.c.epoch).where(duty.c.name == "open").with_for_update(nowait=True)
+    assert database.write(lambda connection: connection.execute(mine).scalar()) == 1
+    database.write(lambda connection: connection.execute(duty.delete().where(duty.c.name == "open")))
+    database.dispose()
