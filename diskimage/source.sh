@@ -109,7 +109,7 @@ builder_environment() {
 }
 
 # has_release RELEASE MIRROR: its InRelease, which is then in $place. apt itself asks, with its own proxies.
-has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1 </dev/null; }
+has_release() { /usr/lib/apt/apt-helper -o Acquire::Retries=1 -o APT::Sandbox::User=root download-file "${2%/}/dists/$1/InRelease" "$place/InRelease" >>"$log" 2>&1 </dev/null; }
 
 # security_beside MIRROR: the usual place of the security updates of a mirror that somebody named.
 security_beside() {
@@ -160,7 +160,8 @@ agent_wheels() {
     limits=${out%/*}/constraints
     run_python diskimage.manifest constraints "$manifest" >"$limits" || return 1
   fi
-  "$tools/bin/python" -m pip download -q --no-cache-dir --disable-pip-version-check -c "$limits" --implementation cp --python-version "$python" \
+  # Not quiet: what it cannot have it names among the rest.
+  "$tools/bin/python" -m pip download --progress-bar off --no-cache-dir --disable-pip-version-check -c "$limits" --implementation cp --python-version "$python" \
     "${platforms[@]}" --only-binary :all: --find-links "$out" -d "$out" 'octavia-amphora-driver[agent]' pip
 }
 
