@@ -6,12 +6,16 @@
 Prints, in milliseconds, p50, p90 and the worst of:
 
 * POST member: until Octavia answered; until a client's request was first answered by the new member; until ACTIVE
+* a change of members, from the moment our provider notes that it was accepted, still in its transaction: until a
+  controller takes the first step (its log says when, in whole milliseconds; job, lease and tree are read before)
 * POST loadbalancer (alone): until Octavia answered; until ACTIVE
 * POST loadbalancer (with listener, pool, members): until ACTIVE; until a client's request was first answered
 """
 
 import argparse
+import datetime as dt
 import http.client
+import re
 import statistics
 import sys
 import tempfile
@@ -19,10 +23,14 @@ import threading
 import time
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.stack import Stack
+from amphora_driver.store.engine import Database
+from amphora_driver.store.tables import request
 
 _PATIENCE = 60.0
 _AGENT = Path(__file__).parent.parent / ".sandbox" / "agent-venv" / "bin" / "python"
@@ -40,13 +48,14 @@ def main():
         stack = Stack(settings)
         try:
             stack.up()
-            _measure(settings, chosen.times)
+            _measure(stack, chosen.times)
         finally:
             stack.down()
     return 0
 
 
-def _measure(settings, times):
+def _measure(stack, times):
+    settings = stack.settings
     connection = demo.connect(settings)
     balancers = connection.load_balancer
     rows = {}
@@ -72,7 +81,7 @@ def _measure(settings, times):
         watch.wait()
         rows.setdefault("whole tree: first answer", []).append((watch.seen_at - began) * 1e3)
         balancers.delete_load_balancer(made.id, cascade=True)
-    _members(settings, balancers, rows, times)
+    _begun(stack, _members(settings, balancers, rows, times), rows)
     print(f"{'milliseconds':34}{'p50':>8}{'p90':>8}{'worst':>8}{'n':>5}")
     for name, values in rows.items():
         values.sort()
@@ -81,7 +90,7 @@ def _measure(settings, times):
 
 
 def _members(settings, balancers, rows, times):
-    """A pool of two members; the third comes and goes."""
+    """A pool of two members; the third comes and goes. Returns the load balancer's id."""
     first = dict(list(topology.MEMBERS.items())[:2])
     made = balancers.create_load_balancer(
         name="members", vip_subnet_id=topology.VIP_SUBNET, listeners=[_listener("members", first)]
@@ -102,6 +111,24 @@ def _members(settings, balancers, rows, times):
         rows.setdefault("member: first request served", []).append((watch.seen_at - began) * 1e3)
         balancers.delete_member(member, pool)
         _until_active(balancers, made.id)
+    return made.id
+
+
+def _begun(stack, load_balancer_id, rows):
+    """How long each change waited for a controller."""
+    mine = sa.select(request.c.generation, request.c.accepted_at).where(
+        request.c.load_balancer_id == load_balancer_id, request.c.action.in_(("create member", "delete member"))
+    )
+    database = Database(stack.settings.database_url)
+    accepted = dict(map(tuple, database.read(lambda connection: connection.execute(mine).all())))
+    database.dispose()
+    step = re.compile(rf"^(\S+ \S+) .*\[lb={load_balancer_id} gen=(\d+)\] .*: Push ", re.MULTILINE)
+    for at, generation in step.findall(stack.supervision.log("amphora-controller").read_text(encoding="utf-8")):
+        # The first one only: a push may be repeated.
+        since = accepted.pop(int(generation), None)
+        if since is not None:
+            waited = dt.datetime.fromisoformat(at).timestamp() - since
+            rows.setdefault("member: accepted until begun", []).append(waited * 1e3)
 
 
 class _Watch:
