@@ -7,8 +7,8 @@ afterwards). So every accepted generation first passes a *barrier*: a status upd
 which waits for the row's lock until Octavia has committed. Only then are statuses sent, from the outbox, until
 Octavia has taken them.
 
-One reporter at a time is enough; the duty moves when it dies, and never while it has something to say under way:
-Octavia would hear that after what the next one says.
+One reporter at a time is enough; the duty moves when it dies or its host's agent of Octavia takes nothing, and never
+while it has something to say under way: Octavia would hear that after what the next one says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavia_lib.api.drivers import driver_lib
@@ -65,6 +65,8 @@ _CHILD_FIRST = 2.0
 _IDLE = 45.0
 _DUTY = "reporter"
 _DUTY_SECONDS = 10.0
+# Who could not reach Octavia's agent of its host leaves the duty to others for so many of their intervals.
+_ASIDE = 2
 
 
 class Ending(Protocol):
@@ -99,7 +101,7 @@ class Reporter:
         self._library: driver_lib.DriverLibrary | None = None
         self._reader = Reader(conf, database, lambda: self.library, hands)
         self._auditor = Auditor(conf, database, lambda: self.library, self._reader, auditing)
-        self._held_until = 0.0
+        self._held_until = self._aside_until = 0.0
         # Whether Octavia is being told something just now.
         self._telling = False
         self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._speaks, hands)
@@ -126,11 +128,7 @@ class Reporter:
             while not ending.is_set():
                 # Short enough for the end to be noticed soon: what tells of it cannot be selected on.
                 bell.wait(min(pause, 0.5))
-                try:
-                    pause = self.turn()
-                except _AWAY as error:
-                    LOG.warning("Octavia could not be told, trying again: %s", error)
-                    pause = self._conf.queue.poll_interval
+                pause = self.attempt()
         self._ended.set()
         counting.join()
         signing.join()
@@ -171,6 +169,27 @@ class Reporter:
         """Whether a turn was taken not long ago, by whomever the duty is; asked by whoever watches this process."""
         return time.monotonic() - self._turned_at < _IDLE
 
+    def attempt(self) -> float:
+        """A turn; returns after how many seconds to look again, whatever became of it."""
+        try:
+            return self.turn()
+        except _AWAY as error:
+            LOG.warning("Octavia could not be told, trying again: %s", error)
+            if not isinstance(error, AmphoraDriverError):
+                self._step_aside()
+        return float(self._conf.queue.poll_interval)
+
+    def _step_aside(self) -> None:
+        """Leave the duty to a process beside another agent of Octavia's, which may take what this one's does not.
+
+        One that has hung may take it after all when it goes on. What it says then is old; but if the duty stayed with
+        it, nothing would be said at all, by however many hosts.
+        """
+        self._held_until = 0.0
+        self._aside_until = time.monotonic() + _ASIDE * self._conf.queue.poll_interval
+        with suppress(AmphoraDriverError):
+            jobs.drop_duty(self._database, _DUTY, self._name)
+
     def turn(self) -> float:
         """Do all that is due; returns after how many seconds to look again if nobody rings."""
         self._turns += 1
@@ -200,6 +219,8 @@ class Reporter:
         now = time.monotonic()
         if now < self._held_until:
             return True
+        if now < self._aside_until:
+            return False
         # It ends as much later as it is renewed earlier.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):

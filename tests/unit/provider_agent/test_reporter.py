@@ -297,6 +297,35 @@ def test_the_duty_stays_where_something_is_being_said(intents, database, conf, r
     assert Reporter(conf, database)._on_duty(), "whoever ends gives it back"
 
 
+def test_whoever_cannot_reach_octavia_leaves_it_to_others(intents, database, conf, reporter, octavia):
+    """Its host's agent is gone, or has hung; those of other hosts have not."""
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.attempt()
+    other = Reporter(conf, database)
+    octavia.stop()
+    serve(database, 1)
+    reporter.attempt()
+    octavia.start()
+    reporter.attempt()
+    assert octavia.statuses == [BARRIER], "it leaves time for others"
+    other.attempt()
+    assert octavia.statuses == [BARRIER, ACTIVE]
+
+
+def test_without_others_it_goes_on_itself(intents, database, conf, reporter, octavia):
+    conf.set_override("poll_interval", 0.05, "queue")
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.attempt()
+    octavia.stop()
+    serve(database, 1)
+    reporter.attempt()
+    octavia.start()
+    deadline = time.monotonic() + 60
+    while octavia.statuses != [BARRIER, ACTIVE]:
+        assert time.monotonic() < deadline, "it has not taken the duty again"
+        time.sleep(reporter.attempt())
+
+
 def test_who_loses_the_duty_while_it_looks_waits_for_no_row(intents, database, reporter, octavia, monkeypatch):
     intents.create_load_balancer(TREE, read_back=False)
     turns = iter([True, False, False, False])
