@@ -65,13 +65,15 @@ READ_BACK = {
 
 
 @pytest.fixture
-def octavia(tmp_path):
+def octavia(tmp_path, caplog):
     sockets = OctaviaSockets(tmp_path)
     sockets.trees["lb"] = READ_BACK
     sockets.start()
     yield sockets
     sockets.stop()
-    # Now, and not while another file's test runs.
+    # Now, and not while another file's test runs. What was logged holds the error, and that the socket.
+    caplog.get_records("call").clear()
+    caplog.handler.records.clear()
     gc.collect()
 
 
