@@ -136,8 +136,8 @@ def await_answer(settings: Settings, address: str, note: Report) -> None:
     began = said = time.monotonic()
     while True:
         with suppress(OSError, http.client.HTTPException):
-            get(settings, address)
-            return
+            if get(settings, address)[0] < http.client.INTERNAL_SERVER_ERROR:
+                return
         now = time.monotonic()
         if now > began + settings.patience:
             return

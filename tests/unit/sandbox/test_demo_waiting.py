@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a newcomer sees while the demonstration waits."""
+
+import http.client
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_driver.sandbox import configuration, demo
+from amphora_driver.sandbox.settings import SandboxError, Settings
+
+SETTINGS = Settings(
+    state="/nowhere", prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3", compute="qemu"
+)
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """Machines are emulated; pauses are not waited for, and each look says something."""
+    monkeypatch.setattr(configuration, "emulated", lambda settings: settings.compute == "qemu")
+    for name in ("_LOOK_AGAIN", "_SLOW_LOOK_AGAIN"):
+        monkeypatch.setattr(demo, name, 0.0)
+    monkeypatch.setattr(demo, "_SAY_SO_EVERY", -1.0)
+
+
+def octavia(*statuses):
+    left = list(statuses)
+    balancer = lambda _: SimpleNamespace(name="demo", provisioning_status=left.pop(0))  # noqa: E731
+    return SimpleNamespace(load_balancer=SimpleNamespace(get_load_balancer=balancer))
+
+
+def test_one_that_boots_is_spoken_of_until_it_is_active():
+    said = []
+    found = demo.wait_active(SETTINGS, octavia("PENDING_CREATE", "PENDING_CREATE", "ACTIVE"), "x", said.append)
+    assert found.provisioning_status == "ACTIVE"
+    assert len(said) == 2
+    assert "PENDING_CREATE" in said[0]
+
+
+def test_an_error_is_not_waited_for():
+    with pytest.raises(SandboxError, match="it is ERROR"):
+        demo.wait_active(SETTINGS, octavia("PENDING_CREATE", "ERROR"), "x", lambda _: None)
+
+
+def test_one_that_was_powered_on_again_answers_when_it_has_booted(monkeypatch):
+    answers = [OSError("no route"), http.client.RemoteDisconnected(), (503, ""), (200, "member1")]
+
+    def get(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(demo, "get", get)
+    said = []
+    demo.await_answer(SETTINGS, "198.51.100.10", said.append)
+    assert answers == []
+    assert len(said) == 3
+
+
+def test_amphorae_made_of_namespaces_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(demo, "get", lambda *_: pytest.fail("asked"))
+    settings = Settings(state="/nowhere", prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3")
+    demo.await_answer(settings, "198.51.100.10", lambda _: None)
