@@ -136,7 +136,7 @@ def _text(file: Path) -> str | None:
 
 def _virtual(checker: Checker) -> dict[str, Any] | None:
     """What the checker says of UDP and SCTP listeners; None: there are none, or it does not answer."""
-    state = checker.state(ANSWER_SECONDS)
+    state = checker.state(ANSWER_SECONDS, members=True)
     return None if state is None else asdict(state)
 
 

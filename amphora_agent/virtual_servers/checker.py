@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from amphora_agent.errors import AgentError
 from amphora_agent.virtual_servers import record, rows, states, wanted
 from amphora_agent.virtual_servers.check import Kind, target
 from amphora_agent.virtual_servers.counted import SUMMED
-from amphora_agent.virtual_servers.engine import Engine
+from amphora_agent.virtual_servers.engine import Engine, MemberCounters, Place
 from amphora_agent.virtual_servers.flow_log import FlowLog
 from amphora_agent.virtual_servers.loop import Loop, Timer
 from amphora_agent.virtual_servers.record import Record, Wish
@@ -26,6 +27,8 @@ from amphora_agent.virtual_servers.states import Key, States, Status
 from amphora_agent.virtual_servers.wanted import VirtualServer
 
 FIRST_RETRY, LAST_RETRY = 0.5, 30.0
+# How often it is looked who has the fewest flows.
+_BALANCE_SECONDS = 1.0
 # What changes no member's status may be lost if this process is killed.
 _NOTE_SECONDS = 1.0
 
@@ -64,6 +67,7 @@ class Checker:
         self._trouble: str | None = None
         self._retry: Timer | None = None
         self._notes: Timer | None = None
+        self._balancing: Timer | None = None
         self._rests_until = 0.0
         self._patience = FIRST_RETRY
         self._look_after(self._wish.servers)
@@ -156,6 +160,20 @@ class Checker:
         found = states.checked(servers)
         self._monitors = {key: server.monitor for key, (server, _) in found.items() if server.monitor is not None}
         self._schedule.want({key: target(found[key][1], monitor) for key, monitor in self._monitors.items()})
+        if self._balancing is None:
+            self._again_in_a_second()
+
+    def _again_in_a_second(self) -> None:
+        self._balancing = None
+        if any(one.algorithm == "LEAST_CONNECTIONS" for one in self._wish.servers):
+            self._balancing = self._loop.at(time.monotonic() + _BALANCE_SECONDS, self._balance)
+
+    def _balance(self) -> None:
+        if not self._changed:
+            # What the kernel refuses now it is told again with the next change, and said then.
+            with suppress(AgentError):
+                self._engine.balance(self._wish.servers, self._told, paired=self._wish.paired)
+        self._again_in_a_second()
 
     # -- questions ------------------------------------------------------------------------------------------
 
@@ -170,9 +188,9 @@ class Checker:
         if operation == "version":
             return {"version": self._version, "engine": self._engine.name}
         if operation == "state":
-            return self._state()
+            return self._state(with_members=question.get("members") is True)
         if operation == "rows":
-            return rows.compose(self._state()["servers"])
+            return rows.compose(self._state(with_members=True)["servers"])
         if operation not in ("check", "serve", "differs"):
             raise ValueError(f"there is no {operation!r}")
         if operation == "check":
@@ -207,8 +225,13 @@ class Checker:
             return ["the checker serves other virtual servers than those of the last confirmed bundle"]
         return list(self._engine.differs(wish.servers, self._told, paired=wish.paired))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, with_members: bool = False) -> dict[str, Any]:
+        """All there is to tell; what each member has been given costs more, and is for who asks for it."""
         self._count()
+        given: Mapping[Place, MemberCounters] = {}
+        if with_members:
+            with suppress(AgentError):
+                given = self._engine.member_counters()
         present = {server.id for server in self._wish.servers}
         return {
             "digest": self._wish.digest,
@@ -216,7 +239,7 @@ class Checker:
             "engine": self._engine.name,
             "birth": self._counted.birth,
             "flow_log": self._flow_log.counts,
-            "servers": {server.id: self._of(server) for server in self._wish.servers},
+            "servers": {server.id: self._of(server, given) for server in self._wish.servers},
             "former": {name: self._sums(name) for name in sorted(self._counted.names - present)},
         }
 
@@ -224,7 +247,7 @@ class Checker:
         found = self._counted.visible(name)
         return {field: getattr(found, field) for field in SUMMED}
 
-    def _of(self, server: VirtualServer) -> dict[str, Any]:
+    def _of(self, server: VirtualServer, given: Mapping[Place, MemberCounters]) -> dict[str, Any]:
         active = self._counted.visible(server.id).active_connections
         full = server.connection_limit is not None and active >= server.connection_limit
         pool = None
@@ -233,7 +256,10 @@ class Checker:
             for member in server.members:
                 since, reason = states.reason(server, member, self._states)
                 status = states.word(server, member, self._states)
-                members[member.id] = {"status": status, "since": since, "reason": reason, "weight": member.weight}
+                found = given.get((server.id, member.address, member.port))
+                counted = {} if found is None else asdict(found)
+                plain = {"status": status, "since": since, "reason": reason, "weight": member.weight}
+                members[member.id] = {**plain, **counted}
             pool = {"id": server.pool_id, "status": states.pool_word(server, self._states), "members": members}
         status = Status.FULL if full else Status.OPEN
         return {"status": status, "active_connections": active, **self._sums(server.id), "pool": pool}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from amphora_agent.virtual_servers.wanted import VirtualServer
+from amphora_agent.virtual_servers.wanted import Host, VirtualServer
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,20 @@ class Counters:
     bytes_in: int = 0
     bytes_out: int = 0
     request_errors: int = 0
+
+
+@dataclass(frozen=True)
+class MemberCounters:
+    """What one member has been given since the engine's process began to count; bytes as in `Counters`."""
+
+    active_connections: int = 0
+    total_connections: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+Place = tuple[str, Host, int]
+"""A member by the id of its virtual server, its address and its port."""
 
 
 class Engine(Protocol):
@@ -50,8 +64,16 @@ class Engine(Protocol):
     ) -> list[str]:
         """What the kernel has otherwise than `bring_about` would leave it, as sentences; changes nothing."""
 
+    def balance(
+        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
+    ) -> None:
+        """Look who has the fewest flows, where that decides; called about once a second with what was brought about."""
+
     def counters(self) -> Mapping[str, Counters]:
         """By id of the virtual server."""
+
+    def member_counters(self) -> Mapping[Place, MemberCounters]:
+        """By place; for whoever asks now and then."""
 
     def release(self) -> None:
         """Take away all that `bring_about` ever made."""

@@ -21,8 +21,17 @@ _MOST_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
 # linux/netfilter/nf_conntrack_sctp.h
-_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established", "shutdown_sent", "shutdown_recd")
-_STATES += ("shutdown_ack_sent", "heartbeat_sent")
+_STATES = (
+    "",
+    "closed",
+    "cookie_wait",
+    "cookie_echoed",
+    "established",
+    "shutdown_sent",
+    "shutdown_recd",
+    "shutdown_ack_sent",
+    "heartbeat_sent",
+)
 
 _Place = tuple[int, str, int]
 _End = tuple[str, int]

@@ -54,6 +54,8 @@ class Destination:
     active: int
     inactive: int
     connections: int
+    bytes_in: int
+    bytes_out: int
 
 
 @dataclass(frozen=True)
@@ -185,13 +187,16 @@ def _destinations(link: _Link, family: int, service: Attributes) -> Iterator[Des
     named = b"".join(_attribute(kind, service[kind]) for kind in (_AF, _PROTOCOL, _ADDRESS, _PORT))
     for answer in link.ask(family, _GET_DESTINATION, _attribute(_SERVICE, named), _DUMP):
         found = _attributes(answer[_DESTINATION])
+        counted = _attributes(found[_TO_STATS64])
         yield Destination(
             address=_host(found.get(_TO_FAMILY, service[_AF]), found[_TO_ADDRESS]),
             port=int.from_bytes(found[_TO_PORT], "big"),
             weight=_number(found[_TO_WEIGHT]),
             active=_number(found[_TO_ACTIVE]),
             inactive=_number(found[_TO_INACTIVE]),
-            connections=_number(_attributes(found[_TO_STATS64])[_CONNECTIONS]),
+            connections=_number(counted[_CONNECTIONS]),
+            bytes_in=_number(counted[_BYTES_IN]),
+            bytes_out=_number(counted[_BYTES_OUT]),
         )
 
 

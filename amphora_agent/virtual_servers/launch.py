@@ -40,6 +40,7 @@ START_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
 _PIECE = 1 << 18
+_GIVEN = ("active_connections", "total_connections", "bytes_in", "bytes_out")
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,17 @@ class Sums:
 
 @dataclass(frozen=True)
 class Pool:
-    """The pool of a virtual server; ``members`` are their words, ``reasons`` why they are so."""
+    """The pool of a virtual server; ``members`` are their words, ``reasons`` why they are so.
+
+    ``given`` is what they were given, where that was asked for.
+    """
 
     id: str
     status: str
     members: dict[str, str]
     reasons: dict[str, str]
     weights: dict[str, int]
+    given: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,12 +178,16 @@ class Checker:
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
 
-    def state(self, seconds: float = STATE_SECONDS) -> State | None:
-        """What is found and counted; None: nothing is wanted, or nobody answers for so long."""
+    def state(self, seconds: float = STATE_SECONDS, *, members: bool = False) -> State | None:
+        """What is found and counted; None: nothing is wanted, or nobody answers for so long.
+
+        Args:
+            members: also what each member was given, which takes the checker longer.
+        """
         if not self._paths.checker_socket.exists():
             return None
         try:
-            return _state(self._ask({"op": "state"}, seconds))
+            return _state(self._ask({"op": "state", "members": members}, seconds))
         except (VirtualServersError, ConfigurationRefused):
             return None
 
@@ -291,6 +300,7 @@ def _pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Pool:
         members={name: one["status"] for name, one in members.items()},
         reasons={name: one["reason"] for name, one in members.items()},
         weights={name: one["weight"] for name, one in members.items()},
+        given={name: {key: one[key] for key in _GIVEN} for name, one in members.items() if _GIVEN[0] in one},
     )
 
 

@@ -22,7 +22,7 @@ from amphora_agent.errors import ConfigurationRefused, VirtualServersError
 from amphora_agent.network import libnftables
 from amphora_agent.network.libnftables import STATELESS, NftError
 from amphora_agent.virtual_servers import ipvs, lvs_rules, lvs_tracks, ruleset
-from amphora_agent.virtual_servers.engine import Counters
+from amphora_agent.virtual_servers.engine import Counters, MemberCounters, Place
 from amphora_agent.virtual_servers.ipvs import Key, Service
 from amphora_agent.virtual_servers.ruleset import FAMILY, TABLE, Table
 from amphora_agent.virtual_servers.shares import States
@@ -148,6 +148,32 @@ class LvsEngine:
                 each.active + (each.inactive if one.protocol == "UDP" else 0) for each in one.destinations
             )
         return {name: Counters(active[name], *each, refused.get(name, 0)) for name, each in sums.items()}
+
+    def balance(
+        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
+    ) -> None:
+        """See `Engine.balance`: the kernel's scheduler does so with every flow."""
+
+    def member_counters(self) -> Mapping[Place, MemberCounters]:
+        """See `Engine.member_counters`: since keepalived has made the services.
+
+        Raises:
+            NoIpvsError: the kernel does not tell.
+        """
+        names = {(one.protocol, address, one.port): one.id for one in self._servers for address in one.addresses}
+        found: dict[Place, MemberCounters] = {}
+        for one in ipvs.services():
+            for each in one.destinations if one.key in names else ():
+                place = names[one.key], each.address, each.port
+                before = found.get(place, MemberCounters())
+                active = each.active + (each.inactive if one.protocol == "UDP" else 0)
+                found[place] = MemberCounters(
+                    before.active_connections + active,
+                    before.total_connections + each.connections,
+                    before.bytes_in + each.bytes_in,
+                    before.bytes_out + each.bytes_out,
+                )
+        return found
 
     def release(self) -> None:
         """See `Engine.release`. IPVS ends with its keepalived, which is the agent's.

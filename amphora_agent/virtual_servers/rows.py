@@ -10,8 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS = ("pxname", "svname", "type", "mode", "status", "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight")
+COLUMNS = (
+    "pxname",
+    "svname",
+    "type",
+    "mode",
+    "status",
+    "scur",
+    "stot",
+    "conn_tot",
+    "bin",
+    "bout",
+    "ereq",
+    "weight",
+    "lbtot",
+)
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
+# HAProxy has them of a member whether it was chosen or not.
+_OF_MEMBERS = {
+    "scur": "active_connections",
+    "stot": "total_connections",
+    "lbtot": "total_connections",
+    "bin": "bytes_in",
+    "bout": "bytes_out",
+}
 
 
 def compose(servers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -33,7 +55,8 @@ def compose(servers: Mapping[str, Mapping[str, Any]]) -> str:
         # All that a listener is given goes to its pool.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
-            lines.append(_row(proxy, member, _MEMBER, one["status"], {"weight": one["weight"]}))
+            own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}
+            lines.append(_row(proxy, member, _MEMBER, one["status"], {"weight": one["weight"], **own}))
     return "\n".join(lines) + "\n"
 
 

@@ -10,10 +10,12 @@ takes no counter away but those of virtual servers that are gone.
     limited      (of each virtual server) refuses the flow if there are too many
     leaving      the client's address becomes ours, where it is to be hidden
     forward      counts, and marks as ours: nothing else is let through (`network/firewall`)
+                 (of each virtual server by named counters, which outlive all; of each member by elements of sets)
     returning    answers leave by the VIP's network, as HAProxy's do (`network/routing`)
 
 Who may send at all is decided before (`network/firewall`, which also leaves TCP untracked). Weights are slots
-(`maglev`), so a change of one member is a change of some slots.
+(`maglev`), so a change of one member is a change of some slots. Where the member with the fewest flows is to get the
+next one, slots are turns (`least`), which are made anew every second.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from amphora_agent.virtual_servers import maglev, shares
+from amphora_agent.virtual_servers import least, maglev, shares
+from amphora_agent.virtual_servers.least import UNKNOWN, Loads
 from amphora_agent.virtual_servers.marks import SERVER_MASK, Marks
 from amphora_agent.virtual_servers.shares import States
 from amphora_agent.virtual_servers.wanted import Host, VirtualServer
@@ -37,6 +40,8 @@ _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 _REFUSE = "reject with icmpx port-unreachable"
 _SLOT = "typeof numgen inc mod 2 : ct mark;"
 _COUNTERS = ("flows", "refused", "in", "out")
+MEMBER_COUNTERS = ("member-flows", "member-in", "member-out")
+"""Sets of members' marks, each of which is counted."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,25 @@ Place = tuple[Host, int, int]
 """Where clients send to: address, number of the protocol, port."""
 
 
-def table_of(servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool) -> Table:
+def table_of(
+    servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool, loads: Loads = UNKNOWN
+) -> Table:
     """What forwards for these.
 
     Args:
         up: whose checks are good.
         marks: as `marks.allot` gave them.
         paired: another amphora has to come to the same member for a flow that it has not seen.
+        loads: what is known of members' flows.
     """
     counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
-    maps = dict(_maps(servers, up, marks, paired=paired))
+    maps = dict(_maps(servers, up, marks, loads, paired=paired))
     chains = dict(_CHAINS)
     for server in servers:
         limit = [f"ct count over {server.connection_limit} goto refused-{server.id}"] if server.connection_limit else []
         chains[f"limited-{server.id}"] = Chain("", tuple(limit))
         chains[f"refused-{server.id}"] = Chain("", (f'counter name "refused-{server.id}" {_REFUSE}',))
-        chains[f"serve-{server.id}"] = Chain("", tuple(_serve(server, maps, paired=paired)))
+        chains[f"serve-{server.id}"] = Chain("", tuple(_serve(server, maps, loads, paired=paired)))
     return Table(counters, maps, chains)
 
 
@@ -125,18 +133,23 @@ _CHAINS = {
         (
             f"ct status dnat ct direction 0 counter name ct mark & {SERVER_MASK:#x} map @in",
             f"ct status dnat ct direction 1 counter name ct mark & {SERVER_MASK:#x} map @out",
+            "ct status dnat ct direction 0 ct mark @member-in",
+            "ct status dnat ct direction 1 ct mark @member-out",
             f"ct status dnat meta mark set {RETURNING:#x}",
         ),
     ),
 }
 
 
-def _maps(servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool) -> Iterator[tuple[str, Map]]:
+def _maps(
+    servers: Sequence[VirtualServer], up: States, marks: Marks, loads: Loads, *, paired: bool
+) -> Iterator[tuple[str, Map]]:
     bases = {server.id: f"{marks.servers[server.id]:#010x}" for server in servers}
     for word in ("in", "out"):
         yield word, Map("type mark : counter;", {base: f'"{word}-{name}"' for name, base in bases.items()})
     hidden = {bases[server.id]: "" for server in servers if server.client_address == "hidden"}
     yield "hidden", Map("type mark;", hidden, "set")
+    everybody: dict[str, str] = {}
     for version in (4, 6):
         where, who = {}, {}
         for server in servers:
@@ -149,25 +162,42 @@ def _maps(servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired:
                     mark = marks.members[server.id, (member.address, member.port)]
                     who[f"{mark:#010x}"] = f"{member.address} . {member.port}"
             if version in shares.versions(server):
-                slots = _slots(server, up, marks, version, paired=paired)
+                slots = _slots(server, up, marks, version, loads, paired=paired)
                 yield f"slots-{server.id}-{version}", Map(_SLOT, slots)
         yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", where)
         yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", who)
+        everybody |= dict.fromkeys(who, "")
+    for word in MEMBER_COUNTERS:
+        yield word, Map("type mark; counter;", everybody, "set")
 
 
-def _slots(server: VirtualServer, up: States, marks: Marks, version: int, *, paired: bool) -> dict[str, str]:
+def _slots(
+    server: VirtualServer, up: States, marks: Marks, version: int, loads: Loads, *, paired: bool
+) -> dict[str, str]:
     members = shares.serving(server, up, version)
     marked = {(int(one.address) << 16) | one.port: marks.members[server.id, (one.address, one.port)] for one in members}
+    if is_least(server):
+        weights = {marks.members[server.id, (one.address, one.port)]: one.weight for one in members}
+        known = [(mark, weight, loads.flows.get(mark, 0)) for mark, weight in weights.items()]
+        turns = least.turns(known, loads.expected.get(server.id, 0))
+        return {str(number): f"{mark:#010x}" for number, mark in enumerate(turns)}
     weighted = [((int(one.address) << 16) | one.port, one.weight) for one in members]
     table = maglev.hashed(weighted) if _is_hashed(server, paired=paired) else maglev.interleaved(weighted)
     return {str(number): f"{marked[member]:#010x}" for number, member in enumerate(table)}
 
 
 def _is_hashed(server: VirtualServer, *, paired: bool) -> bool:
+    if is_least(server):
+        return False
     return paired or server.persistence is not None or server.algorithm != "ROUND_ROBIN"
 
 
-def _serve(server: VirtualServer, maps: Mapping[str, Map], *, paired: bool) -> Iterator[str]:
+def is_least(server: VirtualServer) -> bool:
+    """Whether the member with the fewest flows gets the next one."""
+    return server.algorithm == "LEAST_CONNECTIONS" and server.persistence is None
+
+
+def _serve(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *, paired: bool) -> Iterator[str]:
     yield f"jump limited-{server.id}"
     versions = shares.versions(server)
     for version in versions:
@@ -175,8 +205,11 @@ def _serve(server: VirtualServer, maps: Mapping[str, Map], *, paired: bool) -> I
         # A table without slots has no number to find one by.
         if maps[name].elements:
             by = _by(server, version, len(maps[name].elements), paired=paired)
-            yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}"
+            # A rule that is another one begins its turns at the first.
+            anew = f' comment "{loads.number}"' if is_least(server) else ""
+            yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{anew}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
+    yield "ct mark @member-flows"
     for version in versions:
         yield (
             f"meta nfproto {_NFPROTO[version]} meta l4proto {_NUMBERS[server.protocol]} "

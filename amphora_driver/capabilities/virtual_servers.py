@@ -26,8 +26,8 @@ LONGEST_TIMEOUT = 31 * 86_400
 """Seconds: the longest persistence that ipvsadm(8) and keepalived take for IPVS."""
 WHOLE_V4, WHOLE_V6 = 32, 128
 
-_DEMANDING: dict[Algorithm, str] = {Algorithm.LEAST_CONNECTIONS: "lvs"}
-"""Algorithms that not every engine has, with the one that has them."""
+_KEEPING = "lvs"
+"""The engine that remembers whom it has given a client to; others find a client's member by its address."""
 _TLS = (
     "default_tls_container_ref",
     "sni_container_refs",
@@ -148,18 +148,22 @@ def check_engines(pool: Pool, engines: Collection[str] | None) -> None:
         engines: what amphorae of its load balancer can forward with; None where nobody knows.
 
     Raises:
-        UnsupportedOption: none of them has the pool's algorithm.
+        UnsupportedOption: none of them has the pool's algorithm together with its persistence.
     """
-    demanded = _DEMANDING.get(pool.lb_algorithm)
-    if not pool.virtual or engines is None or demanded is None or demanded in engines:
+    demanding = pool.lb_algorithm is Algorithm.LEAST_CONNECTIONS and pool.session_persistence is not None
+    if not pool.virtual or engines is None or not demanding or _KEEPING in engines:
         return
     refuse(
         "pool option lb_algorithm",
         str(pool.lb_algorithm),
-        f"for {pool.protocol} it needs amphorae whose kernel has IPVS, and those of this load balancer count no"
-        f" connections of members (they forward with {', '.join(sorted(engines)) or 'nothing'})",
-        "Use ROUND_ROBIN, SOURCE_IP or SOURCE_IP_PORT, or a flavor whose compute backend has the engine lvs.",
+        f"for {pool.protocol} with session_persistence it needs amphorae whose kernel has IPVS, and those of this"
+        f" load balancer find a client's member by its address (they forward with {_listed(engines)})",
+        "Use SOURCE_IP, or no session_persistence, or a flavor whose compute backend has the engine lvs.",
     )
+
+
+def _listed(engines: Collection[str]) -> str:
+    return ", ".join(sorted(engines)) or "nothing"
 
 
 def check_families(pool: Pool, vips: Iterable[Vip]) -> None:

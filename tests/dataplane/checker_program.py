@@ -40,6 +40,12 @@ class Fake:
     def differs(self, servers, up, *, paired=False):
         return []
 
+    def balance(self, servers, up, *, paired=False):
+        self._write({"at": time.time(), "balanced": len(servers)})
+
+    def member_counters(self):
+        return {}
+
     def counters(self):
         try:
             with open(f"{self._directory}/counters") as file:  # noqa: PTH123

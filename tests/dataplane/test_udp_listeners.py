@@ -242,7 +242,8 @@ def test_the_amphora_is_no_router(udp):
 def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(udp):
     udp.serve(u1=1)
     listener = name_of("listener", PORT, "UDP")
-    answer = udp.push(virtual_server(member("u2", PLACES["u2"]), algorithm="LEAST_CONNECTIONS"), status=422)
+    least = {"algorithm": "LEAST_CONNECTIONS", "persistence": persistence()}
+    answer = udp.push(virtual_server(member("u2", PLACES["u2"]), **least), status=422)
     assert answer["object_id"] == listener
     assert "LEAST_CONNECTIONS" in answer["error"]["happened"]
     assert udp.clients.flow().ask().member == "u1"

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import uuid
 
 import pytest
-from amphora_lab import FIXED, VIP, VIP6
+from amphora_lab import FIXED, VIP, VIP6, eventually
 from checked_members import sctp
 from datagrams import Clients, UdpMember, member, name_of, virtual_server
 
@@ -112,3 +113,18 @@ def test_who_is_not_allowed_has_no_association(lab, sctp_members):
     assert isinstance(associate(lab, "198.51.100.21", VIP, own_port=46200), int)
     assert associate(lab, "198.51.100.20", VIP, own_port=46201).kind == sctp_packet.INIT_ACK
     assert name_of("listener", PORT, "SCTP") != name_of("listener", PORT, "UDP")
+
+
+def test_an_association_that_ends_has_a_line(lab, sctp_members):
+    tag, place = str(uuid.uuid4()), PLACES[6][0]
+    made = _listener(member("s", place, MEMBER_PORT), log_format=f"{tag} %ci %cp %si %sp %ts %[protocol]")
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])
+    assert status == 200, answer
+    assert associate(lab, "2001:db8:1::20", VIP6, own_port=46300).kind == sctp_packet.INIT_ACK
+    status, answer = lab.amphora.push(next(lab.generations), None)
+    assert status == 200, answer
+
+    def lines():
+        return [one for one in lab.amphora.call("GET", "/v2/diagnostics")[1]["checker log"] if one.startswith(tag)]
+
+    assert eventually(lines, "it has a line") == [f"{tag} 2001:db8:1::20 46300 {place} {MEMBER_PORT} D- SCTP"]

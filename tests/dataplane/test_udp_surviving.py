@@ -10,7 +10,7 @@ import signal
 import pytest
 from amphora_lab import VIP, VIP6, alive, children, eventually, ip
 from configuration_text import listener, text
-from datagrams import PORT, Clients, Stream, UdpMember, member, virtual_server, who
+from datagrams import PORT, Clients, Stream, UdpMember, member, persistence, virtual_server, who
 from mishaps import arm, held_at, push_quietly
 from pair_lab import FAST, Pair
 from test_drift import INTERVAL, Audited
@@ -135,7 +135,8 @@ def test_a_listener_that_is_refused_leaves_the_others_alone(audited):
     generation = push(audited, [], haproxy)["generation"]
     before = audited.counted("forwarding")
     eventually(lambda: audited.status("amphora-checker") is None or not audited.status("amphora-checker")["wanted"], "")
-    wrong = [virtual_server(member("u1", PLACES["u1"]), algorithm="LEAST_CONNECTIONS")]
+    least = {"algorithm": "LEAST_CONNECTIONS", "persistence": persistence()}
+    wrong = [virtual_server(member("u1", PLACES["u1"]), **least)]
     assert audited.push(generation + 1, haproxy, virtual_servers=wrong)[0] == 422
     assert not audited.status("amphora-checker")["wanted"]
     audited.looks()

@@ -45,11 +45,12 @@ LISTENERS = [
     ({**TLS, "tls_ciphers": "TLS_AES_128_GCM_SHA256", "tls_versions": ["TLSv1.2"]}, OURS, "need TLSv1.3"),
     ({**TLS, "client_authentication": "MANDATORY"}, OCTAVIAS, "requires a client CA"),
 ]
+LEAST = {"protocol": "UDP", "lb_algorithm": "LEAST_CONNECTIONS", "session_persistence": {"type": "SOURCE_IP"}}
 POOLS = [
     (
-        {"protocol": "UDP", "lb_algorithm": "LEAST_CONNECTIONS"},
+        LEAST,
         OURS,
-        "lb_algorithm 'LEAST_CONNECTIONS': for UDP it needs amphorae whose kernel has IPVS",
+        "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence it needs amphorae whose kernel has IPVS",
     ),
     ({"protocol": "SCTP", "tls_enabled": True}, OURS, "tls_enabled True: SCTP carries no TLS"),
     ({"protocol": "UDP", "session_persistence": {"type": "HTTP_COOKIE"}}, OCTAVIAS, "is not supported for UDP/SCTP"),
@@ -124,7 +125,7 @@ LOAD_BALANCERS = [
     ({"vip_qos_policy_id": topology.VIP_SUBNET}, OCTAVIAS, "qos_policy"),
     ({"vip_sg_ids": [topology.VIP_SUBNET]}, OCTAVIAS, "Security Group"),
     (
-        {"pools": [{"name": "x", "protocol": "UDP", "lb_algorithm": "LEAST_CONNECTIONS"}]},
+        {"pools": [{"name": "x", **LEAST}]},
         OURS,
         "lb_algorithm 'LEAST_CONNECTIONS'",
     ),

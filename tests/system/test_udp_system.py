@@ -217,9 +217,15 @@ def test_one_port_for_udp_and_tcp_and_both_families(cloud, settings, members):
 
 
 def test_an_algorithm_that_no_engine_has_in_one_request(cloud):
-    with pytest.raises(openstack.exceptions.HttpException, match="lb_algorithm 'LEAST_CONNECTIONS': for UDP it needs"):
-        served(cloud, "udp-least", pool={"lb_algorithm": "LEAST_CONNECTIONS"})
+    kept = {"lb_algorithm": "LEAST_CONNECTIONS", "session_persistence": {"type": "SOURCE_IP"}}
+    with pytest.raises(openstack.exceptions.HttpException, match="for UDP with session_persistence it needs"):
+        served(cloud, "udp-least", pool=kept)
     assert not list(cloud.balancers.load_balancers())
+
+
+def test_who_has_the_fewest_gets_the_next(cloud, settings, members):
+    balancer = served(cloud, "udp-fewest", ("member1", "member2"), pool={"lb_algorithm": "LEAST_CONNECTIONS"})
+    assert answers(settings, balancer.vip_address, 10) == {"member1": 5, "member2": 5}
 
 
 def test_whom_members_see(cloud, settings, members):

@@ -7,10 +7,13 @@ from amphora_agent.responder.metrics import exposition
 from amphora_agent.virtual_servers import rows
 
 HAPROXY = (
-    "Name: HAProxy\nPid: 7\n# pxname,svname,scur,stot,conn_tot,bin,bout,ereq,status,weight,act,type,mode,lastsess\n"
-    "web,FRONTEND,1,2,2,3,4,5,OPEN,,,0,http,\nmany,BACKEND,1,2,,3,4,,UP,1,1,1,http,9\nmany,m1,1,2,,3,4,,UP,1,1,2,http,9\n\n"
+    "Name: HAProxy\nPid: 7\n"
+    "# pxname,svname,scur,stot,conn_tot,bin,bout,ereq,status,weight,act,type,mode,lastsess,lbtot\n"
+    "web,FRONTEND,1,2,2,3,4,5,OPEN,,,0,http,,\n"
+    "many,BACKEND,1,2,,3,4,,UP,1,1,1,http,9,\nmany,m1,1,2,,3,4,,UP,1,1,2,http,9,\n\n"
 )
-MEMBERS = {"u1": {"status": "DOWN", "weight": 3}, "u2": {"status": "DRAIN", "weight": 0}}
+GIVEN = {"active_connections": 21, "total_connections": 22, "bytes_in": 23, "bytes_out": 24}
+MEMBERS = {"u1": {"status": "DOWN", "weight": 3, **GIVEN}, "u2": {"status": "DRAIN", "weight": 0}}
 COUNTED = {"active_connections": 11, "total_connections": 12, "bytes_in": 13, "bytes_out": 14, "request_errors": 15}
 SERVER = {"status": "OPEN", **COUNTED, "pool": {"id": "p", "status": "UP", "members": MEMBERS}}
 
@@ -30,6 +33,12 @@ def test_virtual_servers_are_told_beside_haproxy():
         'octavia_member_status{pool="p:dns",member="u1",state="DOWN"} 1',
         'octavia_member_status{pool="p:dns",member="u2",state="DRAIN"} 1',
         'octavia_member_weight{pool="p:dns",member="u1"} 3',
+        'octavia_member_current_sessions{pool="p:dns",member="u1"} 21',
+        'octavia_member_sessions_total{pool="p:dns",member="u1"} 22',
+        'octavia_member_loadbalanced_total{pool="p:dns",member="u1"} 22',
+        'octavia_member_bytes_in_total{pool="p:dns",member="u1"} 23',
+        'octavia_member_bytes_out_total{pool="p:dns",member="u1"} 24',
+        'octavia_member_bytes_out_total{pool="p:dns",member="u2"} NaN',
         'octavia_listener_sessions_total{listener="web"} 2',
         'octavia_pool_last_session_seconds{pool="p:dns"} NaN',
     ):

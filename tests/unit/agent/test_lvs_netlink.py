@@ -100,7 +100,7 @@ def kernel(monkeypatch):
 def test_what_the_kernel_says_is_read(kernel):
     assert ipvs.available()
     assert ipvs.services() == (
-        Service("UDP", VIP, 53, "wrr", 1, 360, 51, 1899, 2500, (Destination(HOST, 5353, 7, 3, 4, 51),)),
+        Service("UDP", VIP, 53, "wrr", 1, 360, 51, 1899, 2500, (Destination(HOST, 5353, 7, 3, 4, 51, 1, 2),)),
     )
 
 
@@ -132,7 +132,7 @@ def listener(**more) -> VirtualServer:
 
 
 def service(connections: int, *, vip=VIP, weight: int = 7) -> Service:
-    members = (Destination(HOST, 5353, weight, 3, 4, 1),)
+    members = (Destination(HOST, 5353, weight, 3, 4, 1, 0, 0),)
     return Service("UDP", vip, 53, "wrr", 0, 0, connections, connections * 10, connections * 20, members)
 
 

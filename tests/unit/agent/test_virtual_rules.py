@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from amphora_agent.applying.virtual import difference
-from amphora_agent.virtual_servers import maglev, marks, ruleset, shares
+from amphora_agent.virtual_servers import least, maglev, marks, ruleset, shares
 from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
 
 VIP, VIP6 = map(ipaddress.ip_address, ("198.51.100.5", "2001:db8:1::5"))
@@ -183,7 +183,8 @@ def test_what_is_exchanged_is_what_differs():
     after = ruleset.table_of([again, other], {}, marks.allot(given, [again, other]), paired=False)
     commands = ruleset.exchange(before, after).splitlines()
     assert commands[0] == "add table inet amphora_virtual"
-    assert {line.split()[4] for line in commands[1:] if "element" in line} == {"targets-4", f"slots-{one.id}-4"}
+    sets = {"targets-4", f"slots-{one.id}-4", *ruleset.MEMBER_COUNTERS}
+    assert {line.split()[4] for line in commands[1:] if "element" in line} == sets
     assert all(other.id not in line for line in commands)
     # Neither counters nor what counts towards the limit are touched.
     assert not [line for line in commands if "counter" in line or "chain" in line or "rule" in line]
@@ -204,6 +205,68 @@ def test_what_is_not_known_is_written_anew_without_its_counters():
     assert "delete set inet amphora_virtual theirs" in commands
     assert not [line for line in commands if "counter" in line.split()[:2] and f"flows-{one.id}" in line]
     assert ruleset.anew({}, table(one)) == ruleset.exchange(ruleset.EMPTY, table(one))
+
+
+# -- who has the fewest flows ---------------------------------------------------------------------------------------
+
+
+def chosen(members, expected=0):
+    """As the kernel's scheduler would do it, one flow after the other."""
+    has, found = {member_: flows for member_, _, flows in members}, []
+    for _ in range(max(least.FEWEST, expected)):
+        best = min(members, key=lambda one: (has[one[0]] + 1) / one[1])[0]
+        has[best] += 1
+        found.append(best)
+    return found
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [(1, 1, 0)],
+        [(1, 1, 0), (2, 1, 0)],
+        [(1, 1, 30), (2, 1, 0), (3, 1, 7)],
+        [(1, 3, 0), (2, 1, 0), (3, 2, 5)],
+        [(1, 256, 1000), (2, 1, 1)],
+    ],
+)
+def test_each_turn_is_as_if_flows_were_counted_before_it(members):
+    found = least.turns(members, 0)
+    assert found == chosen(members)
+    assert least.turns(members, 90)[: len(found)] == found
+    assert len(least.turns(members, 90)) >= 180
+    assert least.turns([], 5) == []
+
+
+@pytest.mark.parametrize("expected", [300, 5000, 10**6])
+def test_where_many_are_expected_each_has_its_part_of_them(expected):
+    members = [(1, 1, expected), (2, 1, 0), (3, 2, expected // 2)]
+    found = Counter(least.turns(members, expected))
+    # All come to one level: 2.5 times what is expected, in four parts of weight.
+    level = 2.5 * expected / 4 if 2.5 * expected / 4 > expected else 1.5 * expected / 3
+    assert 1 not in found, "it has more than all others will have"
+    parts = {2: level / expected, 3: (2 * level - expected // 2) / expected}
+    for member_, part in parts.items():
+        assert abs(found[member_] / sum(found.values()) - part) < 0.02
+    assert sum(found.values()) <= 2 * least.MOST
+
+
+def test_turns_begin_at_their_first_where_flows_were_counted():
+    one = server(member(1), member(2), algorithm="LEAST_CONNECTIONS")
+    given = marks.allot(marks.NONE, [one])
+    first, second = (given.members[one.id, (each.address, each.port)] for each in one.members)
+    loads = least.Loads({first: 3}, {}, {one.id: 0}, 7)
+    for paired in (False, True):
+        made = ruleset.table_of([one], {}, given, paired=paired, loads=loads)
+        slots = made.maps[f"slots-{one.id}-4"].elements
+        assert [slots[f"{n}"] for n in range(5)] == [f"{mark:#010x}" for mark in (second,) * 3 + (first, second)]
+        rule = next(line for line in made.chains[f"serve-{one.id}"].rules if "numgen" in line)
+        assert rule.endswith('-4 comment "7"')
+        later = ruleset.table_of([one], {}, given, paired=paired, loads=replace(loads, number=8))
+        assert "flush chain" in ruleset.exchange(made, later)
+        assert "element" not in ruleset.exchange(made, later)
+    kept = replace(one, persistence=Persistence(9, 24, 64))
+    assert by(kept).startswith("jhash ip saddr")
 
 
 # -- for a person ---------------------------------------------------------------------------------------------------

@@ -163,16 +163,21 @@ def test_monitors_of_other_pools(kind):
     virtual_servers.check_monitor(pool("TCP"))
 
 
-def test_an_algorithm_that_no_engine_has():
-    least = pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS)
+def test_an_algorithm_that_no_engine_has_with_persistence():
+    kept = SessionPersistence(type=PersistenceType.SOURCE_IP)
+    least = pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept)
     sentence = said(virtual_servers.check_engines, least, frozenset({"nftables"}))
-    assert "lb_algorithm 'LEAST_CONNECTIONS': for UDP it needs amphorae whose kernel has IPVS" in sentence
+    assert "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence it needs amphorae whose" in sentence
     assert "they forward with nftables" in sentence
-    assert "Use ROUND_ROBIN, SOURCE_IP or SOURCE_IP_PORT" in sentence
+    assert "Use SOURCE_IP, or no session_persistence" in sentence
     for engines in (None, frozenset({"lvs", "nftables"})):
         virtual_servers.check_engines(least, engines)
-    virtual_servers.check_engines(pool("TCP", lb_algorithm=Algorithm.LEAST_CONNECTIONS), frozenset({"nftables"}))
-    virtual_servers.check_engines(pool(lb_algorithm=Algorithm.SOURCE_IP_PORT), frozenset({"nftables"}))
+    for served in (
+        pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS),
+        pool("TCP", lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept),
+        pool(lb_algorithm=Algorithm.SOURCE_IP_PORT, session_persistence=kept),
+    ):
+        virtual_servers.check_engines(served, frozenset({"nftables"}))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ FRONT = Listener(id=L1, loadbalancer_id=LB, protocol=ListenerProtocol.UDP, proto
 WEB = replace(FRONT, id=L2, protocol=ListenerProtocol.TCP, default_pool_id=None)
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
 TREE = LoadBalancer(id=LB, project_id="x", vip=VIP, listeners=(FRONT, WEB), pools=(POOL,))
+KEPT = SessionPersistence(type=PersistenceType.SOURCE_IP)
 POLICY = L7Policy(id=Y1, listener_id=L1, action=L7Action.REJECT, position=1)
 
 
@@ -164,7 +165,7 @@ def test_a_policy_that_is_switched_off_keeps_nobody_out():
 @pytest.mark.parametrize(
     ("tree", "word"),
     [
-        (back(lb_algorithm=Algorithm.LEAST_CONNECTIONS), "lb_algorithm 'LEAST_CONNECTIONS'"),
+        (back(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=KEPT), "lb_algorithm 'LEAST_CONNECTIONS'"),
         (back(tls_enabled=True), "tls_enabled"),
         (back(session_persistence=SessionPersistence(type=PersistenceType.HTTP_COOKIE)), "no cookies"),
     ],
@@ -180,8 +181,9 @@ def test_a_pool_that_is_left_out_leaves_its_listener_without_members(tree, word)
 
 def test_what_an_engine_has_is_served():
     least = back(lb_algorithm=Algorithm.LEAST_CONNECTIONS)
-    for engines in (None, frozenset({"lvs"})):
-        assert made(least, engines=engines)[0][L1].algorithm == "LEAST_CONNECTIONS"
+    kept = back(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=KEPT)
+    for tree, engines in ((least, None), (least, {"nftables"}), (kept, {"lvs"})):
+        assert made(tree, engines=engines)[0][L1].algorithm == "LEAST_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,14 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("[haproxy]\nconnection_limit = 700\n")
     conf, engines = config.load([str(path)]), frozenset({"nftables"})
-    least = replace(POOL, id=P2, lb_algorithm=Algorithm.LEAST_CONNECTIONS, members=(), healthmonitor=None)
+    least = replace(
+        POOL,
+        id=P2,
+        lb_algorithm=Algorithm.LEAST_CONNECTIONS,
+        session_persistence=KEPT,
+        members=(),
+        healthmonitor=None,
+    )
     tree = limited(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
     nothing = dict.fromkeys(("database", "agents", "authority", "vault"))
     backends = Backends(conf=conf, catalogue=SimpleNamespace(engines=lambda _: engines), **nothing)

@@ -8,7 +8,7 @@ from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET6, liste
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.store import wanted
 
-LEAST = "LEAST_CONNECTIONS"
+LEAST, KEPT = "LEAST_CONNECTIONS", {"type": "SOURCE_IP"}
 POLICY = {"l7policy_id": MONITOR, "listener_id": LISTENER, "action": "REJECT", "position": 1, "project_id": "demo"}
 
 
@@ -71,15 +71,19 @@ def test_members_of_both_families_behind_vips_of_both(provider):
     provider.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")])
 
 
-def test_an_algorithm_this_deployment_has_not(virtual, database, monkeypatch):
+def test_an_algorithm_this_deployment_has_not_with_persistence(virtual, database, monkeypatch):
     protocol = tree(database).pools[0].protocol
-    words = ("lb_algorithm 'LEAST_CONNECTIONS'", f"for {protocol} it needs", "nftables", "Use ROUND_ROBIN")
-    refused(lambda: virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST)), *words)
-    other = pool(pool_id=MONITOR, listener_id=None, protocol=str(protocol), lb_algorithm=LEAST)
+    words = ("lb_algorithm 'LEAST_CONNECTIONS'", f"for {protocol} with session_persistence it needs", "nftables")
+    changed = data_models.Pool(pool_id=POOL, lb_algorithm=LEAST, session_persistence=KEPT)
+    refused(lambda: virtual.pool_update(pool(), changed), *words)
+    other = pool(
+        pool_id=MONITOR, listener_id=None, protocol=str(protocol), lb_algorithm=LEAST, session_persistence=KEPT
+    )
     refused(lambda: virtual.pool_create(other), *words)
-    whole = load_balancer(loadbalancer_id=MONITOR, pools=[pool(protocol=str(protocol), lb_algorithm=LEAST)])
-    refused(lambda: virtual.loadbalancer_create(whole), *words)
-    virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm="SOURCE_IP_PORT"))
+    kept = pool(protocol=str(protocol), lb_algorithm=LEAST, session_persistence=KEPT)
+    refused(lambda: virtual.loadbalancer_create(load_balancer(loadbalancer_id=MONITOR, pools=[kept])), *words)
+    virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST, session_persistence=None))
+    refused(lambda: virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, session_persistence=KEPT)), *words)
     monkeypatch.setattr(NetnsCompute, "engines", frozenset({"lvs", "nftables"}))
     virtual.pool_create(other)
 

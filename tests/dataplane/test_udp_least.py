@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LEAST_CONNECTIONS by nftables, and what each member was given: real flows through a real agent and its checker."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+
+import pytest
+from amphora_lab import eventually, ip
+from datagrams import PORT, Clients, UdpMember, member, name_of, persistence, virtual_server, who
+
+from amphora_agent.virtual_servers.checker import _BALANCE_SECONDS
+
+pytestmark = pytest.mark.root
+PLACES = {"l1": "198.51.100.121", "l2": "198.51.100.122", "l3": "198.51.100.123"}
+PLACES6 = {"m1": "2001:db8:1::121", "m2": "2001:db8:1::122"}
+EVERYBODY = {**PLACES, **PLACES6}
+LISTENER = name_of("listener", PORT, "UDP")
+
+
+@pytest.fixture
+def clients(lab):
+    with contextlib.ExitStack() as closing:
+        for name, address in EVERYBODY.items():
+            wide, more = ("64", "nodad") if ":" in address else ("24", "")
+            ip(f"-n {lab.network.name('mem')} addr replace {address}/{wide} dev eth0 {more}")
+            closing.callback(UdpMember(lab.network.thread("mem"), name, address).close)
+        yield closing.enter_context(contextlib.closing(Clients(lab.network.thread("cl"))))
+    lab.amphora.push(next(lab.generations), None)
+
+
+def serve(lab, *names, weights=None, **more):
+    some = [member(name, EVERYBODY[name], weight=(weights or {}).get(name, 1)) for name in names]
+    made = virtual_server(*some, **{"algorithm": "LEAST_CONNECTIONS", **more})
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])
+    assert status == 200, answer
+
+
+def given(lab):
+    """By member, what it was given."""
+    status, answer = lab.amphora.call("GET", "/v2/diagnostics")
+    assert status == 200, answer
+    found = answer["virtual servers"]["listeners"][LISTENER]["pool"]["given"]
+    return {name: found[name_of("member", name)] for name in EVERYBODY if name_of("member", name) in found}
+
+
+def flows_of(lab):
+    return {name: one["active_connections"] for name, one in given(lab).items()}
+
+
+def is_counted(lab, **flows):
+    """Every flow is in the checker's count, and it has had the time to make turns of it."""
+    eventually(lambda: flows_of(lab) == flows, f"{flows}")
+    time.sleep(2 * _BALANCE_SECONDS)  # nothing says that turns were made
+
+
+def test_who_holds_many_flows_gets_none_until_others_hold_as_many(lab, clients):
+    serve(lab, "l1")
+    held = clients.flows(30)
+    assert who(held) == {"l1": 30}
+    serve(lab, "l1", "l2")
+    assert who(clients.flows(20)) == {"l2": 20}, "it joins, and has none"
+    is_counted(lab, l1=30, l2=20)
+    assert who(clients.flows(20)) == {"l2": 15, "l1": 5}, "ten for it alone, then in turns"
+    assert who(held) == {"l1": 30}, "who is there stays"
+
+
+def test_flows_that_end_are_made_up_for(lab, clients):
+    """Round robin would go on in turns."""
+    serve(lab, "l1", "l2", "l3")
+    first = clients.flows(30)
+    assert who(first) == {"l1": 10, "l2": 10, "l3": 10}
+    # All flows of l3 end with it; it comes back without one.
+    serve(lab, "l1", "l2")
+    assert who(first) == {"l1": 15, "l2": 15}
+    serve(lab, "l1", "l2", "l3")
+    is_counted(lab, l1=15, l2=15, l3=0)
+    assert who(clients.flows(12)) == {"l3": 12}
+    is_counted(lab, l1=15, l2=15, l3=12)
+    assert who(clients.flows(6)) == {"l3": 4, "l1": 1, "l2": 1}
+
+
+def test_weights_and_families(lab, clients):
+    serve(lab, *EVERYBODY, weights={"l1": 3, "m1": 2})
+    assert who(clients.flows(25)) == {"l1": 15, "l2": 5, "l3": 5}
+    assert who(clients.flows(12, "2001:db8:1::20")) == {"m1": 8, "m2": 4}
+    is_counted(lab, l1=15, l2=5, l3=5, m1=8, m2=4)
+    serve(lab, *EVERYBODY, weights={"l2": 0, "l3": 3, "m1": 1, "m2": 1})
+    assert who(clients.flows(20)) == {"l3": 20}, "fifteen for three is as many as five for one; l1 has fifteen for one"
+    assert who(clients.flows(6, "2001:db8:1::20")) == {"m2": 5, "m1": 1}
+
+
+def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
+    """Of a pair, each has its own flows, and its own count."""
+    serve(lab, "l1")
+    assert who(clients.flows(10)) == {"l1": 10}
+    serve(lab, "l1", "l2")
+    assert who(clients.flows(10)) == {"l2": 10}
+    refused = virtual_server(member("l1", PLACES["l1"]), algorithm="LEAST_CONNECTIONS", persistence=persistence())
+    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[refused])
+    assert (status, answer["object_id"]) == (422, LISTENER)
+    assert "persistence" in answer["error"]["happened"]
+
+
+def test_what_a_member_was_given_is_told(lab, clients):
+    serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
+    some = clients.flows(4)
+    asked = b"x" * 72
+    back = Counter()
+    for flow in some:
+        for _ in range(3):
+            answer = flow.ask(asked)
+            back[answer.member] += 28 + len(f"{answer.member} {answer.seen} {answer.port} ") + len(asked)
+    there = {"active_connections": 2, "total_connections": 2, "bytes_in": 6 * 100}
+    eventually(lambda: flows_of(lab) == {"l1": 2, "l2": 2}, "they are counted")
+    assert given(lab) == {name: {**there, "bytes_out": back[name]} for name in ("l1", "l2")}
+    serve(lab, "l1", algorithm="ROUND_ROBIN")
+    assert given(lab)["l1"]["bytes_in"] == 600, "a change of others changes nothing of it"
+    serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
+    assert given(lab)["l2"]["total_connections"] == 0, "whoever comes back begins at nothing"
