@@ -21,8 +21,8 @@ def source(script, *words, path=None):
 @pytest.mark.parametrize(
     ("url", "host"),
     [
-        ("http://mirror.example.org/debian", "mirror.example.org"),
-        ("https://somebody:secret@mirror.example.org:8443/debian/", "mirror.example.org"),
+        ("http://packages.example.org/debian", "packages.example.org"),
+        ("https://somebody:secret@packages.example.org:8443/debian/", "packages.example.org"),
         ("http://192.0.2.1:3142/x/debian", "192.0.2.1"),
         ("file:///srv/mirror", ""),
     ],
