@@ -170,9 +170,10 @@ class Checker:
 
     def _balance(self) -> None:
         if not self._changed:
-            # What the kernel refuses now it is told again with the next change, and said then.
-            with suppress(AgentError):
+            try:
                 self._engine.balance(self._wish.servers, self._told, paired=self._wish.paired)
+            except AgentError:
+                self._changed = True  # all of it is brought about once more, and what happens is said
         self._again_in_a_second()
 
     # -- questions ------------------------------------------------------------------------------------------

@@ -46,14 +46,18 @@ from guest_lvs_lab import (
     have_vips,
     listener,
     member,
+    member_id,
     once,
     run,
     within,
 )
 
 from amphora_agent.bundle import Partner, Vrrp
-from amphora_agent.virtual_servers import ipvs
+from amphora_agent.virtual_servers import flows, ipvs
+from amphora_agent.virtual_servers.flow_log import FlowLog
+from amphora_agent.virtual_servers.loop import Loop
 from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
+from amphora_agent.virtual_servers.outlet import Outlet
 from amphora_agent.virtual_servers.wanted import Persistence
 
 SINK = 5999
@@ -324,6 +328,25 @@ def check_pair(node, other):
         "known_to_the_other": 11,
         "seconds": round(time.monotonic() - begun, 1),
     }
+
+
+def check_flow_log(node, _):
+    """Connection tracking knows IPVS's flows too, and where they went."""
+    server = listener([member(1)], vips=(VIP,), log_format="%ci %si:%sp %s %U %B %[packets_in] %[packets_out]")
+    loop, lines = Loop(), node.root / "lines"
+    with lines.open("wb") as file:
+        log = node.inner.run(lambda: FlowLog(loop, marked=False, outlet=lambda: Outlet(file.fileno())))
+        node.inner.run(log.listen, (server,))
+        node.serve(server)
+        with flow() as one:
+            assert ask(one)[1] == "10.0.0.11"
+        node.inner.run(flows.end, [0])
+        node.inner.run(log.close)
+    loop.close()
+    (found,) = lines.read_text(encoding="ascii").splitlines()
+    back = 28 + len("1 10.0.0.11 ?")
+    assert found == f"198.51.100.101 10.0.0.1:{PORT} {member_id('m1')} 29 {back} 1 1", found
+    return {"line": found}
 
 
 def busy():

@@ -309,4 +309,5 @@ def listener(members, *, port=PORT, protocol="UDP", algorithm="ROUND_ROBIN", vip
         client_address=more.get("client", "hidden"),
         monitor=None,
         members=tuple(members),
+        log_format=more.get("log_format"),
     )

@@ -10,6 +10,7 @@ import openstack
 import pytest
 from cloud import Cloud
 from datagram_members import answering, answers
+from test_canaries import diagnosed
 
 from amphora_driver import config
 from amphora_driver.network import namespaces
@@ -244,6 +245,30 @@ def test_members_see_clients_where_that_is_wished(cloud, settings, members, flav
             lambda: datagrams.said(settings, balancer.vip_address) == ["member1 198.51.100.2"],
             "the member sees the client",
         )
+
+
+def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor):
+    chosen = flavor("logged", {"connection_logging": True})
+    balancer = served(cloud, "udp-logged", ("member1", "member2"), flavor_id=chosen.id)
+    assert answers(settings, balancer.vip_address, 4) == {"member1": 2, "member2": 2}
+    pool = cloud.balancers.find_pool("udp-logged-pool")
+    gone = next(one for one in cloud.balancers.members(pool) if one.name == "member2")
+    cloud.balancers.delete_member(gone.id, pool)
+    cloud.active(balancer.id)
+    (amphora,) = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    listener = cloud.listener_of(balancer)
+
+    def lines():
+        said = json.loads(diagnosed(cloud, amphora.id))["checker log"]
+        return [one.split() for one in said if one.startswith(f"{balancer.project_id} {balancer.id} {listener.id} ")]
+
+    cloud.until(lambda: len(lines()) == 2, "the flows of the member that is gone have lines")
+    for found in lines():
+        assert found[3] == "198.51.100.2"
+        assert found[6:8] + found[10:12] == ["-"] * 4
+        assert found[12:14] == [f"{pool.id}:{listener.id}", gone.id]
+        assert found[15:] == ["D-", "UDP", "1", "1"]
+        assert min(int(found[8]), int(found[9])) > 20, "bytes each way, with the heads of their packets"
 
 
 @contextlib.contextmanager
