@@ -34,7 +34,10 @@ PORT = 4789
 # Both ends have it: who sends does not have to learn whom he sends to. Locally administered.
 _MAC = "0a:00:00:00:00:01"
 _TABLE = "amphora_handover"
+# Connections that are known to be here; and those of which there was a SYN and no more, with the seconds for which more
+# of them is waited for. Anybody can send a SYN in anybody's name: a flood must not take the room of those that go on.
 _MOST_CONNECTIONS = 1_000_000
+_MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 # linux/if_addr.h
 _NODAD, _TENTATIVE = 0x02, 0x40
 _READY_SECONDS, _POLL_SECONDS = 2.0, 0.001
@@ -207,10 +210,11 @@ def guard_rules(pair: Pair) -> str:
 
 
 def rules(pair: Pair, known: Collection[Connection]) -> str:
-    """Pure: the table that leads packets. No connection is tracked: that a SYN came is all that is remembered.
+    """Pure: the table that leads packets. No connection is tracked: that it began here is all that is remembered.
 
-    A connection whose SYN finds no room in the set is led as a whole, to who serves it as long as it is there. Were the
-    SYN alone taken here, what comes after it would be led all the same, and be answered with a reset.
+    Its SYN is remembered for some seconds, and it itself when its client has said more. One whose SYN finds no room is
+    led as a whole, to who serves it as long as it is there. Were the SYN alone taken here, what comes after it would be
+    led all the same, and be answered with a reset. One that finds no room later stays as long as it is not silent.
     """
     sets, chain = [], []
     for version, (word, kind) in _WORDS.items():
@@ -220,17 +224,22 @@ def rules(pair: Pair, known: Collection[Connection]) -> str:
         elements = ", ".join(
             f"{one.client} . {one.client_port} . {one.vip} . {one.port}" for one in known if one.vip.version == version
         )
+        flows = f"  type {kind} . inet_service . {kind} . inet_service\n"
         sets.append(
-            f" set own{version} {{\n  type {kind} . inet_service . {kind} . inet_service\n"
-            f"  size {_MOST_CONNECTIONS}\n  flags dynamic\n"
+            f" set own{version} {{\n{flows}  size {_MOST_CONNECTIONS}\n  flags dynamic\n"
             + (f"  elements = {{ {elements} }}\n" if elements else "")
-            + " }\n"
+            + f" }}\n set begun{version} {{\n{flows}  size {_MOST_BEGUN}\n  flags dynamic, timeout\n"
+            f"  timeout {_BEGUN_SECONDS}s\n }}\n"
         )
         flow = f"{word} saddr . tcp sport . {word} daddr . tcp dport"
         to_vip = f"{word} daddr {{ {vips} }}"
+        own, begun = f"@own{version}", f"@begun{version}"
         chain += [
-            f"  {to_vip} tcp flags & (syn | ack) == syn update @own{version} {{ {flow} }} accept\n",
-            f'  {to_vip} meta l4proto tcp {flow} != @own{version} ether daddr set {_MAC} fwd to "{NAME}"\n',
+            f"  {to_vip} meta l4proto tcp {flow} {own} accept\n",
+            f"  {to_vip} tcp flags & (syn | ack) == syn update {begun} {{ {flow} }} accept\n",
+            f"  {to_vip} meta l4proto tcp {flow} {begun} add {own} {{ {flow} }} accept\n",
+            f"  {to_vip} meta l4proto tcp {flow} {begun} update {begun} {{ {flow} }} accept\n",
+            f'  {to_vip} meta l4proto tcp ether daddr set {_MAC} fwd to "{NAME}"\n',
             # It may be about a connection of either: both are told.
             f'  {to_vip} {_TOO_LARGE[version]} ether daddr set {_MAC} dup to "{NAME}"\n',
         ]
