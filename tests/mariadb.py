@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MariaDB server of a test's own: a folder, a unix socket, no network."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -22,10 +23,10 @@ def server(*databases):
 
 
 @contextmanager
-def mortal(*databases):
-    """The same, as a `Server`, which can be frozen, killed and started again."""
+def mortal(*databases, environment=None):
+    """The same, as a `Server`, which can be frozen, killed and started again; `environment` is its own, beside ours."""
     folder = Path(tempfile.mkdtemp(prefix="adm-"))
-    made = Server(folder, databases)
+    made = Server(folder, databases, environment)
     try:
         made.install()
         made.start()
@@ -43,11 +44,12 @@ def mortal(*databases):
 class Server:
     """One server, and what can happen to it."""
 
-    def __init__(self, folder, databases):
+    def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
         self._folder = folder
         # The first option has to be the first: MariaDB insists.
         self._common = ["--no-defaults", f"--datadir={folder}/data", "--user=root"]
+        self._environment = {**os.environ, **(environment or {})}
         self._process = None
 
     def install(self):
@@ -73,6 +75,7 @@ class Server:
                 ],
                 stdout=log,
                 stderr=log,
+                env=self._environment,
             )
         _await(self._process, folder)
 

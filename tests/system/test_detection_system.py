@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent amphorae on the real stack: the dead are replaced unasked; the blind do nothing, whatever blinds them."""
+"""Silent amphorae on the real stack: the dead are replaced unasked; the blind do nothing, whatever blinds them.
+
+AMPHORA_OUTAGE_SECONDS says for how long controllers and health managers are stopped, or gone: 600 for ten minutes.
+"""
 
 import fcntl
 import hashlib
@@ -32,10 +35,11 @@ from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.tables import amphora, amphora_seen, work
 from amphora_driver.store.vault import Vault
 
-pytestmark = pytest.mark.root
 # Half a minute of the real thing in four seconds, on a machine that others load too.
 SILENT_AFTER = 4.0
 BLIND_FOR = 2.5 * SILENT_AFTER
+OUTAGE = max(BLIND_FOR, float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "0")))
+pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + OUTAGE)]
 OPTIONS = {
     "health": {"interval": "0.5", "flush_interval": "0.2"},
     "failover": {
@@ -164,26 +168,70 @@ def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
     seeing(cloud)
 
 
+@contextmanager
+def gone(stack, *names):
+    """Programs end as by kill -9, and are started again."""
+    for name in names:
+        process = stack.supervision.running(name)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(10)
+    try:
+        yield
+    finally:
+        stack.up()
+
+
+@pytest.fixture
+def change(cloud, balancer, record_property):
+    """A user changes something while nobody is there to do it; it is done as soon as somebody is."""
+    pool = cloud.pool_of(balancer)
+    member = next(iter(cloud.balancers.members(pool)))
+
+    @contextmanager
+    def asked():
+        cloud.balancers.update_member(member, pool, weight=member.weight % 100 + 1)
+        yield
+        assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
+
+    yield asked
+    begun = time.monotonic()
+    cloud.active(balancer.id)
+    record_property("outage", OUTAGE)
+    record_property("seconds until the change was applied", round(time.monotonic() - begun, 1))
+
+
 @pytest.mark.usefixtures("calm")
-def test_a_controller_that_stood_still(cloud, stack):
-    with stopped(stack, "amphora-controller"):
-        time.sleep(BLIND_FOR)
+def test_a_controller_that_stood_still(cloud, stack, change):
+    with stopped(stack, "amphora-controller"), change():
+        time.sleep(OUTAGE)
     sees_for(cloud, 1)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_controller_that_was_killed_and_came_back(stack, change):
+    with gone(stack, "amphora-controller"), change():
+        time.sleep(OUTAGE)
 
 
 @pytest.mark.usefixtures("calm")
 def test_a_health_manager_that_stood_still(cloud, stack):
     with stopped(stack, "amphora-health-manager"):
         blind(cloud)
-        time.sleep(BLIND_FOR)
+        time.sleep(OUTAGE)
         assert not silent(cloud)
 
 
 @pytest.mark.usefixtures("calm")
-def test_a_control_plane_that_stood_still(stack):
+def test_a_control_plane_that_stood_still(stack, change):
     """A host that was frozen: nobody's clock has noticed anything, and all heartbeats of that time are lost."""
-    with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"):
-        time.sleep(BLIND_FOR)
+    with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"), change():
+        time.sleep(OUTAGE)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_control_plane_that_was_killed_and_came_back(stack, change):
+    with gone(stack, "amphora-controller", "amphora-health-manager"), change():
+        time.sleep(OUTAGE)
 
 
 @pytest.mark.usefixtures("calm")

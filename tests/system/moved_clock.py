@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clock that is set while programs run that look at it, as by whoever corrects a wrong one.
+
+Invariant: only the time of day is moved (libfaketime, which looks into a file each time it is asked); the clock that
+only goes forward is the kernel's own, as it is when somebody sets a machine's clock.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+# $LIB is for the dynamic linker: where libraries of this architecture are.
+_LIBRARY = "/usr/$LIB/faketime/libfaketimeMT.so.1"
+# libfaketime 0.9.10 has clock_nanosleep(2) fail (EINVAL) for moments of the clock that is not moved; Python sleeps so.
+_SLEEP = """import select, time
+time.sleep = lambda seconds: select.select([], [], [], seconds) and None
+"""
+
+
+class Clock:
+    """One clock, for as many programs as are started with it.
+
+    Args:
+        folder: of a test's own.
+    """
+
+    def __init__(self, folder):
+        # HAProxy reads it too, as another user.
+        folder.chmod(0o755)
+        self._file = folder / "clock"
+        self._modules = folder / "modules"
+        self._modules.mkdir()
+        (self._modules / "sitecustomize.py").write_text(_SLEEP, encoding="ascii")
+        self.set(0.0)
+
+    def set(self, ahead):
+        """From now on it says the true time and so many seconds more."""
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{ahead:+.0f}\n", encoding="ascii")
+        new.replace(self._file)
+
+    def environment(self):
+        """What a program is started with that is to look at it."""
+        before = os.environ.get("PYTHONPATH")
+        return {
+            "LD_PRELOAD": _LIBRARY,
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+            "PYTHONPATH": f"{self._modules}:{before}" if before else str(self._modules),
+        }
+
+    def words(self):
+        """The same, to be written before a command."""
+        return ("env", *(f"{name}={value}" for name, value in self.environment().items()))
+
+    def restart(self, stack, *names):
+        """Have programs of a sandbox look at it."""
+        programs = [one for one in stack.programs() if one.name in names]
+        assert len(programs) == len(names)
+        for one in programs:
+            stack.supervision.stop(one.name)
+        for one in programs:
+            stack.supervision.start(msgspec.structs.replace(one, argv=(*self.words(), *one.argv)))
+        for one in programs:
+            stack.supervision.wait_ready(one, 60.0)
+
+    def interpreter(self, file, python):
+        """A Python for amphorae that look at it."""
+        text = " ".join(f"'{word}'" for word in self.words())
+        new = file.with_suffix(".new")
+        new.write_text(f'#!/bin/sh\nexec {text} {python} "$@"\n', encoding="ascii")
+        new.chmod(0o755)
+        new.replace(file)
+
+
+def is_there():
+    """Whether it can be had on this machine."""
+    return any(Path("/usr").glob("lib*/*/faketime/libfaketimeMT.so.1"))

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Somebody sets a clock by an hour, and later sets it back: nobody is replaced, and everything goes on at once.
+
+Which clock that is decides what could go wrong: of one machine on which everything runs, amphorae too; of the hosts of
+controllers, which then differ from amphorae and the database; of the database, by which leases and pauses are measured.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import mariadb
+import moved_clock
+import msgspec
+import pytest
+import sqlalchemy as sa
+from cloud import Cloud
+from kill_lab import Witness
+from sandbox_of_a_test import AGENT_PYTHON, running
+
+from amphora_driver import config
+from amphora_driver.network.interface import VipRequest
+from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox import demo, topology
+from amphora_driver.store import authorities, breakers, claims, orphans, silences
+from amphora_driver.store.authorities import State
+from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import failover
+from amphora_driver.store.tables import duty, vip_claim, work
+
+pytestmark = [pytest.mark.root, pytest.mark.lasts(900)]
+
+HOUR = 3600.0
+SILENT_AFTER = 4.0
+# What is young stays at least so long; nothing here takes as long as that.
+GRACE = 25.0
+OPTIONS = {
+    "health": {"interval": "0.5", "flush_interval": "0.2"},
+    "failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "controller": {
+        "housekeeping_interval": "0.5",
+        "forget_vip_after": str(GRACE),
+        "orphan_grace": str(GRACE),
+        "give_up_after": "1000",
+        "retry_first": "5",
+        "retry_most": "15",
+    },
+    "certificates": {"settle": "2"},
+}
+# What looks at the clock that is moved, and where the rows are.
+EVERYTHING = ("octavia-api", "octavia-driver-agent", "network-api", "amphora-controller", "amphora-health-manager")
+CONTROL = ("amphora-controller", "amphora-health-manager")
+
+
+class Lab:
+    """A sandbox, the clock that is moved under it, and what agents are started with."""
+
+    def __init__(self, stack, settings, clock, python, connection):
+        self.stack, self.clock, self.python = stack, clock, python
+        self.database = Database(settings.database_url)
+        self.cloud = Cloud(settings, connection, self.database)
+        self.network = LocalNetwork(config.load([str(settings.our_configuration)]), self.database)
+        self.settings = settings
+
+    @contextmanager
+    def broken_agents(self):
+        """Machines end as soon as they are started."""
+        kept = self.python.with_suffix(".kept")
+        self.python.rename(kept)
+        self.python.write_text("#!/bin/sh\nexit 3\n", encoding="ascii")
+        self.python.chmod(0o755)
+        try:
+            yield
+        finally:
+            kept.rename(self.python)
+
+    def replaced(self):
+        return self.database.read(lambda c: c.execute(sa.select(failover)).all())
+
+    def sees_for(self, seconds):
+        """Wait until the detector has seen for so long since now, and nobody is silent to it."""
+        begun = time.monotonic()
+
+        def ask():
+            rows = self.database.read(breakers.every)
+            sight = rows.get(breakers.SIGHT)
+            quiet = not self.database.read(silences.every)
+            return quiet and sight is not None and sight.state == breakers.SEEING and time.monotonic() - begun > seconds
+
+        self.cloud.until(ask, f"it sees for {seconds:.0f} s", seconds + 60)
+
+    def kept_house(self, times):
+        """Wait until housekeeping has had so many looks."""
+        ends = sa.select(duty.c.leased_until).where(duty.c.name == "housekeeping")
+        for _ in range(times):
+            before = self.database.read(lambda c: c.scalar(ends))
+            self.cloud.until(lambda b=before: self.database.read(lambda c: c.scalar(ends)) != b, "housekeeping looks")
+
+    def changed(self, balancer, weight):
+        """A user changes something; how many seconds it takes."""
+        pool = self.cloud.pool_of(balancer)
+        member = next(iter(self.cloud.balancers.members(pool)))
+        begun = time.monotonic()
+        self.cloud.balancers.update_member(member, pool, weight=weight)
+        self.cloud.active(balancer.id)
+        return time.monotonic() - begun
+
+    def amphoractl(self, *words):
+        done = subprocess.run(
+            [Path(sys.executable).with_name("amphoractl"), *words, "-f", "json"],
+            env={**os.environ, config.FILE_VARIABLE: str(self.settings.our_configuration)},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return msgspec.json.decode(done.stdout)
+
+
+@pytest.fixture(scope="module", params=["everything", "controllers", "database"])
+def lab(request, tmp_path_factory):
+    assert moved_clock.is_there(), "install the package faketime"
+    whose = request.param
+    folder = tmp_path_factory.mktemp("clock")
+    # The amphorae's first processes read what is there.
+    folder.chmod(0o755)
+    (folder / "moved").mkdir()
+    clock, python = moved_clock.Clock(folder / "moved"), folder / "python"
+    with ExitStack() as closing:
+        store = {}
+        if whose != "everything":
+            environment = clock.environment() if whose == "database" else None
+            server = closing.enter_context(mariadb.mortal("provider", environment=environment))
+            store = {"store_url": server.urls[0]}
+        if whose == "everything":
+            clock.interpreter(python, AGENT_PYTHON)
+        else:
+            python.write_text(f'#!/bin/sh\nexec {AGENT_PYTHON} "$@"\n', encoding="ascii")
+            python.chmod(0o755)
+        options = {**OPTIONS, "compute_netns": {"agent_python": str(python)}}
+        stack, settings = closing.enter_context(running(options=options, **store))
+        if whose != "database":
+            clock.restart(stack, *(EVERYTHING if whose == "everything" else CONTROL))
+        connection = demo.connect(settings)
+        closing.callback(connection.close)
+        made = Lab(stack, settings, clock, python, connection)
+        closing.callback(made.database.dispose)
+        yield made
+        made.clock.set(0.0)
+        made.cloud.clean()
+
+
+@pytest.fixture(scope="module")
+def balancer(lab):
+    """A load balancer that a client asks all the time, and whose amphora stays the one it is."""
+    monitor = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+    balancer = lab.cloud.served("steady", ("member1", "member2"), monitor=monitor)
+    lab.cloud.online(balancer.id)
+    before = lab.cloud.amphorae(balancer)
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        yield balancer
+    assert witness.failed == []
+    assert witness.answered > 100
+    assert lab.cloud.amphorae(balancer) == before
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_replaced(lab, balancer):
+    """Whoever would be taken for dead after a test would be by its end."""
+    yield
+    lab.sees_for(2.5 * SILENT_AFTER)
+    assert lab.replaced() == []
+    assert lab.cloud.online(balancer.id).provisioning_status == "ACTIVE"
+
+
+def test_an_hour_ahead_and_back(lab, balancer, record_property):
+    """What is made and what fails while the clock is ahead goes on when it is right again."""
+    cloud = lab.cloud
+    lab.clock.set(HOUR)
+    took = [lab.changed(balancer, 3)]
+    made = cloud.served("ahead", ("member1",))
+    cloud.online(made.id)
+    with lab.broken_agents():
+        waits = cloud.balancers.create_load_balancer(name="waits", vip_subnet_id=topology.VIP_SUBNET)
+        tried = sa.select(work.c.attempts).where(work.c.load_balancer_id == waits.id)
+        cloud.until(lambda: lab.database.read(lambda c: c.scalar(tried)) >= 2, "it is tried again, after some pause")
+    lab.sees_for(2.5 * SILENT_AFTER)
+    lab.clock.set(0.0)
+    took.append(lab.changed(balancer, 4))
+    took.append(lab.changed(made, 5))
+    begun = time.monotonic()
+    cloud.active(waits.id)
+    record_property("seconds until ACTIVE: ahead, back, one made meanwhile", [round(one, 2) for one in took])
+    record_property("seconds until one that was to be tried again is ACTIVE", round(time.monotonic() - begun, 1))
+    for one in (made, waits):
+        cloud.balancers.delete_load_balancer(one.id, cascade=True)
+    for one in (made, waits):
+        cloud.gone(one.id)
+
+
+def test_an_hour_behind_and_right_again(lab, balancer, record_property):
+    lab.clock.set(-HOUR)
+    took = [lab.changed(balancer, 6)]
+    made = lab.cloud.served("behind", ("member1",))
+    lab.sees_for(2.5 * SILENT_AFTER)
+    lab.clock.set(0.0)
+    took += [lab.changed(balancer, 7), lab.changed(made, 8)]
+    lab.cloud.balancers.delete_load_balancer(made.id, cascade=True)
+    lab.cloud.gone(made.id)
+    record_property("seconds until ACTIVE: behind, right, one made meanwhile", [round(one, 2) for one in took])
+
+
+def test_what_is_young_stays(lab):
+    """Addresses whose load balancer may still come, and what belongs to nobody only since a moment ago."""
+    wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
+    claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"
+    lab.database.write(lambda c: claims.note(c, claimed, "local"))
+    lab.network.allocate_vip(claimed, "demo", wish)
+    lab.network.allocate_vip(lost, "demo", wish)
+
+    def there():
+        claim = sa.select(vip_claim.c.load_balancer_id).where(vip_claim.c.load_balancer_id == claimed)
+        owners = set(lab.network.owners().load_balancers)
+        noted = lab.database.read(lambda c: orphans.noted(c, orphans.Thing.VIP, "local"))
+        kept = lab.database.read(lambda c: c.scalar(claim))
+        return kept == claimed, {claimed, lost} <= owners, lost in noted
+
+    lab.cloud.until(lambda: there() == (True, True, True), "what belongs to nobody is noted")
+    begun = time.monotonic()
+    lab.clock.set(HOUR)
+    lab.kept_house(6)
+    assert there() == (True, True, True) or time.monotonic() - begun > GRACE
+    lab.cloud.until(lambda: not {claimed, lost} & set(lab.network.owners().load_balancers), "they go in time", 90)
+    assert time.monotonic() - begun >= GRACE - 5
+    lab.clock.set(0.0)
+
+
+def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
+    """Controllers issue themselves certificates by a clock that is ahead; amphorae go on to believe them."""
+    lab.clock.set(HOUR)
+    begun = lab.amphoractl("authority", "rotate", "--kind", "controller")
+
+    def over():
+        known = {one.id: one.state for one in lab.database.read(authorities.every)}
+        return known == {begun["ID"]: State.CURRENT}
+
+    lab.cloud.until(over, "it is replaced", 120)
+    lab.changed(balancer, 9)
+    lab.clock.set(0.0)
+    lab.changed(balancer, 10)
+    made = lab.cloud.served("after", ("member1",))
+    lab.cloud.balancers.delete_load_balancer(made.id, cascade=True)
+    lab.cloud.gone(made.id)
