@@ -17,6 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # The last commit before an agent looked at itself, and said what it had found.
 COMMIT = "fd80907c61ffe95747753c2c469eb54e95982fa5"
+# The first that is used with the present schema: its controllers may work beside those of today.
+SAME_SCHEMA = "59fd5eba438e08ad3bfea3d5af0a127c205cbc84"
+_MIGRATIONS = Path("amphora_driver/store/migrations/versions")
 _NEWS = {
     "app.py": [
         "    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()\n",
@@ -35,14 +38,45 @@ _NEWS = {
 
 def unpacked(folder: Path, *packages: str) -> bool:
     """Have packages of the version before in a folder; whether they are out of the history."""
-    command = ["git", "-C", str(ROOT), "archive", COMMIT, *packages]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode == 0:
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(folder, filter="data")
+    if _from_history(folder, COMMIT, packages):
         return True
     rebuilt(folder)
     return False
+
+
+def same_schema(folder: Path) -> None:
+    """Have a control plane in a folder that is another version with the same schema; without history a copy of ours."""
+    packages = ("amphora_driver", "amphora_agent")
+    if not _from_history(folder, SAME_SCHEMA, packages):
+        _copied(folder, *packages)
+    assert _revisions(folder) == _revisions(ROOT), "the schema has changed: name another commit in tests/previous.py"
+
+
+def next_schema(folder: Path) -> str:
+    """Have the version after this one in a folder: ours, and one more migration; returns what that is called."""
+    _copied(folder, "amphora_driver", "amphora_agent")
+    last = _revisions(folder)[-1]
+    new = f"{int(last) + 1:04}"
+    text = f'revision = "{new}"\ndown_revision = "{last}"\n\n\ndef upgrade():\n    pass\n'
+    (folder / _MIGRATIONS / f"{new}_next.py").write_text(text, encoding="ascii")
+    return new
+
+
+def _from_history(folder: Path, commit: str, packages: tuple[str, ...]) -> bool:
+    done = subprocess.run(["git", "-C", str(ROOT), "archive", commit, *packages], capture_output=True, check=False)
+    if done.returncode == 0:
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+    return done.returncode == 0
+
+
+def _copied(folder: Path, *packages: str) -> None:
+    for one in packages:
+        shutil.copytree(ROOT / one, folder / one, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _revisions(folder: Path) -> list[str]:
+    return sorted(file.name.partition("_")[0] for file in (folder / _MIGRATIONS).glob("[0-9]*.py"))
 
 
 def rebuilt(folder: Path) -> None:

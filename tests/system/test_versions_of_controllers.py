@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controllers of two versions at one database, while an authority is replaced: nobody is shut out by the other one.
+
+Those with one schema know the same steps of a rotation, and may work beside each other. Those with another schema may
+not, and do not: they do not start, an upgrade is refused while they work, and who was overlooked stops by himself.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import kill_lab
+import msgspec
+import previous
+import pytest
+import sqlalchemy as sa
+from kill_lab import Witness
+
+from amphora_driver import config
+from amphora_driver.store import authorities, processes
+from amphora_driver.store.authorities import Kind, State
+from amphora_driver.store.fleet_tables import process
+
+pytestmark = [pytest.mark.root, pytest.mark.lasts(600)]
+
+SETTLE = 6.0
+
+
+@pytest.fixture(scope="module")
+def lab():
+    # A step lasts so long at the least: time to have the next look wait.
+    with kill_lab.lab(haste={"certificates": {"settle": str(SETTLE)}}) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held_up(lab):
+    """What a test that failed has left goes no further than that."""
+    yield
+    lab.disarm()
+    everybody = process.update().values(draining=False)
+    lab.database.write(lambda c: c.execute(everybody))
+
+
+@pytest.fixture(scope="module")
+def witness(lab):
+    balancer = lab.cloud.served("witness", ("member1", "member2"))
+    with Witness(lab.cloud, balancer.vip_address) as witness:
+        witness.balancer = balancer
+        yield witness
+    assert witness.failed == []
+    assert witness.answered > 100
+    assert lab.replacements(balancer.id) == []
+
+
+def environment(folder):
+    """What has Python find the version in a folder, and not the one of the directory it is started in."""
+    found = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+    asked = [sys.executable, "-c", "import amphora_driver; print(amphora_driver.__file__)"]
+    said = subprocess.run(asked, env={**os.environ, **found}, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(str(folder))
+    return found
+
+
+@contextmanager
+def second_controller(lab, folder):
+    """A controller of the version in a folder, beside ours; yields the program."""
+    (first,) = [one for one in lab.stack.programs() if one.name == "amphora-controller"]
+    words = [f"{name}={value}" for name, value in environment(folder).items()]
+    argv = ("env", *words, *first.argv)
+    program = msgspec.structs.replace(first, name="amphora-controller-2", argv=argv, ready=lambda _: True)
+    lab.stack.supervision.start(program)
+    try:
+        yield program
+    finally:
+        lab.stack.supervision.stop(program.name)
+
+
+def amphoractl(lab, *words, folder=None):
+    """A command of the version in a folder, or of ours; its exit status, and what it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "amphora_driver.cli.main", *words, "-f", "json"],
+        env={
+            **os.environ,
+            config.FILE_VARIABLE: str(lab.settings.our_configuration),
+            **({} if folder is None else environment(folder)),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+def log_of(lab, name):
+    return lab.stack.supervision.log(name).read_text(encoding="utf-8")
+
+
+def controllers(lab):
+    return {row.name for row in lab.database.read(lambda c: processes.every(c, processes.Kind.CONTROLLER))}
+
+
+def change(lab, balancer, weight):
+    cloud = lab.cloud
+    pool = cloud.pool_of(balancer)
+    cloud.balancers.update_member(next(iter(cloud.balancers.members(pool))), pool, weight=weight)
+    cloud.active(balancer.id)
+
+
+def left_to(lab, works, rests):
+    """One controller takes up nothing new any more, and all is for the other one."""
+
+    def write(connection):
+        processes.drain(connection, rests, draining=True)
+        processes.drain(connection, works, draining=False)
+
+    lab.database.write(write)
+    # They hear of it when they give their next sign of life.
+    beat = {row.name: row.beat for row in lab.database.read(processes.every)}
+
+    def heard():
+        now = {row.name: row.beat for row in lab.database.read(processes.every)}
+        return all(now[one] > beat[one] + 1 for one in (works, rests))
+
+    lab.cloud.until(heard, "both have heard of it")
+
+
+def phase_of(connection, kind):
+    found = {one.state for one in authorities.every(connection) if one.kind is kind}
+    return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
+
+
+@pytest.mark.parametrize("kind", [Kind.CONTROLLER, Kind.AMPHORA])
+def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, tmp_path, kind):
+    """They take turns in each step: what one has begun the other goes on with, and each talks to every amphora."""
+    cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
+    previous.same_schema(tmp_path)
+    (ours,) = controllers(lab)
+    before = cloud.amphorae(witness.balancer)
+    with second_controller(lab, tmp_path):
+        cloud.until(lambda: len(controllers(lab)) == 2, "the other one has signed")
+        (theirs,) = controllers(lab) - {ours}
+        # Whoever looks whether it goes on waits: each step lasts for as long as both need.
+        lab.hold(looks)
+        status, begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+        assert status == 0, begun
+        made, weight = [], 10
+        turns = [(ours, theirs), (theirs, ours)]
+        for phase in (State.NEXT, State.FORMER, State.LEAVING, None):
+            cloud.until(lambda p=phase: lab.database.read(lambda c: phase_of(c, kind)) is p, f"it is {phase}")
+            lab.hold(looks)
+            for works, rests in turns:
+                left_to(lab, works, rests)
+                for balancer in (witness.balancer, *made):
+                    weight += 1
+                    change(lab, balancer, weight)
+                made.append(cloud.served(f"meanwhile-{len(made)}", ("member1",)))
+            # The next step is taken by the other one.
+            turns.reverse()
+            assert lab.database.read(lambda c: phase_of(c, kind)) is phase
+            lab.disarm()
+        lab.database.write(lambda c: processes.drain(c, ours, draining=False))
+    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+    for balancer in made:
+        assert lab.replacements(balancer.id) == []
+        change(lab, balancer, 1)
+        cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    for balancer in made:
+        cloud.gone(balancer.id)
+    assert cloud.amphorae(witness.balancer) == before
+    lab.settled()
+
+
+def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
+    """The next version meets ours, which nobody has stopped: neither works with what the other one has begun."""
+    new, kind = previous.next_schema(tmp_path), Kind.CONTROLLER
+    # Beside the driver's own way to it: that one looks at the schema too.
+    engine = sa.create_engine(lab.settings.database_url)
+
+    def phase():
+        with engine.connect() as connection:
+            return phase_of(connection, kind)
+
+    looks = f"Authority-{kind.value}-before"
+    lab.hold(looks)
+    status, begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
+    assert status == 0, begun
+    lab.held(looks)
+    try:
+        with second_controller(lab, tmp_path) as program:
+            lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "it has ended")
+            assert f"this version works with {new}" in log_of(lab, program.name)
+        # Who works is in the way of an upgrade, and is named.
+        (ours,) = controllers(lab)
+        status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
+        assert (status, ours in said) == (1, True), said
+        change(lab, witness.balancer, 50)
+
+        # Somebody insists.
+        status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
+        assert (status, said["After"]) == (0, new), said
+        newer = f"its schema is {new}, newer than"
+        for name in ("amphora-controller", "amphora-health-manager", "octavia-driver-agent"):
+            lab.cloud.until(lambda one=name: newer in log_of(lab, one), f"{name} has noticed")
+        lab.disarm()
+        # Ours would have moved it on by now, if it did anything: it looks each second.
+        time.sleep(SETTLE + 4)
+        assert phase() is State.NEXT
+        with second_controller(lab, tmp_path):
+            lab.cloud.until(lambda: phase() is None, "the next version has brought it to its end")
+    finally:
+        with engine.begin() as connection:
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = :old"), {"old": f"{int(new) - 1:04}"})
+        engine.dispose()
+        lab.disarm()
+    # The processes of ours are those from before: they have looked again.
+    change(lab, witness.balancer, 51)
+    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+    lab.settled()
