@@ -165,11 +165,16 @@ class Checker:
 
     def _again_in_a_second(self) -> None:
         self._balancing = None
-        if any(one.algorithm == "LEAST_CONNECTIONS" for one in self._wish.servers):
+        if self._counts:
             self._balancing = self._loop.at(time.monotonic() + _BALANCE_SECONDS, self._balance)
 
+    @property
+    def _counts(self) -> bool:
+        """Whether how many flows there are decides anything."""
+        return any(one.algorithm == "LEAST_CONNECTIONS" for one in self._wish.servers)
+
     def _balance(self) -> None:
-        if not self._changed:
+        if self._counts and not self._changed:
             try:
                 self._engine.balance(self._wish.servers, self._told, paired=self._wish.paired)
             except AgentError:

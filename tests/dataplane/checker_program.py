@@ -42,6 +42,9 @@ class Fake:
 
     def balance(self, servers, up, *, paired=False):
         self._write({"at": time.time(), "balanced": len(servers)})
+        if os.path.exists(f"{self._directory}/unbalanced"):  # noqa: PTH110
+            os.unlink(f"{self._directory}/unbalanced")  # noqa: PTH108
+            raise VirtualServersError("give flows to who has the fewest", "it is refused")
 
     def member_counters(self):
         return {}

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import time
 from collections import Counter
+from dataclasses import replace
 
+import checked_members
 import pytest
 from amphora_lab import eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, persistence, virtual_server, who
@@ -120,3 +124,34 @@ def test_what_a_member_was_given_is_told(lab, clients):
     assert given(lab)["l1"]["bytes_in"] == 600, "a change of others changes nothing of it"
     serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
     assert given(lab)["l2"]["total_connections"] == 0, "whoever comes back begins at nothing"
+
+
+def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
+    place = checked_members.Place(f"lst{os.getpid()}", addresses=1)
+    try:
+        process = checked_members.Process(place, tmp_path)
+        process.start()
+        try:
+            one = checked_members.server(checked_members.member(1))
+            process.serve(one)
+            process.serve(replace(one, algorithm="LEAST_CONNECTIONS"))
+            eventually(lambda: len(said(tmp_path, "balanced")) >= 2, "it asks again and again")
+            before = len(said(tmp_path, "up"))
+            (tmp_path / "unbalanced").touch()
+            eventually(lambda: len(said(tmp_path, "up")) > before, "what is refused is brought about as a whole")
+            asked = len(said(tmp_path, "balanced"))
+            eventually(lambda: len(said(tmp_path, "balanced")) > asked, "it goes on")
+            process.serve(one)
+            at_most = len(said(tmp_path, "balanced"))
+            time.sleep(2 * _BALANCE_SECONDS)  # nothing is what happens
+            assert len(said(tmp_path, "balanced")) == at_most
+        finally:
+            process.close()
+    finally:
+        place.close()
+
+
+def said(directory, word):
+    """What the engine was told of such."""
+    lines = (directory / "engine.log").read_text(encoding="utf-8").splitlines()
+    return [found for found in map(json.loads, lines) if word in found]
