@@ -96,6 +96,18 @@ class FlowLog:
     def _open(self) -> None:
         for name in _WANTED:
             _switch_on(name)
+        try:
+            self._socket = self._subscribed()
+            self._outlet = self._make_outlet()
+        except OSError as error:  # clients are served all the same
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            _say(f"flows are not logged: {error}")
+            return
+        self._loop.read(self._socket, self._hear)
+
+    def _subscribed(self) -> socket.socket:
         opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
         try:
             opened.setblocking(False)
@@ -105,13 +117,10 @@ class FlowLog:
             if self._marked:
                 _filter(opened)
             opened.bind((0, _GROUP_DESTROYED))
-            self._outlet = self._make_outlet()
-        except OSError as error:
+        except OSError:
             opened.close()
-            _say(f"flows are not logged: {error}")
-            return
-        self._socket = opened
-        self._loop.read(opened, self._hear)
+            raise
+        return opened
 
     def _hear(self) -> None:
         """Write some lines, and rest so long that others have their time."""
