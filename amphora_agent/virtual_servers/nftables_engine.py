@@ -5,7 +5,8 @@ Invariant: one transaction for each change. A flow whose member stays is not tou
 anew: what was given to whom is read back from the kernel.
 
 Counting flows means to go through all of them. That takes no more than one part in `SHARE` of the time; where the
-member with the fewest gets the next one, no more than one part in `LEAST_SHARE`, with all that follows from it.
+member with the fewest gets the next one, no more than one part in `LEAST_SHARE`, with all that follows from it, and
+every `IDLE_SECONDS` where none begins.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from amphora_agent.virtual_servers.ruleset import FAMILY, TABLE, Place, Table
 from amphora_agent.virtual_servers.wanted import VirtualServer
 
 SHARE, LEAST_SHARE = 100, 20
-LEAST_SECONDS, LEAST_SHORT = 1.0, 0.2
+LEAST_SECONDS, LEAST_SHORT, IDLE_SECONDS = 1.0, 0.2, 10.0
 _LIST = f"list table {FAMILY} {TABLE}\n"
 _COUNT = f"list counters table {FAMILY} {TABLE}\n"
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
@@ -59,7 +60,7 @@ class NftablesEngine:
         self._flows: dict[int, int] = {}
         self._count_next = 0.0
         self._loads = UNKNOWN
-        self._loads_at = self._weigh_next = 0.0
+        self._loads_at = self._weighed_at = self._weigh_next = 0.0
 
     def check(self, servers: Sequence[VirtualServer]) -> None:
         """Refuse what these rules cannot do.
@@ -226,11 +227,15 @@ class NftablesEngine:
             return False
         total = self._named()
         begun = {name: total.get(name, {}).get("flows", (0, 0))[0] for name in busy}
+        if begun == self._loads.begun and now < self._weighed_at + IDLE_SECONDS and not at_once:
+            self._loads_at = now
+            return False
         found = {mark: count for mark, count in self._counted_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
         # As many as lately will begin until they are counted again.
         ahead = max(LEAST_SECONDS, rest) / max(now - self._loads_at, LEAST_SHORT)
-        former, self._loads_at, self._weigh_next = self._loads, now, time.monotonic() + rest
+        former, self._weigh_next = self._loads, time.monotonic() + rest
+        self._loads_at = self._weighed_at = now
         if (begun, found) == (former.begun, former.flows):
             return False
         lately = {name: max(0, count - former.begun.get(name, count)) for name, count in begun.items()}
