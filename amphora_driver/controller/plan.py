@@ -321,14 +321,18 @@ class _House:
 
     def patience(self) -> list[AnyStep]:
         """Look again while connections go on."""
-        ends = [one.drains_until for one in self.retiring if self._drains(one) and one.drains_until is not None]
-        if not ends:
+        draining, now = [one for one in self.retiring if self._drains(one)], self._wanted.now
+        if not draining:
             return []
-        return [Await(until=min(self._wanted.now + _LOOK_PAUSE, *ends), reason="connections go on until they end")]
+        ends = [one.drains_until for one in draining if one.drains_until is not None and one.drains_until > now]
+        return [Await(until=min([now + _LOOK_PAUSE, *ends]), reason="connections go on until they end")]
 
     def _drains(self, one: Amphora) -> bool:
         """Whether it has connections that may go on, as far as is known."""
-        return one.drains_until is not None and one.drains_until > self._wanted.now
+        if not one.drains_until:
+            return False
+        # Its agent measures that by a clock that only goes forward, and is asked again and again (`LookAfter`).
+        return self._wanted.clock_set or one.drains_until > self._wanted.now
 
     @staticmethod
     def _stand_down(one: Amphora) -> Push:

@@ -229,6 +229,7 @@ class Reconciler:
             patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
             tickets=row.tickets,
             now=now,
+            clock_set=self._database.even_for() < self._backends.conf.controller.drain_timeout,
             taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
             absent=steps.absent,
             vips_taken=steps.vips_taken,

@@ -37,6 +37,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         patience: seconds of silence after which an amphora is not waited for, if another one is heard.
         tickets: which TLS ticket keys it uses; None if it never needed any.
         now: when this was seen (seconds since 1970).
+        clock_set: the clock was set less than a drain ago: whether that is over only the agent knows.
         taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.
         absent: amphorae whose agents were asked in this job and did not answer.
         vips_taken: whether one of them has the VIPs, as they were asked in this job; None if they were not.
@@ -69,6 +70,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 15.0
     tickets: int | None = None
     now: float = 0.0
+    clock_set: bool = False
     taking_vips: tuple[float, float] = (0.0, 0.0)
     absent: frozenset[str] = frozenset()
     vips_taken: bool | None = None

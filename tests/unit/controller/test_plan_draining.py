@@ -52,6 +52,19 @@ def test_when_it_is_looked_again(left, expected):
     assert found[-1].until == NOW + expected
 
 
+@pytest.mark.parametrize("until", [NOW - 3600.0, NOW, NOW + 3600.0])
+def test_when_the_clock_was_set_its_agent_is_asked_on(until):
+    found = planning.plan(wanted(clock_set=True), (draining(drains_until=until), but(NEW_B, heard_at=NOW), NEW_M))
+    assert kinds(found) == ["LookAfter", "Await"]
+    assert found[-1].until == NOW + 2.0
+
+
+def test_nor_does_it_drain_then_when_its_agent_has_said_that_it_is_over():
+    for ended in (0.0, None):
+        old = draining(drains_until=ended)
+        assert kinds(planning.plan(wanted(clock_set=True), (old, but(NEW_B, heard_at=NOW), NEW_M))) == ["Release"]
+
+
 def test_it_learns_who_stays_and_nothing_depends_on_it():
     (push, *_) = planning.plan(wanted(), (draining(partners=(knows("b2", 23),)), NEW_B, NEW_M))
     assert (push.waves, push.optional, push.whole) == ((("m",),), {"m"}, False)
