@@ -237,14 +237,14 @@ class QemuCompute:
     def _start(self, amphora_id: str, folder: Path, hardware: Hardware, ports: tuple[Port, ...]) -> None:
         for port in ports:
             self._connect(amphora_id, port)
-        argv = [
-            *("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--"),
-            *command(hardware, folder, ports),
-        ]
+        self._spawn(folder, command(hardware, folder, ports))
+
+    def _spawn(self, folder: Path, argv: list[str]) -> None:
         # What it said before is of no use any more, and would only grow from boot to boot.
         write(folder / CONSOLE, b"")
+        inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
-        process = spawn(argv, {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
+        process = spawn([*inside, *argv], {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
         write(folder / _RECORD, msgspec.json.encode(process))
 
     def _connect(self, amphora_id: str, port: Port) -> None:
