@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import lasting
 import mariadb
 import moved_clock
 import msgspec
@@ -78,7 +79,9 @@ class Lab:
             kept.rename(self.python)
 
     def replaced(self):
-        return self.database.read(lambda c: c.execute(sa.select(failover)).all())
+        """What was replaced unasked."""
+        causes = [cause.value for cause in silences.AUTOMATIC]
+        return self.database.read(lambda c: c.execute(sa.select(failover).where(failover.c.cause.in_(causes))).all())
 
     def sees_for(self, seconds):
         """Wait until the detector has seen for so long since now, and nobody is silent to it."""
@@ -234,6 +237,44 @@ def test_what_is_young_stays(lab):
     assert there() == (True, True, True) or time.monotonic() - begun > GRACE
     lab.cloud.until(lambda: not {claimed, lost} & set(lab.network.owners().load_balancers), "they go in time", 90)
     assert time.monotonic() - begun >= GRACE - 5
+    lab.clock.set(0.0)
+
+
+@pytest.fixture
+def pair(lab):
+    """A load balancer of two amphorae, with a listener for connections that last."""
+    cloud, data = lab.cloud, '{"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.5}'
+    profile = cloud.balancers.create_flavor_profile(name="pair", provider_name="haproxy", flavor_data=data)
+    flavor = cloud.balancers.create_flavor(name="pair", flavor_profile_id=profile.id, is_enabled=True)
+    member = cloud.member("member3", protocol_port=9000)
+    pool = {"name": "lasting", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
+    listener = {"name": "lasting", "protocol": "HTTP", "protocol_port": 81, "default_pool": pool}
+    balancer = cloud.load_balancer("pair", flavor_id=flavor.id, listeners=[listener])
+    yield balancer
+    cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
+    cloud.gone(balancer.id)
+    cloud.balancers.delete_flavor(flavor)
+    cloud.balancers.delete_flavor_profile(profile)
+
+
+def test_connections_that_drain_go_on(lab, pair):
+    """By a clock that is an hour ahead their time would be over."""
+    cloud = lab.cloud
+    former = cloud.amphorae(pair)
+    with lasting.Member(cloud.settings, "member3", 9000) as member:
+        visits = member.visits(cloud.settings, pair.vip_address, 81)
+        cloud.balancers.failover_load_balancer(pair.id)
+        cloud.active(pair.id)
+        cloud.until(lambda: len(former & cloud.amphorae(pair)) == 1, "one of them stays for its connections")
+        lab.clock.set(HOUR)
+        # The controller looks after it every two seconds.
+        lab.sees_for(2 * SILENT_AFTER)
+        assert len(former & cloud.amphorae(pair)) == 1
+        for visit in visits:
+            visit.goes_on()
+        member.finish()
+        assert visits[0].rest() == member.sent
+    cloud.until(lambda: not former & cloud.amphorae(pair), "it goes when they have ended")
     lab.clock.set(0.0)
 
 
