@@ -75,7 +75,7 @@ def _up(chosen: argparse.Namespace, screen: _Screen) -> None:
         compute=chosen.compute,
         images=None if chosen.images is None else str(chosen.images.absolute()),
     )
-    Stack(settings, screen.step).up()
+    Stack(settings, screen.step, screen.note).up()
     screen.end(f"The stack runs: Octavia's API on {settings.endpoint}, logs in {os.path.relpath(settings.log)}.")
     if settings.status_port:
         screen.console.print(f"The status page: {settings.status_page}", soft_wrap=True)

@@ -24,7 +24,7 @@ from amphora_driver.compute.process import Process, end
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology
+from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology, waking
 from amphora_driver.sandbox.processes import Program, Supervision
 from amphora_driver.sandbox.settings import SandboxError
 from amphora_driver.store import migrate
@@ -54,11 +54,13 @@ class Stack:
     Args:
         settings: which one.
         report: told of every step, in words.
+        note: told what is waited for.
     """
 
-    def __init__(self, settings: Settings, report: Report = lambda _: None) -> None:
+    def __init__(self, settings: Settings, report: Report = lambda _: None, note: Report = lambda _: None) -> None:
         self._settings = settings
         self._report = report
+        self._note = note
         self._supervision = Supervision(settings)
 
     @property
@@ -184,10 +186,19 @@ class Stack:
         return (*found, QemuCompute(options, network)) if self._settings.machines.exists() else found
 
     def _power_on(self, network: LocalNetwork) -> None:
+        booting = {}
         for compute in self._computes(network):
             for amphora_id in compute.booted():
                 if compute.power_on(amphora_id):
                     self._report(f"amphora {amphora_id} is powered on again")
+                    machine = compute.get(amphora_id) if isinstance(compute, QemuCompute) else None
+                    if machine is not None and machine.management_address is not None:
+                        booting[amphora_id] = machine.management_address
+        if booting:
+            self._note(f"virtual machines boot{', emulated' if configuration.emulated(self._settings) else ''}")
+            port = config.load([str(self._settings.our_configuration)]).agent.port
+            waking.await_agents(self._settings, booting, port, self._note)
+            self._report("they have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:
         for compute in self._computes(network):

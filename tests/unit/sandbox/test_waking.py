@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that boots is waited for until it speaks, before anybody calls it dead."""
+
+import socket
+import ssl
+import threading
+
+import pytest
+
+from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import waking
+from amphora_driver.sandbox.settings import Settings
+
+NAME = "0b9d8a5e-0000-4000-8000-000000000001"
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """A sandbox whose control plane is in this namespace."""
+    monkeypatch.setattr(namespaces, "inside", lambda _, work: work())
+    for name in ("_PAUSE", "_SAY_SO_EVERY"):
+        monkeypatch.setattr(waking, name, -1.0)
+    monkeypatch.setattr(waking.time, "sleep", lambda _: None)
+    found = Settings(
+        state=str(tmp_path), prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3", compute="qemu"
+    )
+    found.etc.mkdir()
+    amphorae, controllers = create_authority("amphorae"), create_authority("controllers")
+    (found.etc / "amphora_ca.pem").write_bytes(amphorae[0])
+    client = Authority(*controllers).issue_client("controller", 1).bundle().reveal()
+    (found.etc / "controller.pem").write_bytes(client)
+    return found, amphorae
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Start an agent's TLS on a port, with a certificate of some authority; answers so many greetings."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threads = []
+
+        def serve(authority, closed_first):
+            (tmp_path / "server.pem").write_bytes(Authority(*authority).issue_server(NAME, 1).bundle().reveal())
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(tmp_path / "server.pem")
+
+            def answer():
+                for _ in range(closed_first):
+                    server.accept()[0].close()
+                connection = server.accept()[0]
+                try:
+                    context.wrap_socket(connection, server_side=True).close()
+                except OSError:
+                    connection.close()
+
+            threads.append(threading.Thread(target=answer))
+            threads[-1].start()
+            return server.getsockname()[1]
+
+        yield serve
+        for thread in threads:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+def test_it_is_waited_for_until_it_speaks(settings, served):
+    found, authority = settings
+    said = []
+    waking.await_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
+    assert len(said) == 2
+    assert "1 of 1 amphorae boot" in said[0]
+
+
+def test_one_that_another_authority_vouches_for_speaks(settings, served):
+    found, _ = settings
+    said = []
+    waking.await_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
+    assert said == []
+
+
+def test_one_that_never_speaks_is_left_to_fail_over(settings, monkeypatch):
+    found, _ = settings
+    monkeypatch.setattr(Settings, "patience", -1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    waking.await_agents(found, {NAME: "127.0.0.1"}, port, pytest.fail)
