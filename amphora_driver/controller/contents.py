@@ -17,6 +17,7 @@ from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.secret import Secret
 
 if TYPE_CHECKING:
+    from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.render.tls import File
     from amphora_driver.store.secrets import Sealed
     from amphora_driver.store.vault import Vault
@@ -52,12 +53,26 @@ def filled(
     return tuple(found), lost
 
 
+def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, Sealed]) -> dict[str, str]:
+    """Pools of which a secret is not known, whether or not anything leads to them: reasons by id."""
+    pools = {pool.id for pool in tree.pools}
+    return {
+        name.object_id: _why(name, one)
+        for name, one in sealed.items()
+        if one.content is None and name.object_id in pools
+    }
+
+
+def _why(name: SecretName, one: Sealed | None) -> str:
+    reason = "" if one is None else one.reason
+    return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
+
+
 def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -> Secret | str:
     """The secret, or why it cannot be had."""
     one = sealed.get(name)
     if one is None or one.content is None:
-        reason = "" if one is None else one.reason
-        return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
+        return _why(name, one)
     try:
         opened = vault.open(one.content)
     except StoreError as error:

@@ -116,7 +116,7 @@ class Pushing:
         """
         if wanted.tree is None:
             raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
-        self._failed = dict(wanted.failed)
+        self._failed = contents.lacking(wanted.tree, wanted.secrets) | wanted.failed
         self._served = self._made = None
         by_id = {one.id: one for one in everyone}
         missed: AgentError | None = None

@@ -109,6 +109,13 @@ def test_the_document(vault):
     assert bundle(TREE, 8, "am", (), served) == bundle(TREE, 8, "am", (), served)
 
 
+def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
+    known = Sealed(content=vault.seal(Secret(MARK.encode())))
+    authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: Sealed(reason="gone")}
+    assert contents.lacking(TREE, {authority: known, **listeners}) == {}, "a listener is served, or speaks for itself"
+    assert contents.lacking(TREE, {authority: Sealed(reason="Octavia could not")}) == {CRYPTED: "Octavia could not"}
+
+
 @pytest.fixture
 def pushing(tmp_path, vault):
     path = tmp_path / "amphora-driver.conf"
