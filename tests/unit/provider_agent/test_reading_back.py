@@ -17,7 +17,7 @@ from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import secrets, statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import work
+from amphora_driver.store.tables import status, work
 from amphora_driver.store.vault import Vault
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
@@ -365,6 +365,21 @@ def test_what_was_not_handed_over_is_read_when_the_reason_is_gone(house, at_once
         "other": (False, 0),
     }
     assert house.contents() == {("ca", "new"): ROOT.pem}
+
+
+def test_a_secret_that_comes_back_is_noticed_without_a_word(house, at_once):
+    """Its user let us read it, and asked nothing of the load balancer."""
+    house.reporter._library = behind_a_pool_without_its_secret(house)
+    house.octavia.trees["closed"]["ca_tls_container_data"] = ROOT.pem
+    trees = house.octavia.trees
+    trees["lb"] = {**whole(trees["plain"], trees["other"]), "pools": [trees["open"], trees["closed"]]}
+    house.database.write(lambda c: c.execute(status.update().values(pending=None, reported=status.c.settled)))
+    assert house.reporter._auditor.compare("lb")
+    assert {one.id: (one.unread, len(one.l7policies)) for one in house.tree.listeners} == {
+        "plain": (False, 1),
+        "other": (False, 0),
+    }
+    assert house.contents() == {("ca", "ca"): ROOT.pem}
 
 
 def test_removing_the_reason_is_as_good(house, at_once):
