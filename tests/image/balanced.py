@@ -52,8 +52,8 @@ class Balanced:
         self._closing.callback(peer.close)
         return peer
 
-    def web(self, name: str, address: str) -> WebServer:
-        return self.start(WebServer(self.members, name, address))
+    def web(self, name: str, address: str, port: int = 0) -> WebServer:
+        return self.start(WebServer(self.members, name, address, port))
 
     def udp(self, name: str, address: str, port: int = 53) -> UdpEcho:
         return self.start(UdpEcho(self.members, name, address, port))

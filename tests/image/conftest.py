@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import pytest
 # Members, clients, builders of the model and certificates are those of the data plane's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
+import frozen
 import image
 import pki
 import two_parts
@@ -23,7 +23,7 @@ from estate import Estate
 
 from amphora_driver.network import namespaces
 
-ALL = os.environ.get(two_parts.IMAGE) == "all"
+ASKED = two_parts.image_asked()
 
 
 def pytest_configure(config):
@@ -31,15 +31,29 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    if not os.environ.get(two_parts.IMAGE):
-        pytest.skip(f"{two_parts.IMAGE}=1 boots the image")
-    if item.get_closest_marker("everything") and not ALL:
+    if not ASKED:
+        pytest.skip(f"{two_parts.IMAGE}=0 leaves the image out")
+    if item.get_closest_marker("everything") and ASKED != "all":
         pytest.skip(f"{two_parts.IMAGE}=all runs this")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was measured, where a run ends: nobody looks for it in a file."""
+    reports = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, ())]
+    found = [each for one in reports if one.nodeid.startswith("tests/image/") for each in one.user_properties]
+    for name, value in found:
+        terminalreporter.write_line(f"image: {name}: {value}")
 
 
 @pytest.fixture(scope="session")
 def images():
     return image.images()
+
+
+@pytest.fixture(scope="session")
+def why_cold(images):
+    """Why guests are booted cold, all of them; empty if they go on from a frozen one."""
+    return frozen.ensure(images)
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +81,22 @@ def first(estate):
 
 
 @pytest.fixture(scope="session")
-def second(estate, first):
+def another(estate, why_cold):
+    """Makes one more guest, from a frozen one if there is one."""
+
+    def boot():
+        guest = estate.boot(None if why_cold else frozen.TAG)
+        guest.plug()
+        guest.booted_after = guest.await_agent()
+        return guest
+
+    return boot
+
+
+@pytest.fixture(scope="session")
+def second(first, another):
     """Another one, for whatever takes two."""
-    guest = estate.boot()
-    guest.booted_after = guest.await_agent()
-    return guest
+    return another()
 
 
 @pytest.fixture
@@ -83,8 +108,6 @@ def balanced(estate, first):
 
 @pytest.fixture
 def pair(estate, first, second):
-    if not second.plugged:
-        second.plug()
     made = Balanced(estate, first, second)
     yield made
     made.close()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from amphora_lab import eventually
 from door import PORT as DOOR
+from frozen import Thawing
 from peers import Room
 from throwaway_authority import CLIENT, SERVER, Authority
 from wanted import NETWORK, SUBNET, SUBNET6
@@ -28,7 +29,6 @@ from wanted import NETWORK, SUBNET, SUBNET6
 from amphora_agent.network.namespace import Namespace
 from amphora_driver import config
 from amphora_driver.compute.interface import BootOrder, MachineState
-from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress
@@ -77,7 +77,7 @@ class Estate:
         self._database = Database(f"sqlite:///{folder}/estate.sqlite")
         migrate.upgrade(self._database.url)
         self.network = LocalNetwork(config.load([str(file)]), self._database)
-        self.compute = QemuCompute(config.load([str(file)]), self.network)
+        self.compute = Thawing(config.load([str(file)]), self.network)
         self.authority = Authority("controllers")
         self.client_certificate = folder / "client.pem"
         self.client_certificate.write_text(self.authority.issue("controller", CLIENT))
@@ -194,6 +194,8 @@ class Guest:
         return BootOrder(amphora_id=self.id, load_balancer_id=str(uuid.uuid4()), files=secret, image_tag=self._tag)
 
     def boot(self) -> None:
+        # It reads all of the image, once; a controller has long done so.
+        assert self.estate.compute.image(self._tag) is not None
         self.began = time.monotonic()
         machine = self.estate.compute.boot(self.order())
         assert machine.state is MachineState.RUNNING
@@ -251,6 +253,14 @@ class Guest:
 
     def shell(self, script: str, **more) -> str:
         return self.run("sh", "-c", script, **more)
+
+    def pids(self, unit: str) -> set[str]:
+        """The processes of one of its services."""
+        return set(self.shell(f"cat /sys/fs/cgroup/system.slice/{unit}.service/cgroup.procs 2>/dev/null; true").split())
+
+    def kill(self, unit: str) -> None:
+        """All of them, as nobody can help it."""
+        self.run("systemctl", "kill", "--signal=KILL", f"{unit}.service")
 
     def _ask_door(self, argv, seconds: float):
         with socket.create_connection((self.address, DOOR), 20) as connection:

@@ -2,6 +2,9 @@
 """The image that guests of tests boot from: built from these sources once, and kept until they change.
 
 Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
+A build that is ended lets go of what it has mounted.
+
+    python tests/image/image.py     builds it, and freezes a guest of it (`frozen`), where that has not been done
 
 AMPHORA_TEST_IMAGES names a folder that `disk.make` has filled, to be used instead; AMPHORA_TEST_TREE a tree.
 """
@@ -12,10 +15,13 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import disk
+import frozen
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".sandbox/image"
@@ -82,8 +88,22 @@ def _tree(place: Path) -> Path:
         "--directory",
         place,
     ]
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_BUILD_SECONDS, check=False
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as build:
+        try:
+            said, _ = build.communicate(timeout=_BUILD_SECONDS)
+        except BaseException:
+            build.terminate()  # never killed: mounts and loop devices are given back by itself
+            raise
+    assert build.returncode == 0, said[-4000:]
     return tree
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    place = images()
+    why = frozen.ensure(place)
+    sys.stdout.write(f"{place}: {why or 'with a frozen guest'}\n")
+
+
+if __name__ == "__main__":
+    main()

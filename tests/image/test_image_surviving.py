@@ -31,22 +31,19 @@ def serves_all(balanced) -> bool:
     return balanced.serves() and balanced.datagram() in {"one", "two"}
 
 
-def pids(guest, pattern: str) -> set[str]:
-    return set(guest.run("pgrep", "-f", pattern, check=False).split())
+UNITS = ("amphora-haproxy", "amphora-agent", "amphora-checker", "amphora-responder", "amphora-vigil")
 
 
-@pytest.mark.parametrize("program", ["haproxy", "amphora_agent.server", "amphora_agent.virtual_servers"])
-def test_what_is_killed_comes_back_and_takes_nothing_else_with_it(first, serving, program):
-    every = ("haproxy", "amphora_agent.server", "amphora_agent.virtual_servers")
-    before = {one: pids(first, one) for one in every}
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_is_killed_comes_back_and_takes_nothing_else_with_it(first, serving, unit):
+    before = {one: first.pids(one) for one in UNITS}
     assert all(before.values()), before
-    first.run("pkill", "-KILL", "-f", program)
-    serving.until(lambda: (now := pids(first, program)) and not now & before[program], f"{program} runs again")
+    first.kill(unit)
+    serving.until(lambda: (now := first.pids(unit)) and not now & before[unit], f"{unit} runs again")
     serving.until(lambda: serves_all(serving), "it serves")
     serving.until(first.answers, "the agent answers")
-    assert {one: pids(first, one) for one in every if one != program} == {
-        one: found for one, found in before.items() if one != program
-    }
+    after = {one: first.pids(one) for one in UNITS if one != unit}
+    assert after == {one: found for one, found in before.items() if one != unit}
 
 
 def test_an_agent_that_comes_back_finds_what_it_has_confirmed(first, serving):

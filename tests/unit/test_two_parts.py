@@ -11,7 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 from feature_matrix import file_name
-from two_parts import CALM_LOAD, MOST_ASKED_AGAIN, MOST_REPEATED, RINGS, Again, Alone, Together, is_calm
+from two_parts import (
+    CALM_LOAD,
+    IMAGE,
+    MOST_ASKED_AGAIN,
+    MOST_REPEATED,
+    RINGS,
+    Again,
+    Alone,
+    Together,
+    image_asked,
+    is_calm,
+)
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
@@ -342,3 +353,11 @@ def test_when_a_machine_is_calm(tmp_path, pressure, load, calm):
         (tmp_path / "cpu").write_text(pressure)
     (tmp_path / "loadavg").write_text(load)
     assert is_calm(tmp_path / "cpu", tmp_path / "loadavg") is calm
+
+
+@pytest.mark.parametrize(("said", "asked"), [(None, "1"), ("", "1"), ("1", "1"), ("0", ""), ("all", "all")])
+def test_the_image_is_asked_unless_somebody_says_no(monkeypatch, said, asked):
+    monkeypatch.delenv(IMAGE, raising=False)
+    if said is not None:
+        monkeypatch.setenv(IMAGE, said)
+    assert image_asked() == asked

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guests that go on from a frozen one, so that only one of a run has to be booted cold.
+
+Invariant: a guest is frozen before it knows anything of itself. It waits for its config drive, has no interface, and
+its agent has not begun: whatever goes on from it becomes somebody by a drive and an interface that are plugged in, as
+one that is booted cold does. What is kept says which qemu, hardware and image it is of; nothing else goes on from it.
+
+The memory of a guest that waits lies in STATE, its disk is the image TAG. Each guest gets a new generation id (the
+device vmgenid), from which its kernel seeds its random numbers anew, and takes its clock from the machine's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import disk
+
+from amphora_driver import config
+from amphora_driver.compute.folders import image_of, last_words
+from amphora_driver.compute.images import Images, keep
+from amphora_driver.compute.qemu import QemuCompute, _make_overlay, _plug
+from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, INITRD, KERNEL, Hardware, command
+from amphora_driver.compute.qmp import Monitor, talking
+from amphora_driver.errors import ComputeError
+
+TAG, STATE = "frozen", "frozen.state"
+_MADE_BY, _THAWED = "frozen.made-by", "thawed"
+_WAITS = "waiting for the config drive"
+_NODE = "config-drive"
+# Emulated and beside other tests; half a minute on a calm machine.
+_BOOT_SECONDS, _SAVE_SECONDS = 900.0, 120.0
+# A guest that only waits wants next to no processor; asked so often, in seconds.
+_IDLE_SHARE, _IDLE_SECONDS = 0.15, 1.0
+
+
+class Thawing(QemuCompute):
+    """The product's backend. What is booted from the image TAG goes on from where that one was frozen."""
+
+    def __init__(self, conf, network) -> None:
+        super().__init__(conf, network)
+        self._state = Path(conf.compute_qemu.image_directory) / STATE
+
+    def _start(self, amphora_id, folder, hardware, ports) -> None:
+        mark = folder / _THAWED
+        if mark.exists() or not (image_of(folder) or "").startswith(f"{TAG}-"):
+            # The second time it is a machine like any other: its disk, from power-on.
+            super()._start(amphora_id, folder, hardware, ports)
+            return
+        for port in ports:
+            self._connect(amphora_id, port)
+        self._spawn(folder, _waiting(hardware, folder, "-incoming", "defer"))
+        with talking(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
+            _hand(monitor, state)
+            monitor.ask("migrate-incoming", uri=f"fd:{STATE}")
+            _await_migration(monitor)
+            for port in ports:
+                _plug(monitor, port)
+            drive = {"driver": "file", "filename": DRIVE}
+            monitor.ask("blockdev-add", **{"node-name": _NODE, "driver": "raw", "read-only": True, "file": drive})
+            monitor.ask("device_add", driver="virtio-blk-pci", drive=_NODE, id=_NODE)
+            monitor.ask("cont")
+        mark.touch()
+
+
+def ensure(images: Path) -> str:
+    """Have a frozen guest of the image in this folder; empty if there is one, else why not."""
+    with (images / "frozen.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with tempfile.TemporaryDirectory(prefix="freezing-", dir=images) as name:
+            folder = Path(name)
+            hardware = _hardware(images, folder)
+            if hardware.accelerated:
+                return "KVM boots a guest as quickly as a frozen one goes on"
+            made_by = _made_by(images, hardware)
+            with suppress(FileNotFoundError):
+                if (images / _MADE_BY).read_text() == made_by:
+                    return ""
+            (images / _MADE_BY).unlink(missing_ok=True)
+            try:
+                _freeze(images, folder, hardware)
+            except (ComputeError, OSError, subprocess.SubprocessError) as error:
+                return f"no guest could be frozen: {error}"
+            (images / _MADE_BY).write_text(made_by)
+            return ""
+
+
+# --- what it is of -----------------------------------------------------------------------------------------
+
+
+def _hardware(images: Path, folder: Path) -> Hardware:
+    file = folder / "freezing.conf"
+    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\n")
+    image = Images(images).find(disk.TAG)
+    compute = QemuCompute(config.load([str(file)]), None)
+    return compute._hardware(TAG, image.arguments, initrd=image.initrd is not None)
+
+
+def _made_by(images: Path, hardware: Hardware) -> str:
+    version = subprocess.run([hardware.program, "--version"], capture_output=True, text=True, check=True).stdout
+    found = (images / f"{disk.TAG}.qcow2").stat()
+    return json.dumps([version, _waiting(hardware, Path()), found.st_mtime_ns, found.st_size], indent=1)
+
+
+def _waiting(hardware: Hardware, folder: Path, *more: str) -> list[str]:
+    """The command line of the same machine, with neither interface nor config drive so far."""
+    *argv, option, pid = command(hardware, folder, ())
+    drive = argv.index(f"file={DRIVE},format=raw,if=none,id=drive,readonly=on")
+    device = argv.index("virtio-blk-pci,drive=drive")
+    left = [word for at, word in enumerate(argv) if at not in {drive - 1, drive, device - 1, device}]
+    return [*left, *more, option, pid]
+
+
+# --- freezing ----------------------------------------------------------------------------------------------
+
+
+def _freeze(images: Path, folder: Path, hardware: Hardware) -> None:
+    """Boot one until it waits, and keep its memory and its disk.
+
+    Raises:
+        ComputeError: it does not come so far, or qemu refuses.
+    """
+    image = Images(images).find(disk.TAG)
+    keep(image, folder)
+    _make_overlay(folder, "freeze a guest")
+    with (folder / CONSOLE).open("wb") as console:
+        argv = _waiting(hardware, folder)
+        qemu = subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+    try:
+        _await_waiting(qemu, folder / CONSOLE)
+        with talking(folder, "freeze a guest") as monitor, (folder / STATE).open("wb") as state:
+            monitor.ask("stop")
+            _hand(monitor, state)
+            # A guest's memory is half a gigabyte; qemu's own limit would make that four seconds.
+            monitor.ask("migrate-set-parameters", **{"max-bandwidth": 2**32})
+            monitor.ask("migrate", uri=f"fd:{STATE}")
+            _await_migration(monitor)
+            monitor.ask("quit")
+        qemu.wait(_SAVE_SECONDS)
+    finally:
+        qemu.kill()
+        qemu.wait()
+    whole = folder / f"{TAG}.qcow2"
+    subprocess.run(["qemu-img", "convert", "-O", "qcow2", folder / DISK, whole], check=True)
+    for name, kind in ((KERNEL, "kernel"), (INITRD, "initrd")):
+        (folder / name).replace(images / f"{TAG}.{kind}")
+    (images / f"{TAG}.arguments").write_text(image.arguments or "")
+    whole.replace(images / whole.name)
+    (folder / STATE).replace(images / STATE)
+
+
+def _await_waiting(qemu: subprocess.Popen, console: Path) -> None:
+    """Until it waits for its drive, and whatever else was being started has been."""
+    deadline = time.monotonic() + _BOOT_SECONDS
+    idle = said = False
+    while not (said and idle):
+        before, began = _wanted(qemu.pid), time.monotonic()
+        with suppress(subprocess.TimeoutExpired):
+            raise ComputeError("freeze a guest", f"its qemu ended ({qemu.wait(_IDLE_SECONDS)}): {last_words(console)}")
+        if time.monotonic() > deadline:
+            raise ComputeError("freeze a guest", f"it does not wait for a drive: {last_words(console)}")
+        idle = _wanted(qemu.pid) - before < _IDLE_SHARE * (time.monotonic() - began)
+        said = _WAITS in console.read_text(errors="replace")
+
+
+def _wanted(pid: int) -> float:
+    """Seconds that a process has run or waited for a processor (Documentation/scheduler/sched-stats.rst)."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            run, waited, _ = (thread / "schedstat").read_text().split()
+            total += int(run) + int(waited)
+    return total / 1e9
+
+
+# --- what is said to qemu ----------------------------------------------------------------------------------
+
+
+def _hand(monitor: Monitor, file) -> None:
+    """Give qemu an open file, which it knows as STATE then: it may start no program that would read or write it."""
+    line = json.dumps({"execute": "getfd", "arguments": {"fdname": STATE}}).encode() + b"\n"
+    socket.send_fds(monitor._connection, [line], [file.fileno()])
+    while "return" not in (answer := monitor._next()):
+        if "error" in answer:
+            raise ComputeError(monitor._wanted, f"qemu takes no file: {answer['error']}")
+
+
+def _await_migration(monitor: Monitor) -> None:
+    deadline = time.monotonic() + _SAVE_SECONDS
+    while (found := monitor.ask("query-migrate")).get("status") != "completed":
+        if found.get("status") in {"failed", "cancelled"} or time.monotonic() > deadline:
+            raise ComputeError(monitor._wanted, f"its memory is not moved: {found}")
+        time.sleep(0.05)
