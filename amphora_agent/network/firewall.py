@@ -2,7 +2,7 @@
 """Who may open a connection to which port, as nftables rules.
 
 Invariant: pure. What is rendered is exactly how nft lists it (numbers instead of names, the fewest ranges, in order),
-so that text can be compared with what the kernel holds. Where they differ for any reason the rules are replaced, as a
+so that text can be compared with what the kernel holds (in what versions of nft differ, `nftables` evens it out). Where they differ for any reason the rules are replaced, as a
 whole and in one transaction.
 
 Only what begins a connection is looked at (SYN without ACK, RFC 9293 section 3.5): no connection is tracked, and those

@@ -7,6 +7,8 @@ in the namespace it is about.
 
 from __future__ import annotations
 
+import re
+
 from amphora_agent.errors import FirewallError
 from amphora_agent.network import libnftables
 from amphora_agent.network.firewall import FAMILY, TABLE
@@ -14,6 +16,8 @@ from amphora_agent.network.libnftables import STATELESS, NftError
 
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
+# How nft 1.1.3 (Debian 13) lists flags among a mask.
+_FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 
 def replace(text: str) -> bool:
@@ -42,7 +46,13 @@ def execute(commands: str) -> None:
 
 def same(text: str) -> bool:
     """Whether the kernel holds exactly this."""
-    return current().split() == text.split()
+    return _FLAGS.sub(_older, current()).split() == text.split()
+
+
+def _older(found: re.Match[str]) -> str:
+    """The same as nft 1.0.6 lists it, and as it is rendered."""
+    mask, value = (found[number].replace(" | ", ",") for number in (1, 2))
+    return f"tcp flags {value} / {mask}"
 
 
 def current(*, counters: bool = False) -> str:
