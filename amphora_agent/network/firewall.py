@@ -2,8 +2,8 @@
 """Who may open a connection to which port, as nftables rules.
 
 Invariant: pure. What is rendered is exactly how nft lists it (numbers instead of names, the fewest ranges, in order),
-so that text can be compared with what the kernel holds (in what versions of nft differ, `nftables` evens it out). Where they differ for any reason the rules are replaced, as a
-whole and in one transaction.
+so that text can be compared with what the kernel holds (in what versions of nft differ, `nftables` evens it out). Where
+they differ for any reason the rules are replaced, as a whole and in one transaction.
 
 Only what begins a connection is looked at (SYN without ACK, RFC 9293 section 3.5): no connection is tracked, and those
 of clients that lose their permission go on. Who may not come in is answered with a reset, as by a port where nobody
