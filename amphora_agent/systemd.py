@@ -110,7 +110,7 @@ class Systemd:
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
             raise ServiceError(f"send {number.name} to {name}", "it does not run") from None
 
     def status(self, name: str) -> ServiceStatus | None:

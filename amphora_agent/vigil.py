@@ -101,7 +101,7 @@ class Watched:
     def _hold(self, pid: int) -> bool:
         try:
             self._descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._ended)
         return True

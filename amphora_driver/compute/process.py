@@ -74,7 +74,7 @@ class Process(msgspec.Struct, frozen=True):
     def _open(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
             return None
         if self.alive():
             return descriptor

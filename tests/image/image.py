@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image that guests of tests boot from: built from these sources once, and kept until they change.
 
+It is the one that users get who ask for nothing: of the newest release there is here.
+
 Invariant: what is kept is named after a digest of all that goes into it, and is complete: it gets its name at the end.
 A build that is ended lets go of what it has mounted.
 
@@ -25,10 +27,8 @@ import frozen
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".sandbox/image"
-RELEASE = "bookworm"
 _SOURCES = ("amphora_agent", "diskimage", "setup.cfg", "constraints.txt", "tests/image/disk.py", "tests/image/door.py")
-# A build on a machine that does nothing else takes two minutes; a quarter of an hour, at low priority beside six other
-# guests, was seen.
+# A build on a machine that does nothing else takes two minutes; a quarter of an hour, beside six guests, was seen.
 _BUILD_SECONDS = 3000
 
 
@@ -80,8 +80,6 @@ def _tree(place: Path) -> Path:
         return tree
     command = [
         ROOT / "diskimage/build",
-        "--release",
-        RELEASE,
         "--output",
         "tree",
         "--name",

@@ -14,7 +14,7 @@ from amphora_driver.model.vocabulary import Kind
 from amphora_driver.store import wanted
 
 _CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}
-_HIDDEN = {"profile", "flavor", "availability_zone"}
+_HIDDEN = {"profile", "flavor", "availability_zone", "unread"}
 _WITHOUT_ORDER = {"sni_container_refs", "allowed_cidrs", "additional_vips"}
 
 
