@@ -15,9 +15,9 @@ from amphora_driver.compute import by_hand
 
 # Says what it was told and where it is, and runs until it is ended in the way qemu is.
 _QEMU = """#!/bin/sh
+trap 'echo ended; exit 0' TERM
 printf 'told:'; printf ' %s' "$@"; echo
 echo "in: $(pwd): $(ls -A | tr '\\n' ' ')"
-trap 'echo ended; exit 0' TERM
 while :; do sleep 0.1; done
 """
 
