@@ -15,6 +15,7 @@ from pathlib import Path
 
 import claimed
 import pytest
+from cloud import Cloud
 
 from amphora_driver import config
 from amphora_driver.compute.interface import BootOrder, MachineState
@@ -211,7 +212,9 @@ def test_what_is_half_made_is_removed_wholly(lab, monkeypatch):
 def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted):
     disk = lab.place(booted.amphora_id) / DISK
     before = disk.stat().st_ino
-    os.kill(find(str(lab.place(booted.amphora_id) / PID))[0].pid, signal.SIGKILL)
+    # A process has no arguments while it execs.
+    (qemu,) = Cloud.until(lambda: find(str(lab.place(booted.amphora_id) / PID)), "its process")
+    os.kill(qemu.pid, signal.SIGKILL)
     machine = lab.compute.get(booted.amphora_id)
     while machine.state is MachineState.RUNNING:
         machine = lab.compute.get(booted.amphora_id)
