@@ -182,6 +182,7 @@ class Guest:
         conf = (
             f"[agent]\namphora_id = {self.id}\nbind_address = {{management_address}}\nbind_port = {AGENT}\n"
             f"services = systemd\n[heartbeat]\ninterval = 2\ntargets = {CONTROLLER}:{HEARTBEATS}\n"
+            "[audit]\ninterval = 5\n"
         )
         files = {
             "agent.conf": conf,
