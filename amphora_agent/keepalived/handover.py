@@ -103,14 +103,15 @@ class Handover:
         """Give the VIPs to the partner; returns when they are gone from here.
 
         Args:
-            drain: for how many seconds open connections may go on; 0 for not at all.
+            drain: for how many seconds open connections may go on; 0 for not at all. They can by way of one partner
+                only: nobody knows beforehand which one of several takes the VIPs.
 
         Raises:
             NotElected: the VIPs are not here, or there is nobody to take them; or they did not go.
             InterfaceError, FirewallError: this machine cannot do it; the VIPs are still here.
         """
         with self._lock:
-            pair = self._partnered("release the VIPs")
+            pair = self._partnered("release the VIPs", alone=drain > 0)
             if not self._role.holds_vip:
                 raise NotElected("release the VIPs", "they are not here")
             if drain:
@@ -124,10 +125,12 @@ class Handover:
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
 
-    def _partnered(self, wanted: str) -> Pair:
+    def _partnered(self, wanted: str, *, alone: bool = True) -> Pair:
         pair = self._pair()
-        if pair is None or len(pair.vrrp.peers) != 1:
+        if pair is None or not pair.vrrp.peers:
             raise NotElected(wanted, "this amphora has no partner")
+        if alone and len(pair.vrrp.peers) > 1:
+            raise NotElected(wanted, f"this amphora has {len(pair.vrrp.peers)} partners, and connections go to one")
         return pair
 
     def _await_gone(self) -> None:

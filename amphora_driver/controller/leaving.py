@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AmphoraDriverError, ComputeError, DeadlinePassed
 from amphora_driver.store import amphorae, failovers
@@ -40,6 +42,9 @@ _FENCING_PATIENCE = 20.0
 class Leaving:
     """Amphorae of one load balancer that go, in one turn.
 
+    Attributes:
+        asked: amphorae were asked in this turn who has the VIPs.
+
     Args:
         backends: agents, database and so on.
         turn: whose.
@@ -52,6 +57,32 @@ class Leaving:
         self._agents = backends.agents
         self._turn = turn
         self._write = write
+        self.asked = False
+        # What they answered, and when each of them had been heard by then.
+        self._told: dict[str, tuple[bool, float | None]] = {}
+
+    def ask_holder(self, step: todo.AskHolder, by_id: dict[str, Amphora]) -> None:
+        """Ask who has the VIPs; of those that do not answer, what was heard counts."""
+        deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
+        for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
+            try:
+                said = self._agents.vrrp(one.id, str(one.management_address), deadline=deadline)
+            except AgentError as error:
+                self._turn.check()
+                LOG.info("whether amphora %s has the VIPs is not known: %s", one.id, error)
+                continue
+            if said.holds_vip is not None:
+                self._told[one.id] = (said.holds_vip, one.heard_at)
+        self.asked = True
+
+    def as_told(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
+        """Amphorae with what they answered; of one that was heard since then, that counts."""
+        return tuple(
+            msgspec.structs.replace(one, holds_vip=self._told[one.id][0])
+            if one.id in self._told and one.heard_at == self._told[one.id][1]
+            else one
+            for one in observed
+        )
 
     def hand_over(self, amphora: Amphora, partner: Amphora) -> None:
         """Have the partner take the VIPs before this one goes; that it goes does not depend on it.

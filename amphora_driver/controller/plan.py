@@ -19,6 +19,7 @@ from amphora_driver.controller.todo import (
     AllocateVip,
     AnyStep,
     ApplyVipOptions,
+    AskHolder,
     AskSpares,
     AskVips,
     Await,
@@ -49,6 +50,7 @@ __all__ = [
     "AllocateVip",
     "AnyStep",
     "ApplyVipOptions",
+    "AskHolder",
     "AskSpares",
     "AskVips",
     "Await",
@@ -114,6 +116,8 @@ def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnySt
 def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     """The next steps for one that is to be there."""
     house = _House(wanted, amphorae)
+    if witnesses := house.witnesses():
+        return [AskHolder(amphora_ids=witnesses, reason="one of them goes, and whoever has the VIPs hands them over")]
     if house.missing and house.may_grow():
         return [_newcomer(wanted, house.next_role())]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
@@ -188,6 +192,14 @@ class _House:
         self._without_machine = {one.id for one in self.live if one.management_address is None}
         self._quiet = partners.silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
         self._holder = partners.holder(amphorae, wanted.roles[0], self._quiet)
+
+    def witnesses(self) -> tuple[str, ...]:
+        """Who is to be asked for the VIPs, before anybody goes: what was heard may be older than where they are."""
+        if self._wanted.holder_asked or not self._several:
+            return ()
+        serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._quiet]
+        going = [one for one in serving if one.state is State.RETIRING and not one.handed_over]
+        return tuple(one.id for one in serving) if going and len(serving) > 1 else ()
 
     def may_grow(self) -> bool:
         """Whether the next amphora may be made now."""
@@ -287,7 +299,7 @@ class _House:
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]
         if replaced:
-            return [Release(amphora_id=one.id, reason="it was replaced") for one in replaced]
+            return [self._parting(one) for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
             return [Renew(reason="the VIPs are handed over between two that know nobody else")]
         to = self.live[0].id
@@ -309,15 +321,23 @@ class _House:
     def farewell(self) -> list[AnyStep]:
         """Let those go that were replaced; one whose VIPs have moved stays while its connections go on."""
         draining = [one for one in self.retiring if self._drains(one)]
-        steps: list[AnyStep] = [
-            Release(amphora_id=one.id, reason="it was replaced") for one in self.retiring if one not in draining
-        ]
+        steps: list[AnyStep] = [self._parting(one) for one in self.retiring if one not in draining]
         steps += [self._stand_down(one) for one in draining if set(self._partners(one, self.live)) - set(one.partners)]
         steps += [
             LookAfter(amphora_id=one.id, silent=one.id in self._quiet, reason="its connections may have ended")
             for one in draining
         ]
         return steps
+
+    def _parting(self, one: Amphora) -> Release | HandOver:
+        """Let one go; if VIPs have come to it after its replacement was begun, without a moment without them.
+
+        There are three of them then, so its connections end: only between two can they go on.
+        """
+        if one.holds_vip and one in self._leaving() and self.live:
+            to = max(self.live, key=lambda other: self._wanted.priorities.get(other.role, 0))
+            return HandOver(amphora_id=one.id, to=to.id, reason="the VIPs have come to it meanwhile")
+        return Release(amphora_id=one.id, reason="it was replaced")
 
     def patience(self) -> list[AnyStep]:
         """Look again while connections go on."""

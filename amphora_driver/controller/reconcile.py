@@ -179,7 +179,7 @@ class Reconciler:
         """What is wanted and what there is, of one moment."""
         now = self._database.now()
         seen, observed = self._database.read(lambda connection: self._observe(connection, turn, steps, now))
-        return (None if seen is None else steps.sparing.judged(seen)), observed
+        return (None if seen is None else steps.sparing.judged(seen)), steps.leaving.as_told(observed)
 
     def _observe(
         self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
@@ -233,6 +233,7 @@ class Reconciler:
             taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
             absent=steps.absent,
             vips_taken=steps.vips_taken,
+            holder_asked=steps.leaving.asked,
             compute=row.compute,
             network=row.network,
             vip_given=given,

@@ -117,7 +117,7 @@ class Steps:
         self.renewal = Renewal(self._conf, self._database, self._agents, backends.trust, turn)
         self._pushing = Pushing(backends, turn, self._write)
         self._vips = Vips(self._database, self._write, self._conf.network.vip_patience)
-        self._leaving = Leaving(backends, turn, self._write)
+        self.leaving = Leaving(backends, turn, self._write)
         self.sparing = Sparing(backends, turn, self._write)
         self._ways = self._ways_to()
 
@@ -157,12 +157,13 @@ class Steps:
             planning.Renew: lambda _step, wanted, _by_id: self._renew(wanted),
             planning.Push: lambda step, wanted, by_id: self._pushing.push(step, wanted, tuple(by_id.values())),
             planning.AskVips: lambda _step, _wanted, by_id: self._ask_vips(tuple(by_id.values())),
+            planning.AskHolder: lambda step, _wanted, by_id: self.leaving.ask_holder(step, by_id),
             planning.Confirm: lambda _step, wanted, _by_id: self._pushing.confirm(wanted),
             planning.Unplug: lambda step, _wanted, by_id: self._unplug(by_id[step.amphora_id], step.network_id),
-            planning.HandOver: lambda step, _wanted, by_id: self._leaving.hand_over(
+            planning.HandOver: lambda step, _wanted, by_id: self.leaving.hand_over(
                 by_id[step.amphora_id], by_id[step.to]
             ),
-            planning.LookAfter: lambda step, _wanted, by_id: self._leaving.look_after(step, by_id[step.amphora_id]),
+            planning.LookAfter: lambda step, _wanted, by_id: self.leaving.look_after(step, by_id[step.amphora_id]),
             planning.Release: lambda step, wanted, by_id: self._release(by_id[step.amphora_id], wanted),
             planning.ReleaseVip: lambda _step, wanted, _by_id: self._release_vip(wanted),
             planning.Await: lambda _step, _wanted, _by_id: None,
@@ -365,7 +366,7 @@ class Steps:
         self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=left))
 
     def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
-        self._leaving.release(amphora, wanted, self._compute, self._network)
+        self.leaving.release(amphora, wanted, self._compute, self._network)
 
     def _renew(self, wanted: planning.Wanted) -> None:
         self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))

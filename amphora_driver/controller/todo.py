@@ -41,6 +41,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.
         absent: amphorae whose agents were asked in this job and did not answer.
         vips_taken: whether one of them has the VIPs, as they were asked in this job; None if they were not.
+        holder_asked: they were asked in this job who has the VIPs.
         vip_given: what the network backend was told last of the VIPs' options.
         allocate_at: when it is to be asked for addresses it does not know yet.
         replacing: fail-overs of it go on, and what happens is written into their time lines.
@@ -74,6 +75,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     taking_vips: tuple[float, float] = (0.0, 0.0)
     absent: frozenset[str] = frozenset()
     vips_taken: bool | None = None
+    holder_asked: bool = False
     vip_given: vips.Given | None = None
     allocate_at: float = 0.0
     replacing: bool = False
@@ -183,6 +185,12 @@ class AskVips(Step, frozen=True, kw_only=True):
     """Ask a pair that begins whether one of them has taken the VIPs: before that no user is served."""
 
 
+class AskHolder(Step, frozen=True, kw_only=True):
+    """Ask amphorae of a pair, of which one is about to go, who has the VIPs: heartbeats may not say so yet."""
+
+    amphora_ids: tuple[str, ...]
+
+
 class Confirm(Step, frozen=True, kw_only=True):
     """Note that every amphora serves the newest generation."""
 
@@ -250,6 +258,7 @@ AnyStep = (
     | ApplyVipOptions
     | Push
     | AskVips
+    | AskHolder
     | Confirm
     | Unplug
     | HandOver

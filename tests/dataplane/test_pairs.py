@@ -24,6 +24,8 @@ from pair_lab import FAST, PATIENT, USUAL, VIP, VIP6, Pair, plain
 from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
 
+from amphora_driver.controller.bundle import BundlePartner
+
 # Nodes take over after 0.6 s of silence, and outages are measured.
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
 
@@ -357,6 +359,25 @@ def _push_vrrp(pair, node, changes):
     }
     vrrp = {"interface": "eth1", "router_id": 1, "priority": 254, "advert_interval": FAST, **changes}
     return node.push(next(pair.generations), None, interfaces=[interface], vrrp=vrrp)
+
+
+def test_released_to_one_of_several(pair):
+    """While one is replaced there are three. Nobody knows beforehand who takes the VIPs, so no connection goes on."""
+    coming = BundlePartner(name="coming", address="198.51.100.99")
+    known = {
+        node.id: (*(pair._partner(other) for other in pair.nodes if other is not node), coming) for node in pair.nodes
+    }
+    for node in pair.nodes:
+        pair.push(plain(pair), to=[node], peers=known[node.id])
+    holder, standby = pair.holder, pair.standby
+    status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 20})
+    assert status == 409, answer
+    assert "2 partners" in answer["error"]["happened"]
+    assert holder.holds()
+    status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 0})
+    assert (status, answer["holds_vip"]) == (200, False), answer
+    eventually(standby.holds, "the one that is there has the VIPs", HEALED)
+    assert pair.visitor.fetch().status == 200
 
 
 def test_released_by_who_does_not_hold(pair):

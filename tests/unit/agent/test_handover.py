@@ -6,16 +6,18 @@ from __future__ import annotations
 import errno
 import json
 import time
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface
 from types import SimpleNamespace
 
 import pytest
 
 from amphora_agent.bundle import Partner, Vrrp
-from amphora_agent.errors import FirewallError, InterfaceError
+from amphora_agent.errors import FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.keepalived.handover import Handover, Until, _given_up
 from amphora_agent.network.netlink import NetlinkError
+from amphora_agent.pulse import ALIVE
 
 THERE = ip_address("198.51.100.12")
 PAIR = Pair(
@@ -87,6 +89,33 @@ def test_a_release_that_failed_is_taken_away(paths, kernel):
         made.release(30)
     assert kernel.done[-2:] == CLEAN
     assert made.describe()["draining"] is None
+
+
+def test_several_partners(paths, kernel):
+    """Connections that go on need one; that VIPs go, only somebody."""
+    others = (*PAIR.vrrp.peers, Partner("c", ip_address("198.51.100.13")))
+    three = replace(PAIR, vrrp=replace(PAIR.vrrp, peers=others))
+    role = SimpleNamespace(holds_vip=True)
+    for pair, drain, why in ((three, 30, "2 partners"), (replace(three, vrrp=replace(three.vrrp, peers=())), 0, "no")):
+        made = Handover(paths, kernel, role, lambda pair=pair: pair)
+        with pytest.raises(NotElected, match=why):
+            made.release(drain)
+        assert not paths.released.exists()
+    made = Handover(paths, kernel, Gone(paths), lambda: three)
+    made.release(0)
+    assert paths.released.read_text() == ALIVE
+    assert kernel.done == [], "nothing is dug"
+
+
+class Gone:
+    """The VIPs are here until keepalived is told to let them go."""
+
+    def __init__(self, paths):
+        self.paths = paths
+
+    @property
+    def holds_vip(self):
+        return not self.paths.released.exists()
 
 
 def test_the_other_half_keeps_its_tunnel(paths, kernel):

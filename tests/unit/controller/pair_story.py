@@ -28,6 +28,8 @@ def wanted(**more):
         "priorities": {"MASTER": 254, "BACKUP": 253},
         "now": NOW,
         "taking_vips": (3.0, 7.0),
+        # What is observed of the VIPs is what they answered.
+        "holder_asked": True,
     }
     return planning.Wanted(**{**values, **more})
 
@@ -85,6 +87,8 @@ class House:
         self.lasting = {}
         # How many looks it takes until one of a pair that begins has the VIPs.
         self.looks = 0
+        # Who says what of the VIPs when asked, where that is not what was heard.
+        self.truth = {}
         self.never_fewer = len([one for one in observed if one.confirmed])
 
     def run(self):
@@ -96,7 +100,7 @@ class House:
             for step in todo:
                 if isinstance(step, planning.Await):
                     # Another job, that knows nothing of what this one has learned.
-                    self.want = but(self.want, now=step.until, absent=frozenset(), vips_taken=None)
+                    self.want = but(self.want, now=step.until, absent=frozenset(), vips_taken=None, holder_asked=False)
                     break
                 self.take(step)
                 serving = [one for one in self.observed.values() if one.confirmed]
@@ -129,6 +133,12 @@ class House:
         self.want = but(self.want, vips_taken=self.looks < 0)
         self.log.append("AskVips")
 
+    def take_askholder(self, step):
+        self.want = but(self.want, holder_asked=True)
+        for name in step.amphora_ids:
+            if name in self.truth:
+                self.change(name, holds_vip=self.truth[name])
+
     def take_renew(self, _step):
         self.want = but(self.want, generation=self.want.generation + 1)
         self.log.append("Renew")
@@ -140,8 +150,9 @@ class House:
     def take_handover(self, step):
         self.log.append(f"HandOver {step.amphora_id} to {step.to}")
         known = {one.id for one in self.observed[step.to].partners}
-        assert known == {step.amphora_id}, "between two that know nobody else"
-        until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN
+        between_two = known == {step.amphora_id}
+        assert between_two or self.truth, "between two that know nobody else"
+        until = None if step.amphora_id in self.stubborn else self.want.now + DRAIN * between_two
         self.change(step.amphora_id, handed_over=True, drains_until=until)
 
     def take_lookafter(self, step):

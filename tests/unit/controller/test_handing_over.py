@@ -77,8 +77,8 @@ def database(conf):
     database.dispose()
 
 
-def take(conf, database, step, agents):
-    """Take the step; the old one as it is recorded then."""
+def take(conf, database, step, agents, *, steps=False):
+    """Take the step; the old one as it is recorded then, or whoever took it."""
     backends = SimpleNamespace(network=lambda _: Machines(), compute=lambda *_: Machines())
     everything = Backends(conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None)
     lease = Jobs(database, "me", 60.0).claim()
@@ -95,7 +95,10 @@ def take(conf, database, step, agents):
         now=database.now(),
     )
     agents.turn = Turn(lease, database, 60.0)
-    Steps(everything, agents.turn).take(step, wanted, observed)
+    taking = Steps(everything, agents.turn)
+    taking.take(step, wanted, observed)
+    if steps:
+        return taking
     after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
     return next((one for one in after if one.id == OLD), None)
 
@@ -206,6 +209,43 @@ def test_who_was_handed_over_by_one_that_died_keeps_its_connections(conf, databa
     if stays:
         assert left.handed_over
         assert left.drains_until == pytest.approx(time.time() + 12.0, abs=5.0)
+
+
+ASK = planning.AskHolder(amphora_ids=(OLD, NEW), reason="a test")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says", "told"),
+    [
+        ({}, HOLDS, (True, True)),
+        ({}, EMPTY, (False, False)),
+        ({}, Vrrp(holds_vip=None), (False, None)),
+        ({"vrrp": [AWAY]}, HOLDS, (False, True)),
+        ({"vrrp": REFUSED}, HOLDS, (False, None)),
+    ],
+    ids=["they have", "they have not", "on its own", "one is away", "refused"],
+)
+def test_what_they_say_when_asked_counts_more_than_what_was_heard(conf, database, trouble, says, told):
+    """OLD has said that it has no VIPs, and NEW nothing, until one of them is heard anew."""
+    _heard(database, OLD, at=100.0, sequence=1)
+    agents = Agents(trouble, says)
+    steps = take(conf, database, ASK, agents, steps=True)
+    assert agents.order == ["vrrp", "vrrp"]
+    assert steps.leaving.asked
+    assert _known(database, steps) == told
+    _heard(database, OLD, at=101.0, sequence=2)
+    assert _known(database, steps) == (False, told[1]), "its later word counts"
+
+
+def _heard(database, name, *, at, sequence):
+    heard = amphorae.Heard(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
+    database.write(lambda c: amphorae.seen(c, [heard]))
+
+
+def _known(database, steps):
+    found = steps.leaving.as_told(database.read(lambda c: amphorae.of_load_balancer(c, LB)))
+    by_id = {one.id: one.holds_vip for one in found}
+    return by_id[OLD], by_id[NEW]
 
 
 class Machines:

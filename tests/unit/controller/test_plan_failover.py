@@ -219,6 +219,8 @@ def test_a_machine_that_does_not_go_is_no_reason_to_leave_a_dead_one_unreplaced(
         assert (type(step).__name__, step.role) == ("Record", "MASTER")
     holds = but(stuck, holds_vip=True, partners=(knows("b2", 23), knows("m", 21)))
     (step,) = planning.plan(wanted(), (holds, but(stays, holds_vip=False), dead(M)))
-    assert type(step).__name__ == "Release", "who has the VIPs goes first"
+    assert (type(step).__name__, step.amphora_id) == ("HandOver", "b"), "who has the VIPs goes first"
+    (step,) = planning.plan(wanted(), (but(holds, handed_over=True), but(stays, holds_vip=False), dead(M)))
+    assert type(step).__name__ == "Release", "it was asked"
     (step,) = planning.plan(wanted(), (but(holds, plugged=()), but(stays, holds_vip=False), dead(M)))
     assert type(step).__name__ == "Record", "without a port it has them for nobody"

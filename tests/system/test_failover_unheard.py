@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of a pair is replaced on request while nobody has heard yet that the VIPs are with it: no connection is cut.
+
+The VIPs are moved to the standby while no health manager runs: what is recorded says that the other one has them.
+"""
+
+from contextlib import closing
+
+import lasting
+import pytest
+from amphoractl import Amphoractl
+
+from amphora_driver import config
+from amphora_driver.agent_client import AgentClient
+from amphora_driver.certificates.trust import Trust
+from amphora_driver.network import namespaces
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import State
+from amphora_driver.store.vault import Vault
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def balancer(cloud, flavor):
+    """A pair of which everything is heard, with a listener for connections that last."""
+    pool = {"name": "lasting", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN"}
+    pool["members"] = [cloud.member("member3", protocol_port=9000)]
+    listener = {"name": "lasting", "protocol": "HTTP", "protocol_port": 81, "default_pool": pool}
+    pairs = flavor("unheard", {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.5})
+    made = cloud.load_balancer("unheard", flavor_id=pairs.id, listeners=[listener])
+    cloud.until(lambda: {one.holds_vip for one in pair(cloud, made).values()} == {True, False}, "both are heard")
+    return made
+
+
+def pair(cloud, balancer):
+    """Its amphorae by role."""
+    found = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    return {one.role: one for one in found if one.state is not State.RETIRING}
+
+
+def replacements(cloud, balancer, former):
+    """Who has the role of one that was replaced."""
+    return [one for role, one in pair(cloud, balancer).items() if role == former.role and one.id != former.id]
+
+
+@pytest.fixture
+def agents(settings, database):
+    """Asks an agent as a controller does."""
+    conf = config.load([str(settings.our_configuration)])
+
+    def ask(question):
+        def go():
+            trust = Trust(conf, database, Vault.load(conf.store.encryption_key_file))
+            with closing(AgentClient(conf, trust)) as client:
+                return question(client)
+
+        return namespaces.inside(namespaces.path(settings.control), go)
+
+    return ask
+
+
+@pytest.fixture
+def deaf(stack):
+    """Nobody hears heartbeats."""
+    stack.supervision.stop("amphora-health-manager")
+    yield
+    stack.up()
+
+
+def test_the_standby_has_the_vips_and_nobody_has_heard_of_it(cloud, settings, balancer, agents, request):
+    stays, goes = sorted(pair(cloud, balancer).values(), key=lambda one: not one.holds_vip)
+
+    def says(one):
+        return agents(lambda client: client.vrrp(one.id, one.management_address))
+
+    with lasting.Member(cloud.settings, "member3", 9000) as member:
+        request.getfixturevalue("deaf")
+        agents(lambda client: client.release_vips(stays.id, stays.management_address, 0.0))
+        cloud.until(lambda: says(goes).holds_vip, "it takes them")
+        assert says(stays).holds_vip is False
+        visits = member.visits(settings, balancer.vip_address, 81)
+        assert pair(cloud, balancer)[stays.role].holds_vip, "nothing is heard"
+
+        status, _, said = Amphoractl(settings).run("amphora", "failover", goes.id)
+        assert status == 0, said
+        cloud.until(lambda: any(one.confirmed for one in replacements(cloud, balancer, goes)), "another one serves")
+        for visit in visits:
+            visit.goes_on()
+        assert says(goes).draining > 0
+        assert says(stays).holds_vip
+        member.finish()
+        assert visits[0].rest() == member.sent
+        for visit in visits[1:]:
+            visit.close()
+    cloud.until(lambda: goes.id not in cloud.amphorae(balancer), "it goes when the last connection has ended")
