@@ -3,7 +3,8 @@
 
 Invariant: pure. What is rendered is exactly how nft lists it (numbers instead of names, the fewest ranges, in order),
 so that text can be compared with what the kernel holds (in what versions of nft differ, `nftables` evens it out). Where
-they differ for any reason the rules are replaced, as a whole and in one transaction.
+they differ for any reason the rules are replaced, as a whole and in one transaction. A set is named after what is in
+it: it is there before a rule asks it (`nftables`), and never changes.
 
 Only what begins a connection is looked at (SYN without ACK, RFC 9293 section 3.5): no connection is tracked, and those
 of clients that lose their permission go on. Who may not come in is answered with a reset, as by a port where nobody
@@ -22,6 +23,7 @@ of IPv6 that is too large for its way apart for nobody but a socket, and no clie
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 from collections.abc import Iterable, Iterator
@@ -35,6 +37,8 @@ FORWARDED = 0x616D
 """The mark of packets that an engine lets through (`virtual_servers/ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
+# Two of one name are noticed (`nftables`).
+_DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
 _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
@@ -245,7 +249,12 @@ def _line(rule: str) -> str:
 
 
 def _name(port: Port, version: int) -> str:
-    return f"{'port' if port.protocol == _TCP else port.protocol}-{port.port}-ipv{version}"
+    digest = hashlib.blake2s(_elements(port, version).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{'port' if port.protocol == _TCP else port.protocol}-{port.port}-ipv{version}-{digest}"
+
+
+def _elements(port: Port, version: int) -> str:
+    return ", ".join(_range(first, last, version) for first, last in port.ranges(version))
 
 
 def _everybody(ranges: Ranges, version: int) -> bool:
@@ -255,10 +264,9 @@ def _everybody(ranges: Ranges, version: int) -> bool:
 def _set(port: Port, version: int) -> Iterator[str]:
     ranges = port.ranges(version)
     if ranges and not _everybody(ranges, version):
-        elements = ", ".join(_range(first, last, version) for first, last in ranges)
         yield (
             f"\tset {_name(port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
-            f"\t\telements = {{ {elements} }}\n\t}}\n\n"
+            f"\t\telements = {{ {_elements(port, version)} }}\n\t}}\n\n"
         )
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a rendered table into the kernel.
 
-Invariant: what the kernel holds is replaced in one transaction or not at all, and left alone if it is as wanted. Called
-in the namespace it is about.
+Invariant: the rules the kernel holds are replaced in one transaction or not at all, and left alone if they are as
+wanted. Called in the namespace it is about.
+
+Sets of ranges are there before, in a transaction of their own: the kernel lets rules be asked a moment before the sets
+that came with them can be (measured with Linux 6.18; one connection in some thousand that began just then was refused).
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from amphora_agent.network.libnftables import STATELESS, NftError
 
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
+# What is in a table, as nft lists it.
+_SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
+_CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
+_OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
 # How nft 1.1.3 (Debian 13) lists flags among a mask.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
@@ -29,10 +36,37 @@ def replace(text: str) -> bool:
     Raises:
         FirewallError: it cannot; what it held before is still in force.
     """
-    if same(text):
+    held = _FLAGS.sub(_older, current())
+    if _comparable(held) == _comparable(text):
         return False
-    _run(_MISSING + text)
+    for order in orders(held, text):
+        _run(order)
     return True
+
+
+def orders(held: str, wanted: str) -> list[str]:
+    """Pure: the transactions that lead from one table, as nft lists it, to another one."""
+    before, after = _sets(held), _sets(wanted)
+    foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
+    changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
+    if not wanted or foreign or changed:
+        # Somebody has changed it by hand, and it is not worth more than this.
+        return [_MISSING + wanted]
+    coming = "".join(block for name, block in after.items() if name not in before)
+    rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]
+    rules = [f"flush table {FAMILY} {TABLE}\n", *rules] if rules else []
+    rules.append(_SETS.sub("", wanted))
+    rules += [f"delete set {FAMILY} {TABLE} {name}\n" for name in before if name not in after]
+    return [*([f"table {FAMILY} {TABLE} {{\n{coming}}}\n"] if coming else []), "".join(rules)]
+
+
+def _sets(text: str) -> dict[str, str]:
+    return {found["name"]: found[0] for found in _SETS.finditer(text)}
+
+
+def _comparable(text: str) -> tuple[list[list[str]], list[str]]:
+    """Sets are listed in the order in which they came."""
+    return sorted(block.split() for block in _sets(text).values()), _SETS.sub("", text).split()
 
 
 def execute(commands: str) -> None:
@@ -46,7 +80,7 @@ def execute(commands: str) -> None:
 
 def same(text: str) -> bool:
     """Whether the kernel holds exactly this."""
-    return _FLAGS.sub(_older, current()).split() == text.split()
+    return _comparable(_FLAGS.sub(_older, current())) == _comparable(text)
 
 
 def _older(found: re.Match[str]) -> str:

@@ -9,7 +9,8 @@ import socket
 import struct
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 from amphora_lab import eventually, ip
@@ -19,6 +20,7 @@ from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1
 
 from amphora_agent.errors import FirewallError
 from amphora_agent.network import firewall, libnftables, nftables
+from amphora_agent.network.namespace import Namespace
 from amphora_driver.render.haproxy import render
 
 pytestmark = pytest.mark.root
@@ -29,10 +31,14 @@ def test_rules_of_the_firewall_that_somebody_changed_are_put_right(wire):
     wire.change(wanted)
     before = wire.everything()["nft"]
     nft = ["ip", "netns", "exec", f"{wire.prefix}-inner", "nft"]
+    (name,) = re.findall(r"set (port-80-ipv4-\S+)", before)
     for damage in (
         "flush chain inet amphora beginning",
         "delete table inet amphora",
-        "add element inet amphora port-80-ipv4 { 10.0.0.0/8 }",
+        f"add element inet amphora {name} {{ 10.0.0.0/8 }}",
+        "add set inet amphora mine { type ipv4_addr; }",
+        "add chain inet amphora mine",
+        "add counter inet amphora mine",
     ):
         subprocess.run([*nft, *damage.split(" ", 99)], check=True)
         assert wire.everything()["nft"] != before
@@ -95,6 +101,80 @@ def test_what_is_rendered_is_what_nft_lists(wire):
         text = firewall.render(firewall.restrictions_of(bundle(allowed=allowed, vrrp=vrrp)))
         assert wire.inner.run(nftables.replace, text)
         assert not wire.inner.run(nftables.replace, text), wire.inner.run(nftables.current)
+
+
+class Callers:
+    """Clients that open one connection after the other, from the neighbour's namespace."""
+
+    def __init__(self, wire, address: str, port: int, threads: int = 4) -> None:
+        self.taken, self.refused = [0] * threads, 0
+        self._target = (address, port)
+        self._ending = threading.Event()
+        place = Path("/run/netns", f"{wire.prefix}-peer")
+        self._threads = [threading.Thread(target=inside, args=(place, self._call, n)) for n in range(threads)]
+
+    def _call(self, number: int) -> None:
+        while not self._ending.is_set():
+            with socket.socket() as opened:
+                opened.settimeout(10)
+                # It ends with a reset: nothing waits.
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                try:
+                    opened.connect(self._target)
+                    self.taken[number] += 1
+                except ConnectionRefusedError:
+                    self.refused += 1
+
+    def __enter__(self):
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ending.set()
+        for each in self._threads:
+            each.join()
+
+
+def inside(place: Path, function, *arguments) -> None:
+    with closing(Namespace(place)) as space:
+        space.run(function, *arguments)
+
+
+def taking(server: socket.socket, ending: threading.Event) -> None:
+    """Take connections, and close them, until it is told to end."""
+    server.settimeout(0.1)
+    while not ending.is_set():
+        with suppress(TimeoutError, ConnectionError):
+            server.accept()[0].close()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["changed", "from nothing"])
+def test_who_may_connect_before_and_after_is_not_refused_in_between(wire, before):
+    """A set of ranges that comes with its rules is asked before it answers: some of ten thousand were refused."""
+    wire.change(bundle(eth1()))
+    neighbours(wire, "198.51.100.12/24")
+    ours = "198.51.100.0/24"
+    one, other = (
+        firewall.render(firewall.restrictions_of(bundle(eth1(), allowed=((80, [ours, more]), (443, [more])))))
+        for more in ("10.0.0.0/8", "192.0.2.0/24")
+    )
+    ending = threading.Event()
+    with at(wire, "198.51.100.5", 80) as server:
+        server.listen(1024)
+        taker = threading.Thread(target=taking, args=(server, ending))
+        taker.start()
+        try:
+            with Callers(wire, "198.51.100.5", 80) as callers:
+                eventually(lambda: min(callers.taken) > 10, "clients connect")
+                for _ in range(150):
+                    for text in (one, other if before else ""):
+                        assert wire.inner.run(nftables.replace, text)
+        finally:
+            ending.set()
+            taker.join()
+    assert sum(callers.taken) > 1000
+    assert callers.refused == 0
 
 
 def at(wire, address: str, port: int):
@@ -229,7 +309,7 @@ def test_networks_change_without_a_new_worker_and_open_connections_go_on(served)
         assert each.recv(100) == b"still here"
     assert worker(served) == before
     firewall = served.amphora.call("GET", "/v2/diagnostics")[1]["firewall"]
-    assert "tcp dport 80 ip saddr != @port-80-ipv4 counter packets" in firewall
+    assert re.search(r"tcp dport 80 ip saddr != @port-80-ipv4-\w+ counter packets", firewall)
 
 
 @pytest.mark.feature("listener.allowed_cidr")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import random
+import re
 import uuid
 from dataclasses import replace
 
@@ -42,9 +43,14 @@ def of(**allowed):
     return restrictions_of(bundle({int(name[1:]): networks for name, networks in allowed.items()}))
 
 
+def named(text):
+    """Without what tells sets of one port apart."""
+    return re.sub(r"(-ipv[46])-[0-9a-f]{8}\b", r"\1", text)
+
+
 def rules(restrictions):
     """The rules behind those that every table has, and the elements of sets by name."""
-    text = render(restrictions)
+    text = named(render(restrictions))
     beginning = text.partition("chain beginning {")[2].partition("}\n}")[0]
     found = [line.strip() for line in beginning.splitlines() if line.strip()]
     assert found[:2] == ['iif "lo" ip daddr 127.0.0.0/8 accept', 'iif "lo" ip6 daddr ::1 accept']
@@ -93,6 +99,16 @@ REFUSE = "counter reject with tcp reset"
 )
 def test_the_rules_of_a_port(networks, wanted, sets):
     assert rules(of(p80=networks)) == (wanted, sets)
+
+
+def test_what_is_in_a_set_is_told_by_its_name():
+    """Rules go from one set to another one that is there already."""
+    one, same, other = (
+        set(re.findall(r"@(\S+)", render(of(p80=networks))))
+        for networks in (["10.0.0.0/8"], ["10.0.0.0/9", "10.128.0.0/9"], ["10.0.0.0/9"])
+    )
+    assert one == same
+    assert not one & other
 
 
 def test_nothing_wanted_is_nothing_at_all():
@@ -227,7 +243,7 @@ def other(allowed, servers=(), vips=()):
 
 
 def chain(restrictions, name):
-    text = render(restrictions).partition(f"chain {name} {{")[2].partition("}\n")[0]
+    text = named(render(restrictions)).partition(f"chain {name} {{")[2].partition("}\n")[0]
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 

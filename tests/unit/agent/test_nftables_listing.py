@@ -2,11 +2,12 @@
 """What the kernel holds is compared by how nft lists it, and versions of nft list it differently."""
 
 import ipaddress
+import re
 
 import pytest
 
 from amphora_agent.network import nftables
-from amphora_agent.network.firewall import Pair, Restrictions, render
+from amphora_agent.network.firewall import Pair, Port, Restrictions, render
 
 _LOCAL, _PEER = ipaddress.ip_address("2001:db8::5"), ipaddress.ip_address("2001:db8::6")
 # Taken from nft 1.1.3 of Debian 13.
@@ -39,3 +40,48 @@ def test_other_flags_are_noticed(wanted, monkeypatch, old, new):
     assert old in listed
     monkeypatch.setattr(nftables, "current", lambda: listed.replace(old, new))
     assert not nftables.same(wanted)
+
+
+def of(*networks):
+    nets = tuple(map(ipaddress.ip_network, networks))
+    first = tuple((int(one.network_address), int(one.broadcast_address)) for one in nets)
+    return render(Restrictions((Port(80, first, ()),)))
+
+
+def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
+    one, other = of("10.0.0.0/8"), of("192.0.2.0/24")
+    (old,), (new,) = (re.findall(r"set (\S+)", text) for text in (one, other))
+    sets, rules = nftables.orders(one, other)
+    assert re.findall(r"set (\S+)", sets) == [new]
+    assert "chain" not in sets
+    assert rules.startswith("flush table inet amphora\ndelete chain inet amphora arriving\n")
+    assert f"ip saddr != @{new}" in rules
+    assert rules.endswith(f"delete set inet amphora {old}\n")
+    assert nftables.orders("", one)[1].startswith("table inet amphora {"), "there is nothing to be taken away"
+    (rules,) = nftables.orders(one, one.replace("counter ", ""))
+    assert "set " not in rules, "it is there"
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (of("10.0.0.0/8"), ""),
+        (of("10.0.0.0/8").replace("elements = { 10.0.0.0/8 }", "elements = { 10.0.0.0/9 }"), of("10.0.0.0/8")),
+        (of("10.0.0.0/8").replace("\tchain arriving", "\tcounter mine {\n\t}\n\n\tchain arriving"), of("10.0.0.0/8")),
+    ],
+    ids=["nothing is wanted", "another content", "something strange"],
+)
+def test_what_was_changed_by_hand_is_replaced_as_a_whole(held, wanted):
+    (order,) = nftables.orders(held, wanted)
+    assert order == f"table inet amphora\ndelete table inet amphora\n{wanted}"
+
+
+def test_in_which_order_sets_are_listed_says_nothing(monkeypatch):
+    first, second = (of(net).partition("\tset ")[2].partition("\tchain")[0] for net in ("10.0.0.0/8", "192.0.2.0/24"))
+    text = of("10.0.0.0/8").replace(f"\tset {first}", f"\tset {first}\tset {second}")
+    listed = text.replace(f"\tset {first}\tset {second}", f"\tset {second}\tset {first}")
+    assert listed != text
+    monkeypatch.setattr(nftables, "current", lambda: listed)
+    assert nftables.same(text)
+    monkeypatch.setattr(nftables, "current", lambda: listed.replace("192.0.2.0/24", "192.0.3.0/24"))
+    assert not nftables.same(text)
