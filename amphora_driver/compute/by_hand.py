@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from amphora_driver.certificates.authority import Authority, create_authority
 from amphora_driver.compute import acceleration
+from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architecture, of_image
 from amphora_driver.compute.config_drive import config_drive
 from amphora_driver.compute.folders import write
 from amphora_driver.compute.qemu_command import DRIVE, Hardware, hand_command
@@ -32,7 +34,6 @@ _AGENT_PORT = 9443
 _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0.2.2")
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30
-_PROGRAM = "qemu-system-x86_64"
 # How a qcow2 file begins (QEMU's docs/interop/qcow2.txt).
 _QCOW2 = b"QFI\xfb"
 
@@ -45,29 +46,46 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("image", type=Path, help="a disk that boots; it is not written to")
     parser.add_argument("--memory", type=int, default=512, help="MiB")
     parser.add_argument("--port", type=int, default=_AGENT_PORT, help="of 127.0.0.1, for the agent")
-    parser.add_argument("--accelerator", choices=["auto", "kvm", "tcg"], default="auto")
-    parser.add_argument("--firmware", type=Path, help="instead of qemu's BIOS, as /usr/share/ovmf/OVMF.fd for UEFI")
+    parser.add_argument(
+        "--arch", choices=sorted(ARCHITECTURES), help="of the image; default: what the manifest beside it says"
+    )
+    parser.add_argument(
+        "--accelerator", choices=["auto", "kvm", "tcg"], default="auto", help="auto is tcg for arm64, wherever that is"
+    )
+    parser.add_argument(
+        "--firmware", type=Path, help="instead of the usual one, as /usr/share/ovmf/OVMF.fd for UEFI on amd64"
+    )
     parser.add_argument("--keep", type=Path, help="folder for disk, certificates and drive; they stay")
     chosen = parser.parse_args(arguments)
     for file in (chosen.image, chosen.firmware):
         if file is not None and not file.is_file():
             parser.error(f"there is no {file}")
+    kind = of_image(chosen.image) if chosen.arch is None else ARCHITECTURES[chosen.arch]
+    if shutil.which(kind.program) is None:
+        parser.error(f"{kind.program} is not there. apt-get install {kind.package}")
+    if chosen.firmware is None and kind.firmware is not None:
+        chosen.firmware, package = Path(kind.firmware[0]), kind.firmware[1]
+        if not chosen.firmware.is_file():
+            parser.error(f"there is no {chosen.firmware}. apt-get install {package}")
     if not _free(chosen.port):
         parser.error(f"somebody has port {chosen.port} of 127.0.0.1; --port names another one")
     with ExitStack() as closing:
         folder = chosen.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="amphora-")))
         folder.mkdir(parents=True, exist_ok=True)
-        return _boot(folder.absolute(), chosen)
+        return _boot(folder.absolute(), chosen, kind)
 
 
-def _boot(folder: Path, chosen: argparse.Namespace) -> int:
+def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
-    accelerated = chosen.accelerator == "kvm" or (chosen.accelerator == "auto" and acceleration.usable(_PROGRAM))
+    # What is tried is a guest of amd64.
+    found = chosen.accelerator == "auto" and kind is AMD64 and acceleration.usable(kind.program)
+    accelerated = chosen.accelerator == "kvm" or found
     hardware = Hardware(
-        program=_PROGRAM,
+        program=kind.program,
         name=f"amphora-{amphora_id}",
-        machine="pc",
+        machine=kind.machine,
+        architecture=kind,
         accelerated=accelerated,
         processors=1,
         memory=chosen.memory,

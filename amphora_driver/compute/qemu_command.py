@@ -12,15 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from amphora_driver.compute.architecture import AMD64, Architecture
 from amphora_driver.compute.qmp import SOCKET
 from amphora_driver.network.bridges import far_end, near_end
 from amphora_driver.network.interface import Port
 
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
-# Measured. What is emulated costs less, the less of it there is (a kernel's start takes two thirds of the time that it
-# takes with `max`), and the fewer faults a kernel believes it has to guard against: from power-on to the agent it is
-# 33 s of processor time with this one and 42 s with Nehalem-v1 (Debian 13), 27 and 30 s (Debian 12).
-_EMULATED = "Opteron_G3-v1"
 # MiB of translated code that qemu keeps.
 _TRANSLATED = 128
 # MiB of address space for all of qemu that is not the guest's memory (0.7 GiB were measured).
@@ -32,6 +29,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine is made of. Memory in MiB.
 
     Attributes:
+        architecture: what kind of processor it has.
         kernel_arguments: boots the kernel that lies in the folder; None for the disk's own boot loader.
         initrd: whether that kernel has an initial RAM disk.
     """
@@ -44,6 +42,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     kernel_arguments: str | None = None
     initrd: bool = False
+    architecture: Architecture = AMD64
 
 
 def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
@@ -100,11 +99,11 @@ def _machine(hardware: Hardware) -> list[str]:
     return [
         *(hardware.program, "-name", hardware.name, "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", f"{hardware.machine},usb=off", "-accel", accelerator),
-        *("-cpu", "host" if hardware.accelerated else _EMULATED),
+        *("-cpu", "host" if hardware.accelerated else hardware.architecture.emulated),
         *("-smp", str(hardware.processors), "-m", str(hardware.memory), "-rtc", "base=utc"),
         *("-device", "virtio-blk-pci,drive=disk,bootindex=1"),
         *("-drive", f"file={DRIVE},format=raw,if=none,id=drive,readonly=on", "-device", "virtio-blk-pci,drive=drive"),
-        *("-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto"),
+        *("-device", "virtio-rng-pci", *(("-device", "vmgenid,guid=auto") if hardware.architecture.generation else ())),
     ]
 
 

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from amphora_driver.compute import by_hand
+from amphora_driver.compute.architecture import ARM64
 
 # Says what it was told and where it is, and runs until it is ended in the way qemu is.
 _QEMU = """#!/bin/sh
@@ -71,6 +73,46 @@ def test_what_is_said_is_where_its_files_are(started, image):
     assert (folder / "controller.pem").stat().st_mode & 0o077 == 0
     assert f"in: {folder}: amphora_ca.pem config.iso controller.pem" in said
     assert f"file={image},format=qcow2," in said
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words", "program", "machine"),
+    [
+        (None, [], "qemu-system-x86_64", "pc"),
+        ("{}", [], "qemu-system-x86_64", "pc"),
+        ("not json", [], "qemu-system-x86_64", "pc"),
+        ('{"architecture": "amd64"}', [], "qemu-system-x86_64", "pc"),
+        ('{"architecture": "arm64"}', [], "qemu-system-aarch64", "virt"),
+        ('{"architecture": "amd64"}', ["--arch", "arm64"], "qemu-system-aarch64", "virt"),
+    ],
+)
+def test_the_machine_is_of_the_images_kind(image, monkeypatch, manifest, words, program, machine):
+    """As the manifest beside it says; a machine of arm64 boots by a firmware that qemu does not bring itself."""
+    run = []
+    monkeypatch.setattr(by_hand, "_run", lambda argv, _folder: run.append(argv) or 0)
+    monkeypatch.setattr(by_hand.shutil, "which", lambda _: "/usr/bin/qemu")
+    if manifest is not None:
+        image.with_suffix(".manifest").write_text(manifest)
+    firmware = image.with_suffix(".fd")
+    firmware.touch()
+    assert by_hand.main([str(image), "--accelerator", "tcg", "--firmware", str(firmware), *words]) == 0
+    (argv,) = run
+    assert argv[0] == program
+    assert argv[argv.index("-machine") + 1].split(",")[0] == machine
+    assert ("vmgenid,guid=auto" in argv) == (machine == "pc")
+
+
+def test_what_is_missing_is_said_with_its_package(image, monkeypatch, capsys):
+    arm = msgspec.structs.replace(ARM64, firmware=("/nowhere.fd", "some-firmware"))
+    monkeypatch.setitem(by_hand.ARCHITECTURES, "arm64", arm)
+    for there, words in (
+        (None, "apt-get install qemu-system-arm"),
+        ("x", "no /nowhere.fd. apt-get install some-firmw"),
+    ):
+        monkeypatch.setattr(by_hand.shutil, "which", lambda _, there=there: there)
+        with pytest.raises(SystemExit):
+            by_hand.main([str(image), "--arch", "arm64"])
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["nowhere.qcow2"], ["x.qcow2", "--firmware", "nowhere.fd"]])
