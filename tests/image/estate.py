@@ -259,6 +259,10 @@ class Guest:
         """The processes of one of its services."""
         return set(self.shell(f"cat /sys/fs/cgroup/system.slice/{unit}.service/cgroup.procs 2>/dev/null; true").split())
 
+    def main_pid(self, unit: str) -> str:
+        """The process of one of its services that systemd has started."""
+        return self.shell(f"systemctl show --property=MainPID --value {unit}.service").strip()
+
     def kill(self, unit: str) -> None:
         """All of them, as nobody can help it."""
         self.run("systemctl", "kill", "--signal=KILL", f"{unit}.service")

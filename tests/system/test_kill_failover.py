@@ -142,7 +142,7 @@ def test_one_of_a_pair(lab, cloud, flavored):
     was_replaced(lab, balancer, first, cause="operator", number=2)
 
     second = holder(cloud, balancer)
-    lab.arm("HandOver-before", "HandOver-marked", "LookAfter-marked")
+    lab.arm("AskHolder-before", "AskHolder-marked", "HandOver-before", "HandOver-marked", "LookAfter-marked")
     operator_replaces(lab, balancer, second)
     lab.reached()
     lab.settled()
