@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import itertools
 import os
 import selectors
 import socket
@@ -204,11 +205,15 @@ def answer():
                 one.sendto(f"{said} {who[0]} ".encode() + data, who)
 
 
+# A port that had a flow a moment ago would have the same one again. The kernel chooses others by itself.
+_OWN_PORTS = itertools.cycle(range(20000, 32000))
+
+
 def flow(source=1, vip=VIP, port=PORT, kind=socket.SOCK_DGRAM, protocol=0):
     family, net = (socket.AF_INET6, "2001:db8:1::") if ":" in vip else (socket.AF_INET, "198.51.100.")
     one = socket.socket(family, kind, protocol)
     one.settimeout(10)
-    one.bind((f"{net}{100 + source}", 0))
+    one.bind((f"{net}{100 + source}", next(_OWN_PORTS)))
     one.connect((vip, port))
     return one
 

@@ -42,9 +42,10 @@ def test_a_guest_goes_on_from_a_frozen_one_as_somebody_of_its_own(second, why_co
     assert not why_cold or "KVM" in why_cold
     assert second.call("GET", "/v2/info")[1]["amphora_id"] == second.id
     assert second.run("hostname").strip() == f"amphora-{second.id}"
-    # The time of the one it goes on from would not do for certificates.
+    # The time of the one it goes on from would not do for certificates. The machine's clock tells whole seconds, and an
+    # emulated guest may be late to read it.
     before, said, after = time.time(), float(second.run("date", "+%s.%N")), time.time()
-    assert before - 2 < said < after + 2
+    assert before - 5 < said < after + 5
     assert second.run("systemctl", "--failed", "--plain", "--no-legend", check=False).strip() == ""
 
 
