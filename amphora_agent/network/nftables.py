@@ -10,6 +10,7 @@ that came with them can be (measured with Linux 6.18; one connection in some tho
 
 from __future__ import annotations
 
+import logging
 import re
 
 from amphora_agent.errors import FirewallError
@@ -17,6 +18,7 @@ from amphora_agent.network import libnftables
 from amphora_agent.network.firewall import FAMILY, TABLE
 from amphora_agent.network.libnftables import STATELESS, NftError
 
+_log = logging.getLogger(__name__)
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 # What is in a table, as nft lists it.
@@ -39,8 +41,12 @@ def replace(text: str) -> bool:
     held = _FLAGS.sub(_older, current())
     if _comparable(held) == _comparable(text):
         return False
-    for order in orders(held, text):
-        _run(order)
+    try:
+        for order in orders(held, text):
+            _run(order)
+    except FirewallError as error:
+        _log.warning("The rules are replaced as a whole: %s", error)
+        _run(_MISSING + text)
     return True
 
 
@@ -50,7 +56,7 @@ def orders(held: str, wanted: str) -> list[str]:
     foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
     changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
     if not wanted or foreign or changed:
-        # Somebody has changed it by hand, and it is not worth more than this.
+        # Nothing is to be left, or somebody's hand has been in it: that is not worth more.
         return [_MISSING + wanted]
     coming = "".join(block for name, block in after.items() if name not in before)
     rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]

@@ -8,6 +8,7 @@ import pytest
 
 from amphora_agent.network import nftables
 from amphora_agent.network.firewall import Pair, Port, Restrictions, render
+from amphora_agent.network.libnftables import NftError
 
 _LOCAL, _PEER = ipaddress.ip_address("2001:db8::5"), ipaddress.ip_address("2001:db8::6")
 # Taken from nft 1.1.3 of Debian 13.
@@ -85,3 +86,20 @@ def test_in_which_order_sets_are_listed_says_nothing(monkeypatch):
     assert nftables.same(text)
     monkeypatch.setattr(nftables, "current", lambda: listed.replace("192.0.2.0/24", "192.0.3.0/24"))
     assert not nftables.same(text)
+
+
+def test_what_the_kernel_does_not_take_step_by_step_it_is_given_as_a_whole(monkeypatch):
+    held, wanted = of("10.0.0.0/8"), of("192.0.2.0/24")
+    given = []
+
+    def run(commands, _flags=0):
+        given.append(commands)
+        if commands.startswith("flush"):
+            raise NftError("busy")
+        return ""
+
+    monkeypatch.setattr(nftables, "current", lambda: held)
+    monkeypatch.setattr(nftables.libnftables, "run", run)
+    assert nftables.replace(wanted)
+    assert given[-1] == f"table inet amphora\ndelete table inet amphora\n{wanted}"
+    assert len(given) == 3
