@@ -133,13 +133,32 @@ def sees_for(cloud, seconds):
 
 @contextmanager
 def stopped(stack, name):
-    """A program and all it started stand still."""
+    """A program and all it started stand still, and none of them has the turn to write into the database's file."""
     group = stack.supervision.running(name).pid
-    os.killpg(group, signal.SIGSTOP)
+    with Path(f"{stack.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
+        os.killpg(group, signal.SIGSTOP)
+        while not free(lock):
+            os.killpg(group, signal.SIGCONT)
+            time.sleep(0.05)
+            os.killpg(group, signal.SIGSTOP)
     try:
         yield
     finally:
         os.killpg(group, signal.SIGCONT)
+
+
+def free(lock, seconds=2.0):
+    """Whether the turn comes to this file in that time: nobody who stands still has it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return True
+    return False
 
 
 def kill(cloud, amphora_id):

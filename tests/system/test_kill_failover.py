@@ -6,6 +6,7 @@ again and again, each time further on. A client of another load balancer asks al
 """
 
 import json
+import subprocess
 
 import kill_lab
 import lasting
@@ -13,6 +14,8 @@ import pytest
 from kill_lab import Witness
 from sqlalchemy import select
 
+from amphora_driver.network import namespaces
+from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae, failovers, rotations, spares
 from amphora_driver.store.failovers import Cause, Why
 from amphora_driver.store.tables import work
@@ -78,7 +81,19 @@ def flavored(lab, witness):
 
 
 def serves(cloud, balancer):
-    cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "it serves")
+    said = []
+
+    def served():
+        said[:] = [cloud.answers(balancer.vip_address, 2)]
+        return said == [{"member1": 2}]
+
+    try:
+        cloud.until(served, "it serves")
+    except AssertionError as error:
+        neighbours = ["nsenter", f"--net={namespaces.path(cloud.settings.host(topology.CLIENT))}", "ip", "neighbour"]
+        known = subprocess.run(neighbours, capture_output=True, text=True, check=False).stdout
+        there = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        raise AssertionError(f"{error}: {said}; the client knows {known}; there are {there}") from error
 
 
 def was_replaced(lab, balancer, *former, cause, number=1):
