@@ -6,6 +6,7 @@ octavia-driver-agent starts `run` in a process of its own (entry point octavia.d
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
-from amphora_driver.provider_agent.reporter import Ending, Reporter
+from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue import jobs
 from amphora_driver.store.engine import Database
 from amphora_driver.store.processes import Kind
@@ -42,14 +43,20 @@ _READERS = 4
 
 
 class _Alone:
-    """The end of Octavia's agent, or of the process that watches over this one, whichever comes first."""
+    """The end of all of us, or of the process that watches over this one, whichever comes first.
 
-    def __init__(self, exit_event: Ending, watcher: int) -> None:
-        self._exit_event = exit_event
+    Args:
+        ending: says the former; it has no lock, unlike the event of Octavia's agent: who is killed while it looks at
+            that has everybody wait who looks at it later, Octavia's own processes too. So one of us looks alone.
+        watcher: the process.
+    """
+
+    def __init__(self, ending: ctypes.c_bool, watcher: int) -> None:
+        self._ending = ending
         self._watcher = watcher
 
     def is_set(self) -> bool:
-        return self._exit_event.is_set() or os.getppid() != self._watcher
+        return self._ending.value or os.getppid() != self._watcher
 
 
 def run(exit_event: Event) -> None:
@@ -64,7 +71,11 @@ def run(exit_event: Event) -> None:
     """
     processes, me, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     # In this order: where there is a reporter, there is somebody to take our place.
-    targets: dict[str, Callable[..., None]] = {"standby": _stand_by, "reporter": _work}
+    ending = processes.RawValue(ctypes.c_bool, False)
+    targets: dict[str, Callable[[], None]] = {
+        "standby": lambda: _stand_by(me, ending, exit_event),
+        "reporter": lambda: _work(name, me, ending),
+    }
     running: dict[str, ForkProcess] = {}
     while not exit_event.is_set():
         for title, target in targets.items():
@@ -73,9 +84,10 @@ def run(exit_event: Event) -> None:
             if title in running:
                 LOG.warning("the %s ended (%s): starting another one", title, running[title].exitcode)
                 time.sleep(_RESTART_PAUSE)
-            running[title] = processes.Process(target=target, args=(name, me, exit_event), name=title)
+            running[title] = processes.Process(target=target, name=title)
             running[title].start()
         connection.wait([one.sentinel for one in running.values()], _POLL_SECONDS)
+    ending.value = True
     for child in running.values():
         child.join(_PATIENCE)
         if child.is_alive():
@@ -84,23 +96,23 @@ def run(exit_event: Event) -> None:
             child.join()
 
 
-def _stand_by(_name: str, watcher: int, exit_event: Event) -> None:
-    alone = _Alone(exit_event, watcher)
+def _stand_by(watcher: int, ending: ctypes.c_bool, exit_event: Event) -> None:
+    alone = _Alone(ending, watcher)
     while not alone.is_set():
         time.sleep(_POLL_SECONDS)
-    if not exit_event.is_set():
+    if not (ending.value or exit_event.is_set()):
         LOG.warning("who watched over the reporter has died: going on in its place")
         run(exit_event)
 
 
-def _work(name: str, watcher: int, exit_event: Event) -> None:
+def _work(name: str, watcher: int, ending: ctypes.c_bool) -> None:
     """Report; without a watcher no longer, since nobody would bring this one back. Its successor has another name."""
     conf = config.shared()
     hands, auditing = ThreadPoolExecutor(_READERS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
         reporter = Reporter(conf, Database(conf.store.connection, durable=False), name, hands, auditing)
         with _watched(conf, name, reporter):
-            reporter.run(_Alone(exit_event, watcher))
+            reporter.run(_Alone(ending, watcher))
     finally:
         for pool in (hands, auditing):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -64,6 +64,7 @@ def test_who_holds_many_flows_gets_none_until_others_hold_as_many(lab, clients):
     serve(lab, "l1")
     held = clients.flows(30)
     assert who(held) == {"l1": 30}
+    eventually(lambda: flows_of(lab) == {"l1": 30}, "they are counted")
     serve(lab, "l1", "l2")
     assert who(clients.flows(20)) == {"l2": 20}, "it joins, and has none"
     is_counted(lab, l1=30, l2=20)
@@ -100,6 +101,7 @@ def test_a_pair_counts_too_and_persistence_is_refused(lab, clients):
     """Of a pair, each has its own flows, and its own count."""
     serve(lab, "l1")
     assert who(clients.flows(10)) == {"l1": 10}
+    eventually(lambda: flows_of(lab) == {"l1": 10}, "they are counted")
     serve(lab, "l1", "l2")
     assert who(clients.flows(10)) == {"l2": 10}
     refused = virtual_server(member("l1", PLACES["l1"]), algorithm="LEAST_CONNECTIONS", persistence=persistence())

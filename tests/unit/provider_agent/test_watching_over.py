@@ -19,8 +19,8 @@ PATIENCE = 60.0
 def agent(monkeypatch, tmp_path):
     """A provider agent whose reporter only writes down who it is."""
 
-    def report(_name, watcher, exit_event):
-        alone = provider_agent._Alone(exit_event, watcher)
+    def report(_name, watcher, ending):
+        alone = provider_agent._Alone(ending, watcher)
         path = tmp_path / str(os.getpid())
         path.write_text(str(watcher))
         while not alone.is_set():
