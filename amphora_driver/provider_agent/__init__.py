@@ -70,8 +70,8 @@ def run(exit_event: Event) -> None:
         exit_event: set when octavia-driver-agent ends.
     """
     processes, me, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
-    # In this order: where there is a reporter, there is somebody to take our place.
     ending = processes.RawValue(ctypes.c_bool, False)
+    # In this order: where there is a reporter, there is somebody to take our place.
     targets: dict[str, Callable[[], None]] = {
         "standby": lambda: _stand_by(me, ending, exit_event),
         "reporter": lambda: _work(name, me, ending),
