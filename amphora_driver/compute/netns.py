@@ -113,8 +113,8 @@ class NetnsCompute:
             process = self._process(amphora_id) if folder.is_dir() else None
             if process is None or not process.alive():
                 raise ComputeError(wanted, "the amphora does not run")
-            if self._has_interface(amphora_id, process, port.mac):
-                return
+            if not self._has_interface(amphora_id, process, port.mac):
+                self._switch.disconnect(port.id)
             self._connect(amphora_id, port)
 
     def detach(self, amphora_id: str, port: Port) -> None:
@@ -150,6 +150,7 @@ class NetnsCompute:
             self._start(amphora_id, folder)
             for port in self._network.ports(amphora_id):
                 if port.network_id != self._management:
+                    self._switch.disconnect(port.id)
                     self._connect(amphora_id, port)
             return True
 
@@ -250,8 +251,11 @@ class NetnsCompute:
         namespaces.remove(self.namespace(amphora_id))
 
     def _connect(self, amphora_id: str, port: Port) -> None:
-        # What is left of the cable of an earlier life of this amphora may take some milliseconds to go.
-        self._switch.disconnect(port.id)
+        """Also what is laid already: whoever did may have died before it hung on its bridge.
+
+        It is disconnected before where its far end is not there: what is left of the cable of an earlier life of this
+        amphora may take some milliseconds to go.
+        """
         segment = self._segment(port.network_id, f"connect port {port.id}")
         self._switch.connect(port, segment, amphora_id, self._place(amphora_id), None)
 

@@ -2,9 +2,9 @@
 """The kernel's part of the embedded networks: bridges in one namespace, and cables into others.
 
 Invariant: everything hangs in the switch namespace; the machine's own network namespace is never touched.
-Every call may be repeated. A cable is made whole (both ends, the far one in its namespace with its MAC
+Every call may be repeated. A cable is laid whole (both ends, the far one in its namespace with its MAC
 address) or not at all; its near end is named after the port and carries its owner as alias, so that it can be
-found again.
+found again. Laid is not joined: who dies in between leaves one that leads nowhere until somebody connects it again.
 """
 
 from __future__ import annotations

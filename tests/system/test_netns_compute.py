@@ -144,6 +144,15 @@ class Lab:
 
         return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
 
+    def on_a_bridge(self, port):
+        """Whether the port's cable leads into its network."""
+
+        def ask(kernel):
+            (link,) = kernel.link("get", ifname=bridges.near_end(port.id))
+            return link.get_attr("IFLA_MASTER") is not None and link["state"] == "up"
+
+        return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
+
     def supervisor(self, amphora_id):
         """The first process inside, as soon as there is one."""
         process = self.compute._process(amphora_id)
@@ -218,6 +227,28 @@ def test_attached_once_also_after_the_agent_took_it(lab):
     lab.compute.attach(order.amphora_id, port)
     assert bridges.has_mac(inner, port.mac)
     assert not bridges.has_mac(namespaces.path(machine.compute_id), port.mac)
+    assert len(lab.cables(order.amphora_id)) == 2
+
+
+def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
+    order = lab.order()
+    machine = lab.compute.boot(order)
+    port = lab.network.ensure_port(order.amphora_id, "net", ["v4"])
+    script = (
+        "import os, signal, sys; from amphora_driver import config; from amphora_driver.network import bridges\n"
+        "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
+        "from amphora_driver.store.engine import Database; conf = config.load([sys.argv[1]])\n"
+        "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._lay\n"
+        "def die(*args): lay(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "bridges.Switch._lay = die\n"
+        "NetnsCompute(conf, network).attach(sys.argv[2], next(p for p in network.ports(sys.argv[2]) if p.network_id == 'net'))\n"
+    )
+    died = subprocess.run([sys.executable, "-c", script, str(lab.file), order.amphora_id], check=False, timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert bridges.has_mac(namespaces.path(machine.compute_id), port.mac)
+    assert lab.on_a_bridge(port) is False
+    lab.compute.attach(order.amphora_id, port)
+    assert lab.on_a_bridge(port) is True
     assert len(lab.cables(order.amphora_id)) == 2
 
 
