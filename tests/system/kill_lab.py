@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import keystoneauth1.exceptions
@@ -119,6 +119,10 @@ class Lab:
         """Wait until somebody waits there."""
         Cloud.until((self._points / f"{point}.here").exists, f"somebody waits at {point}", seconds)
 
+    def let_go(self, point):
+        """Whoever waits there goes on."""
+        (self._points / point).unlink()
+
     def armed(self):
         """The points nobody came to."""
         return {path.name for path in self._points.iterdir() if path.suffix != ".here"}
@@ -149,12 +153,20 @@ class Lab:
             path.unlink(missing_ok=True)
 
     def reached(self):
-        """Wait until somebody has died at every armed point."""
-        seconds = PATIENCE + LIFE * len(self.armed())
+        """Wait until somebody has died at every armed point; where somebody is held, he is held still."""
+        seconds = PATIENCE + LIFE * len(self._deaths())
         deadline = time.monotonic() + seconds
-        while self.armed():
-            assert time.monotonic() < deadline, f"nobody came to {sorted(self.armed())} in {seconds:.0f} s"
+        while left := self._deaths():
+            assert time.monotonic() < deadline, f"nobody came to {sorted(left)} in {seconds:.0f} s"
             time.sleep(0.02)
+
+    def _deaths(self):
+        found = set()
+        for name in self.armed():
+            with suppress(FileNotFoundError):
+                if (self._points / name).read_text(encoding="ascii") == "die":
+                    found.add(name)
+        return found
 
     # --- asking Octavia's API while its processes die -----------------------------------------------------------------
 

@@ -241,7 +241,8 @@ def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
         "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._lay\n"
         "def die(*args): lay(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
         "bridges.Switch._lay = die\n"
-        "NetnsCompute(conf, network).attach(sys.argv[2], next(p for p in network.ports(sys.argv[2]) if p.network_id == 'net'))\n"
+        "port = next(one for one in network.ports(sys.argv[2]) if one.network_id == 'net')\n"
+        "NetnsCompute(conf, network).attach(sys.argv[2], port)\n"
     )
     died = subprocess.run([sys.executable, "-c", script, str(lab.file), order.amphora_id], check=False, timeout=60)
     assert died.returncode == -signal.SIGKILL
