@@ -9,8 +9,7 @@ is repeated only if it said how it can be recognised (`recognise_by`) and is not
 
 Servers run READ COMMITTED: who writes what it has read before locks it (`with_for_update`) or writes on a condition.
 
-On SQLite two writers would fight (a reader cannot become a writer, the busy handler starves): a file lock beside
-the database lets them queue fairly, then BEGIN IMMEDIATE. Measured in the notes on SQLite with several processes.
+On SQLite writers take turns, see `sqlite`.
 
 No answer is waited for without limit, and the database forgets a transaction whose owner is not heard any more: the
 rows it holds are somebody else's to work on. Galera: nothing here relies on locks being seen on other nodes, GET_LOCK()
@@ -19,13 +18,11 @@ is not used; two nodes' writes collide when they are committed, which is an erro
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import random
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -35,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from amphora_driver.errors import ConfigurationError, StoreError
-from amphora_driver.store import clock, schema
+from amphora_driver.store import clock, schema, sqlite
 from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -63,6 +60,8 @@ _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
 # Seconds for an answer: longer than for a lock, so that the server says first what is wrong.
 _ANSWER_SECONDS = 8.0
+# Seconds for a turn to write into a file: many may be before us, each for milliseconds.
+_TURN_SECONDS = 15.0
 # Connections to a server, for each process: as many as it has threads that could write at once.
 _CONNECTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 # Seconds for which a schema that was ours is believed to be it still.
@@ -102,7 +101,7 @@ class Database:
             comes before what is chosen here.
         durable: whether a commit must survive a power cut (what users were promised), or may be redone (what only
             speeds up recovery). Only SQLite knows the difference.
-        patience: seconds to wait for an answer to one statement. Only servers keep one waiting.
+        patience: seconds to wait for an answer to one statement of a server's.
     """
 
     def __init__(self, url: str, *, durable: bool = True, patience: float = _ANSWER_SECONDS) -> None:
@@ -296,7 +295,7 @@ class Database:
                 event.listen(engine, "reset", _reset_mariadb)
             return engine
         engine = sa.create_engine(url, pool_size=16, max_overflow=32)
-        _SqliteQueue(str(url.database), durable=self._durable).listen(engine)
+        sqlite.Queue(str(url.database), durable=self._durable, patience=_TURN_SECONDS).listen(engine)
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
@@ -389,44 +388,3 @@ def _is_away(error: DBAPIError) -> bool:
 
 def _retryable(error: DBAPIError) -> bool:
     return _code(error) in _RETRY_CODES or "database is locked" in str(error.orig)
-
-
-class _SqliteQueue:
-    """Lets the writers of one SQLite file go one after the other, in the order they came."""
-
-    def __init__(self, path: str, *, durable: bool) -> None:
-        self._lock_path = f"{path}.lock"
-        self._durable = durable
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-
-    def listen(self, engine: sa.Engine) -> None:
-        event.listen(engine, "connect", self._connect)
-        event.listen(engine, "begin", self._begin)
-        # A connection goes back to the pool right after its COMMIT or ROLLBACK: the turn of the next writer.
-        event.listen(engine, "checkin", self._checkin)
-
-    def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions of its own: _begin does.
-        dbapi_connection.isolation_level = None
-        cursor = dbapi_connection.cursor()
-        cursor.execute("PRAGMA busy_timeout=30000")
-        cursor.execute("PRAGMA journal_mode=WAL")
-        cursor.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
-        cursor.execute("PRAGMA foreign_keys=ON")
-        cursor.close()
-
-    def _begin(self, connection: sa.Connection) -> None:
-        if connection.get_execution_options().get("amphora_read_only"):
-            connection.exec_driver_sql("BEGIN DEFERRED")
-            return
-        if "amphora_write_lock" not in connection.info:
-            # Several transactions of one connection, one after the other (a migration each), are one turn.
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            connection.info["amphora_write_lock"] = descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    def _checkin(self, _dbapi_connection: Any, record: Any) -> None:
-        descriptor = record.info.pop("amphora_write_lock", None)
-        if descriptor is not None:
-            os.close(descriptor)

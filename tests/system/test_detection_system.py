@@ -5,6 +5,7 @@ AMPHORA_OUTAGE_SECONDS says for how long controllers and health managers are sto
 """
 
 import fcntl
+import functools
 import hashlib
 import hmac
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from cloud import Cloud
+from openstack.exceptions import HttpException
 from sandbox_of_a_test import running
 
 from amphora_driver.network import namespaces
@@ -38,6 +40,8 @@ from amphora_driver.store.vault import Vault
 # Half a minute of the real thing in four seconds, on a machine that others load too.
 SILENT_AFTER = 4.0
 BLIND_FOR = 2.5 * SILENT_AFTER
+# How long anybody waits for a turn to write into a file, and what else a request takes.
+REFUSED_WITHIN = 15.0 + 15.0
 OUTAGE = max(BLIND_FOR, float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "0")))
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + OUTAGE)]
 OPTIONS = {
@@ -258,6 +262,22 @@ def test_a_database_that_nobody_can_write_to(cloud):
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         time.sleep(BLIND_FOR)
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_user_while_nobody_can_write(cloud, balancer):
+    """Whoever has the turn to write may stand still for ever: a user is told no, in time, and nothing is left of it."""
+    change = functools.partial(cloud.balancers.update_load_balancer, balancer.id, description="changed")
+    with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        begun = time.monotonic()
+        with pytest.raises(HttpException, match=f"our turn did not come: process {os.getpid()} ") as refused:
+            change()
+        assert time.monotonic() - begun < REFUSED_WITHIN
+    assert refused.value.status_code == 500
+    assert cloud.active(balancer.id).description != "changed"
+    change()
+    assert cloud.active(balancer.id).description == "changed"
 
 
 @pytest.mark.usefixtures("calm")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns to write into a file, and what becomes of those who wait while somebody who has one stands still."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from amphora_driver.errors import StoreError
+from amphora_driver.store import engine, sqlite
+from amphora_driver.store.tables import duty
+
+# Seconds nobody waits for anything, but on a machine that is very busy.
+AT_ONCE = 20.0
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "file.lock"
+
+
+@contextmanager
+def taken(place):
+    """By another file description, which is the same as by another process."""
+    with place.open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def waiting():
+    return [one for one in threading.enumerate() if one.name == "turn to write"]
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def nobody_waits():
+    deadline = time.monotonic() + AT_ONCE
+    while waiting():
+        assert time.monotonic() < deadline, "somebody waits"
+        time.sleep(0.01)
+
+
+def test_a_turn_comes_at_once_where_nobody_has_it(place):
+    turns = sqlite.Turns(str(place))
+    os.close(turns.take(0.0))
+    os.close(turns.take(0.0))
+    assert waiting() == []
+
+
+def test_a_turn_comes_when_it_is_free(place):
+    turns, got = sqlite.Turns(str(place)), []
+    first = turns.take(0.0)
+    waiter = threading.Thread(target=lambda: got.append(turns.take(AT_ONCE)))
+    waiter.start()
+    assert not got
+    os.close(first)
+    waiter.join(AT_ONCE)
+    with pytest.raises(StoreError):
+        turns.take(0.05)
+    os.close(got[0])
+    nobody_waits()
+
+
+def test_no_is_said_in_time_and_by_name(place):
+    script = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); print(1); sys.stdin.read()"
+    argv = [sys.executable, "-uc", script, str(place)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(StoreError, match=rf"in 0 s our turn did not come: process {holder.pid} \(python"):
+            sqlite.Turns(str(place)).take(0.05)
+        holder.stdin.close()
+    nobody_waits()
+
+
+def test_who_gave_up_takes_no_turn_from_others(place):
+    turns = sqlite.Turns(str(place))
+    with taken(place), pytest.raises(StoreError):
+        turns.take(0.05)
+    nobody_waits()
+    os.close(sqlite.Turns(str(place)).take(AT_ONCE))
+
+
+def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
+    """However long somebody stands still: as many threads as there are writers at once, and not one for each try."""
+    turns = sqlite.Turns(str(place))
+    with taken(place):
+        for _ in range(20):
+            with pytest.raises(StoreError):
+                turns.take(0.01)
+        assert len(waiting()) == 1
+        before = descriptors()
+        with pytest.raises(StoreError):
+            turns.take(0.01)
+        assert descriptors() == before
+        got = []
+        waiter = threading.Thread(target=lambda: got.append(turns.take(AT_ONCE)))
+        waiter.start()
+    waiter.join(AT_ONCE)
+    os.close(got[0])
+    nobody_waits()
+
+
+def test_a_database_whose_writer_stands_still(database, monkeypatch):
+    monkeypatch.setattr(engine, "_TURN_SECONDS", 0.1)
+
+    def sign(connection):
+        connection.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
+
+    with taken(Path(f"{database.engine.url.database}.lock")):
+        with pytest.raises(StoreError, match="our turn did not come"):
+            database.write(sign)
+        assert database.read(lambda c: c.execute(duty.select()).all()) == []
+    database.write(sign)
+    assert len(database.read(lambda c: c.execute(duty.select()).all())) == 1
+    nobody_waits()
