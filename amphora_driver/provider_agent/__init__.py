@@ -10,6 +10,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import select
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -42,6 +43,25 @@ _PATIENCE = 3.0
 _READERS = 4
 
 
+class _Octavia:
+    """The process that has started us: octavia-driver-agent. A child asks by the same descriptor.
+
+    It says that it ends; killed with -9 it says nothing, its successor starts others of us, and we would go on beside
+    them for ever.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        try:
+            # Linux 5.3; some containers forbid it. We are asked to end then, as by everybody who does end.
+            self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
+        except OSError as error:
+            LOG.info("whether octavia-driver-agent is there is not seen: %s", error)
+
+    def is_gone(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
 class _Alone:
     """The end of all of us, or of the process that watches over this one, whichever comes first.
 
@@ -60,7 +80,7 @@ class _Alone:
 
 
 def run(exit_event: Event) -> None:
-    """Report to Octavia until told to stop.
+    """Report to Octavia until told to stop, or until nobody is there who could say so.
 
     Octavia starts us once and never looks again: what a crash ends, it does not bring back. So the work is done by a
     child, which is replaced when it dies. If we are the one that dies, a second child takes our place. It does nothing
@@ -69,15 +89,19 @@ def run(exit_event: Event) -> None:
     Args:
         exit_event: set when octavia-driver-agent ends.
     """
+    _watch_over(exit_event, _Octavia())
+
+
+def _watch_over(exit_event: Event, octavia: _Octavia) -> None:
     processes, me, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     ending = processes.RawValue(ctypes.c_bool, False)
     # In this order: where there is a reporter, there is somebody to take our place.
     targets: dict[str, Callable[[], None]] = {
-        "standby": lambda: _stand_by(me, ending, exit_event),
+        "standby": lambda: _stand_by(me, ending, exit_event, octavia),
         "reporter": lambda: _work(name, me, ending),
     }
     running: dict[str, ForkProcess] = {}
-    while not exit_event.is_set():
+    while not (octavia.is_gone() or exit_event.is_set()):
         for title, target in targets.items():
             if title in running and running[title].is_alive():
                 continue
@@ -96,13 +120,13 @@ def run(exit_event: Event) -> None:
             child.join()
 
 
-def _stand_by(watcher: int, ending: ctypes.c_bool, exit_event: Event) -> None:
+def _stand_by(watcher: int, ending: ctypes.c_bool, exit_event: Event, octavia: _Octavia) -> None:
     alone = _Alone(ending, watcher)
     while not alone.is_set():
         time.sleep(_POLL_SECONDS)
-    if not (ending.value or exit_event.is_set()):
+    if not (ending.value or octavia.is_gone() or exit_event.is_set()):
         LOG.warning("who watched over the reporter has died: going on in its place")
-        run(exit_event)
+        _watch_over(exit_event, octavia)
 
 
 def _work(name: str, watcher: int, ending: ctypes.c_bool) -> None:

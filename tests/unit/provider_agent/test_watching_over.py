@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import time
 from contextlib import suppress
@@ -41,8 +42,16 @@ class Agent:
         self.folder = folder
         processes = multiprocessing.get_context("fork")
         self.exit_event = processes.Event()
-        self.process = processes.Process(target=provider_agent.run, args=(self.exit_event,))
-        self.process.start()
+        # One end is in all of ours, whoever they come to belong to: the other is told when the last of them has ended.
+        self._all_ended, theirs = os.pipe()
+        self.octavia = processes.Process(target=self._octavia, args=(theirs,))
+        self.octavia.start()
+        os.close(theirs)
+
+    def _octavia(self, theirs):
+        multiprocessing.get_context("fork").Process(target=provider_agent.run, args=(self.exit_event,)).start()
+        os.close(theirs)
+        signal.pause()
 
     def reporters(self):
         """Those that report, with who watches over them."""
@@ -64,11 +73,14 @@ class Agent:
 
     def end(self):
         self.exit_event.set()
-        self.process.join(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
-        while self.reporters():
-            assert time.monotonic() < deadline, "it ends"
-            time.sleep(0.01)
+        self.ended()
+        self.octavia.kill()
+        self.octavia.join(PATIENCE)
+        os.close(self._all_ended)
+
+    def ended(self):
+        """Wait until all of them have ended."""
+        assert select.select([self._all_ended], [], [], PATIENCE)[0], "it ends"
 
 
 def alive(pid):
@@ -82,7 +94,7 @@ def test_a_reporter_that_dies_is_replaced(agent):
     first, watcher = agent.one_besides()
     os.kill(first, signal.SIGKILL)
     second, same = agent.one_besides(first)
-    assert (watcher, same) == (agent.process.pid, agent.process.pid)
+    assert same == watcher
     assert second != first
 
 
@@ -102,9 +114,17 @@ def test_whoever_watches_over_it_is_replaced_too(agent):
 def test_the_end_of_octavias_agent_is_everybodys(agent):
     _, watcher = agent.one_besides()
     os.kill(watcher, signal.SIGKILL)
-    reporter, watcher = agent.one_besides(*agent.reporters())
-    agent.end()
-    deadline = time.monotonic() + PATIENCE
-    while alive(reporter) or alive(watcher):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    agent.one_besides(*agent.reporters())
+    agent.exit_event.set()
+    agent.ended()
+
+
+@pytest.mark.parametrize("dies", ["octavia", "both"])
+def test_nobody_goes_on_for_an_agent_of_octavias_that_was_killed(agent, dies):
+    """It has told nobody, and its successor starts others of us."""
+    _, watcher = agent.one_besides()
+    if dies == "both":
+        os.kill(watcher, signal.SIGKILL)
+    os.kill(agent.octavia.pid, signal.SIGKILL)
+    agent.ended()
+    assert not agent.exit_event.is_set()
