@@ -124,14 +124,7 @@ def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
     balancer = cloud.served("told", ("member1",))
     pool = cloud.pool_of(balancer)
 
-    def agents():
-        return [
-            one
-            for one in stack.supervision.running("octavia-driver-agent").children()
-            if b"provider_agent" in title(one)
-        ]
-
-    (watcher,) = agents()
+    (watcher,) = provider_agents(stack)
     both = watcher.children()
     assert len(both) == 2, "the one that reports, and the one that stands by"
     watcher.signal(signal.SIGKILL)
@@ -142,6 +135,30 @@ def test_octavia_never_looks_after_its_provider_agent(cloud, stack):
         one.signal(signal.SIGKILL)
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     cloud.active(balancer.id)
+
+
+def test_octavias_agent_is_killed_and_says_nothing(cloud, stack):
+    """Ours end with it: whoever starts it again, starts others of us."""
+    balancer = cloud.served("told-by-others", ("member1",))
+    # Another test may have killed what it had started.
+    stack.supervision.stop("octavia-driver-agent")
+    stack.up()
+    octavia = stack.supervision.running("octavia-driver-agent")
+    (watcher,) = provider_agents(stack)
+    both = cloud.until(lambda: len(found := watcher.children()) == 2 and found, "they have begun")
+    ours = [watcher, *both]
+    octavia.signal(signal.SIGKILL)
+    cloud.until(lambda: not any(one.alive() for one in ours), "ours have ended")
+    # Octavia's own have not.
+    os.killpg(octavia.pid, signal.SIGKILL)
+    cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))
+    stack.up()
+    cloud.active(balancer.id)
+
+
+def provider_agents(stack):
+    found = stack.supervision.running("octavia-driver-agent").children()
+    return [one for one in found if b"provider_agent" in title(one)]
 
 
 def title(process):
