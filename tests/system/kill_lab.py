@@ -204,7 +204,8 @@ class Lab:
     def settled(self, seconds=PATIENCE):
         """Wait until nothing is PENDING, nobody has anything left to do, and nothing belongs to nobody."""
         deadline = time.monotonic() + seconds
-        while trouble := (self._undecided() or self._undone() or self.unowned()):
+        # What costs least is asked first: Octavia takes a tenth of a second for all of its answers.
+        while trouble := (self._undone() or self._undecided() or self._undone() or self.unowned()):
             assert time.monotonic() < deadline, f"after {seconds:.0f} s: {trouble}"
             time.sleep(0.1)
 
