@@ -44,8 +44,13 @@ def full(request, wire, monkeypatch):
 
 def begun(version, wire):
     wire.change(bundle(eth1()))
-    # What is led goes nowhere here, and is counted.
-    wire.ip(f"link add {detour.NAME} type veth peer name away", "link set away up", f"link set {detour.NAME} up")
+    # What is led goes nowhere here, and is counted; without an address of its own the link says nothing itself.
+    wire.ip(
+        f"link add {detour.NAME} type veth peer name away",
+        f"link set {detour.NAME} addrgenmode none",
+        "link set away up",
+        f"link set {detour.NAME} up",
+    )
     wire.inner.run(detour.lead, Pair(PAIR, tuple(VIPS.values()), 1500))
     made = Led(wire, version)
     yield made
