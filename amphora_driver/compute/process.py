@@ -35,11 +35,13 @@ class Process(msgspec.Struct, frozen=True):
         return found is not None and found[0] not in {"Z", "X"} and self._is(found)
 
     def children(self) -> list[Process]:
-        """The processes it started itself."""
-        try:
-            numbers = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="ascii").split()
-        except (FileNotFoundError, ProcessLookupError):
-            return []
+        """The processes it started itself, whichever of its threads did: the kernel keeps a list for each."""
+        numbers: list[str] = []
+        # It may end meanwhile, or one of its threads.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for thread in Path(f"/proc/{self.pid}/task").iterdir():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    numbers += (thread / "children").read_text(encoding="ascii").split()
         found = [identify(int(number)) for number in numbers]
         return [child for child in found if child is not None] if self.alive() else []
 

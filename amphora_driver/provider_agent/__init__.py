@@ -47,7 +47,7 @@ class _Octavia:
     """The process that has started us: octavia-driver-agent. A child asks by the same descriptor.
 
     It says that it ends; killed with -9 it says nothing, its successor starts others of us, and we would go on beside
-    them for ever.
+    them for ever. (`multiprocessing.parent_process` looks at a pipe, which children it starts after us keep open.)
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _TURN = "amphora_turn"
 
 
 class Queue:
-    """Lets the writers of one file go one after the other, in the order they came.
+    """Lets the writers of one file go one after the other.
 
     Args:
         path: the file.
@@ -90,8 +90,14 @@ class Turns:
             patience: seconds.
 
         Raises:
-            StoreError: it did not come.
+            StoreError: it did not come, or the file system has none.
         """
+        try:
+            return self._take(patience)
+        except OSError as error:
+            raise StoreError("write to the database", f"{self._path}: {error.strerror}") from error
+
+    def _take(self, patience: float) -> int:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +114,11 @@ class Turns:
             place = self._given_up.pop() if self._given_up else None
         if place is None:
             place = _Place(descriptor)
-            threading.Thread(target=self._stand, args=(place,), name="turn to write", daemon=True).start()
+            try:
+                threading.Thread(target=self._stand, args=(place,), name="turn to write", daemon=True).start()
+            except BaseException:
+                os.close(descriptor)
+                raise
         else:
             os.close(descriptor)
         try:
@@ -121,7 +131,7 @@ class Turns:
             raise StoreError("write to the database", self._why_not(patience))
         if place.error is not None:
             os.close(place.descriptor)
-            raise StoreError("write to the database", f"{self._path}: {place.error.strerror}") from place.error
+            raise place.error
         return place.descriptor
 
     def _leave(self, place: _Place) -> bool:

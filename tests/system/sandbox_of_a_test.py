@@ -37,6 +37,20 @@ def left_behind(settings):
     return found
 
 
+def provider_agents(stack):
+    """Those processes of ours that octavia-driver-agent has started itself."""
+    found = stack.supervision.running("octavia-driver-agent").children()
+    return [one for one in found if b"provider_agent" in title(one)]
+
+
+def title(process):
+    """What a process is called; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 @contextmanager
 def running(**choices):
     """A sandbox of its own; yields the stack and its settings. AMPHORA_KEEP_LOGS names a folder for its logs."""

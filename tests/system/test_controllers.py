@@ -4,12 +4,12 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 from cloud import Cloud
+from sandbox_of_a_test import provider_agents
 
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.sandbox import topology
@@ -154,15 +154,6 @@ def test_octavias_agent_is_killed_and_says_nothing(cloud, stack):
     cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))
     stack.up()
     cloud.active(balancer.id)
-
-
-def provider_agents(stack):
-    found = stack.supervision.running("octavia-driver-agent").children()
-    return [one for one in found if b"provider_agent" in title(one)]
-
-
-def title(process):
-    return Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
 
 def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, database):

@@ -7,20 +7,22 @@ by several calls, and a process may die between any two of those. Here dice say 
 """
 
 import itertools
-import json
 import os
 import random
 import signal
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import kill_lab
+import msgspec
 import pytest
 from kill_lab import FAILED, Witness
+from sandbox_of_a_test import provider_agents, title
 
+from amphora_driver.compute.process import Process
 from amphora_driver.sandbox import topology
 from amphora_driver.store.failovers import Cause
 
@@ -56,45 +58,37 @@ class Storm:
     @contextmanager
     def rages(self):
         self._over.clear()
-        thread = threading.Thread(target=self._rage)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "storm") as sky:
+            raging = sky.submit(self._rage)
+            try:
+                yield
+            finally:
+                self._over.set()
+            raging.result()
 
     def _rage(self):
         while not self._over.wait(self._dice.uniform(*PAUSES)):
             name = next(self._turns)
-            # Who is looked at may end meanwhile, or was not started again yet.
-            with suppress(OSError, IndexError):
-                os.kill(self._dice.choice(self._victims(name)), signal.SIGKILL)
+            # Whoever was to die may be started again just now.
+            if (victims := self._victims(name)) and self._dice.choice(victims).signal(signal.SIGKILL):
                 self.deaths[name] += 1
 
     def _victims(self, name):
         """Those that somebody starts again, and never who started them."""
         if name == AGENT:
-            supervisors = [child for one in self._machines() for child in children(one)]
-            return [child for one in supervisors for child in children(one) if named(child, AGENT)]
-        found = children(self._stack.supervision.running(name).pid)
+            supervisors = [child for one in self._machines() for child in one.children()]
+            return [child for one in supervisors for child in one.children() if AGENT.encode() in title(child)]
         if name == DRIVER_AGENT:
-            return [child for one in found if named(one, "provider_agent") for child in children(one)]
-        return found
+            return [child for one in provider_agents(self._stack) for child in one.children()]
+        return self._stack.supervision.running(name).children()
 
     def _machines(self):
-        records = self._settings.amphorae.glob("*/process.json")
-        return [json.loads(one.read_text(encoding="ascii"))["pid"] for one in records]
-
-
-def named(pid, word):
-    return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def children(pid):
-    """Of all of its threads."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(number) for one in found for number in one.read_text(encoding="ascii").split()]
+        """Their outermost processes; one may go meanwhile."""
+        found = []
+        for record in self._settings.amphorae.glob("*/process.json"):
+            with suppress(FileNotFoundError):
+                found.append(msgspec.json.decode(record.read_bytes(), type=Process))
+        return found
 
 
 def asked(request):

@@ -57,8 +57,11 @@ def test_wait_gives_up(sleeper):
     assert not sleeper.wait(0.01)
 
 
-def test_children(tmp_path):
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+@pytest.mark.parametrize("start", ["begin()", "import threading; threading.Thread(target=begin).start()"])
+def test_children(tmp_path, start):
+    """Whichever thread has started them."""
+    child = "import time; time.sleep(60)"
+    script = f"import subprocess, sys\ndef begin(): subprocess.run([sys.executable, '-c', '{child}'])\n{start}"
     process = spawn([sys.executable, "-c", script], os.environ, tmp_path / "log")
     try:
         deadline = time.monotonic() + 10

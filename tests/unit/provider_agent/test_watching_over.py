@@ -44,13 +44,16 @@ class Agent:
         self.exit_event = processes.Event()
         # One end is in all of ours, whoever they come to belong to: the other is told when the last of them has ended.
         self._all_ended, theirs = os.pipe()
-        self.octavia = processes.Process(target=self._octavia, args=(theirs,))
+        self.started, started = processes.Pipe(duplex=False)
+        self.octavia = processes.Process(target=self._octavia, args=(theirs, started))
         self.octavia.start()
         os.close(theirs)
 
-    def _octavia(self, theirs):
-        multiprocessing.get_context("fork").Process(target=provider_agent.run, args=(self.exit_event,)).start()
+    def _octavia(self, theirs, started):
+        made = multiprocessing.get_context("fork").Process(target=provider_agent.run, args=(self.exit_event,))
+        made.start()
         os.close(theirs)
+        started.send(made.pid)
         signal.pause()
 
     def reporters(self):
@@ -94,7 +97,8 @@ def test_a_reporter_that_dies_is_replaced(agent):
     first, watcher = agent.one_besides()
     os.kill(first, signal.SIGKILL)
     second, same = agent.one_besides(first)
-    assert same == watcher
+    started = agent.started.recv()
+    assert (watcher, same) == (started, started)
     assert second != first
 
 

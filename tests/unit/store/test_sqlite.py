@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns to write into a file, and what becomes of those who wait while somebody who has one stands still."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -78,6 +79,27 @@ def test_no_is_said_in_time_and_by_name(place):
             sqlite.Turns(str(place)).take(0.05)
         holder.stdin.close()
     nobody_waits()
+
+
+def test_a_file_that_cannot_be_had_is_named(tmp_path):
+    with pytest.raises(StoreError, match=r"nowhere/file\.lock: No such file or directory"):
+        sqlite.Turns(str(tmp_path / "nowhere/file.lock")).take(0.0)
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monkeypatch, contended):
+    """As some network file systems: whichever of the two is asked, who does not wait or who does."""
+
+    def refuse(_descriptor, how):
+        if contended and how & fcntl.LOCK_NB:
+            raise BlockingIOError
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sqlite.fcntl, "flock", refuse)
+    before = descriptors()
+    with pytest.raises(StoreError, match="No locks available"):
+        sqlite.Turns(str(place)).take(AT_ONCE)
+    assert descriptors() == before
 
 
 def test_who_gave_up_takes_no_turn_from_others(place):
