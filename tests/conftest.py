@@ -2,6 +2,8 @@
 """Rules for every ring: the order they run in, what a run says of itself, and the plugins of all tests."""
 
 import faulthandler
+import os
+import tempfile
 
 import feature_matrix
 import haproxy_versions
@@ -32,6 +34,11 @@ def pytest_configure(config):
     matrix = feature_matrix.FeatureMatrix(config)
     config.pluginmanager.register(matrix, "feature matrix")
     two_parts.register(config, matrix)
+    if not hasattr(config, "workerinput"):
+        # Workers inherit both: where the preloaded process listens (tests/system/preloaded.py), and when it ends.
+        folder = tempfile.TemporaryDirectory(prefix="adp-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["AMPHORA_TESTS_PRELOADED"], os.environ["AMPHORA_TESTS_RUN"] = folder.name, str(os.getpid())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of everything in two parts: most tests beside each other, then those that measure, one at a time.
+"""A run of all tests in two parts: most tests in parallel, then one at a time the tests that measure time.
 
-Invariant: every collected test has an outcome in one of the parts, or the run fails; so does a ring in which nothing
-passed.
+Invariant: every selected test has an outcome in one of the parts, or the run fails. A ring in which no test passed
+fails the run too.
 
     pytest --together DIR -n 4 --dist loadfile --no-loadscope-reorder tests
     pytest --alone DIR tests
-    pytest --again DIR tests          if the second one failed
+    pytest --again DIR tests          if the second part failed
 
-A test that is marked `quiet` measures time: what it says on a machine that does other things at the same time says
-nothing. What fails in the first part is asked once more in the second, alone, if it is few (`MOST_REPEATED`), and that
-answer counts: a test that passes alone and failed in a crowd mostly waited for too little, or not long enough. It is no
-good answer, though, only one that does not throw away the other thousands: the end of the run names every such test,
-DIR/not-calm.txt keeps how it failed, and it wants to be mended.
+Without `--all` the parts leave out tests marked `extended`. Tests marked `quiet` measure time, and run in the second
+part.
 
-What fails in the second part, and had not failed before, is asked once more too, if it is fewer still
-(`MOST_ASKED_AGAIN`): a machine is not only busy with tests. That is a process of its own, so that nothing a failure
-left behind is taken along, and it waits until the machine is calm. What fails twice has failed, wherever it did.
+A test that fails in the first part gets a second attempt in the second part, if at most `MOST_REPEATED` tests failed.
+A test that fails in the second part for the first time gets a second attempt in a new process, as soon as the machine
+is idle, if at most `MOST_ASKED_AGAIN` tests failed. A test that fails twice has failed.
+
+The end of a run names each test that passed at its second attempt, and DIR/second-attempts.txt keeps its failure.
+`tests/second-attempts.txt` lists the tests that have needed one in an earlier run. A test on the list gets no second
+attempt: its failure fails the run, until its cause is fixed and the entry is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import pytest
 from feature_matrix import FeatureMatrix
 
 IMAGE = "AMPHORA_IMAGE"
-"""The variable that says how much of the image's ring runs: 0 nothing, `all` everything, else what is soon done."""
+"""The variable that says how much of the image's ring runs with `--all`: 0 nothing, `all` all, else its quick tests."""
+KNOWN_SECOND_ATTEMPTS = Path(__file__).parent / "second-attempts.txt"
 
 
 def image_asked() -> str:
@@ -42,9 +44,28 @@ def image_asked() -> str:
     return "" if said == "0" else said
 
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", *(("image",) if image_asked() else ()))
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system")
+
+
+def rings(config: pytest.Config) -> tuple[str, ...]:
+    """The rings of which a run must have passed at least one test."""
+    return (*RINGS, "image") if config.getoption("all") and image_asked() else RINGS
+
+
+def selected(item: pytest.Item) -> bool:
+    """Whether the run includes a test: all tests with `--all`, otherwise those that are not marked `extended`."""
+    return bool(item.config.getoption("all")) or not item.get_closest_marker("extended")
+
+
+def known_second_attempts() -> set[str]:
+    """The test ids on the list. An entry is one line: the id, and after `  # ` the date and what is known."""
+    text = KNOWN_SECOND_ATTEMPTS.read_text(encoding="utf-8")
+    lines = (line.partition("  # ")[0].strip() for line in text.splitlines())
+    return {line for line in lines if line and not line.startswith("#")}
+
+
 MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
-TOGETHER, ALONE, NOT_CALM = "together.json", "alone.json", "not-calm.txt"
+TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attempts.txt"
 # Seconds that a machine is waited for at most, and what it is to have come down to: the share (%) of the last ten
 # seconds in which something waited for a processor (Documentation/accounting/psi.rst of the kernel); where the kernel
 # does not say, processes that run, for each processor and on average over the last minute (proc(5), /proc/loadavg).
@@ -146,10 +167,9 @@ class Together:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        later = [item for item in items if item.get_closest_marker("quiet")]
-        items[:] = [item for item in items if not item.get_closest_marker("quiet")]
-        items.sort(key=lambda item: _turn(item.nodeid))
-        config.hook.pytest_deselected(items=later)
+        now = [item for item in items if selected(item) and not item.get_closest_marker("quiet")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in now])
+        items[:] = sorted(now, key=lambda item: _turn(item.nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._outcomes.take(report)
@@ -166,7 +186,7 @@ class _Repeating:
         earlier: outcomes that stand.
         repeated: what is asked once more, and how it failed.
         most: more are not repeated.
-        how: how the two differ, for whoever reads the names.
+        how: how the two attempts differ, in words.
     """
 
     def __init__(
@@ -179,10 +199,12 @@ class _Repeating:
         most: int,
         how: str,
     ) -> None:
-        self._not_calm = directory / NOT_CALM
+        self._record = directory / SECOND_ATTEMPTS
         self._earlier, self._repeated, self._most, self._how = earlier, repeated, most, how
+        self._listed = known_second_attempts()
         self._outcomes = Outcomes()
         self._collected: set[str] = set()
+        self._rings = RINGS
         matrix.earlier(earlier.passed, earlier.skipped)
 
     def _is_mine(self, item: pytest.Item) -> bool:
@@ -190,19 +212,23 @@ class _Repeating:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        self._collected = {item.nodeid for item in items}
-        mine = [item for item in items if self._is_mine(item)]
+        self._rings = rings(config)
+        self._collected = {item.nodeid for item in items if selected(item)}
+        mine = [item for item in items if selected(item) and self._is_mine(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
         items[:] = mine
         if len(self._repeated) > self._most:
             many = f"{len(self._repeated)} tests failed: too many to be repeated"
             pytest.exit(many, returncode=int(pytest.ExitCode.TESTS_FAILED))
+        if again := sorted(self._listed & self._repeated.keys()):
+            known = f"on the list of tests/second-attempts.txt, and failed again: {', '.join(again)}"
+            pytest.exit(known, returncode=int(pytest.ExitCode.TESTS_FAILED))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._outcomes.take(report)
 
-    def not_calm(self) -> list[str]:
-        """Tests that passed only when they were repeated."""
+    def second_attempts(self) -> list[str]:
+        """Tests that passed at their second attempt."""
         return sorted(self._repeated.keys() & self._outcomes.passed - set(self._outcomes.failed))
 
     def repeated_in_vain(self) -> list[str]:
@@ -216,8 +242,8 @@ class _Repeating:
 
     def complaints(self) -> list[str]:
         """What is wrong with a run in which every test of this part passed."""
-        rings = Counter(map(ring, self._earlier.passed | self._outcomes.passed))
-        missing = [each for each in RINGS if not rings[each]]
+        passed = Counter(map(ring, self._earlier.passed | self._outcomes.passed))
+        missing = [each for each in self._rings if not passed[each]]
         unjudged = sorted(self._collected - self._earlier.all - self._outcomes.all)
         return [
             *([f"no test passed in: {', '.join(missing)}"] if missing else []),
@@ -228,12 +254,13 @@ class _Repeating:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         say = session.config.get_terminal_writer().line
-        if found := self.not_calm():
-            with self._not_calm.open("a") as file:
-                file.writelines(f"not calm: {one} ({self._how})\n{self._repeated[one]}\n\n" for one in found)
+        if found := self.second_attempts():
+            with self._record.open("a") as file:
+                file.writelines(f"second attempt: {one} ({self._how})\n{self._repeated[one]}\n\n" for one in found)
             say("")
             for nodeid in found:
-                say(f"not calm: {nodeid} ({self._how}; see {self._not_calm})", red=True)
+                say(f"passed at the second attempt: {nodeid} ({self._how}; see {self._record})", red=True)
+            say("Find the cause, or add these tests to tests/second-attempts.txt.", red=True)
         if exitstatus == pytest.ExitCode.OK and (wrong := self.complaints()):
             say("")
             for complaint in wrong:
@@ -245,12 +272,12 @@ class Alone(_Repeating):
     """The second part: tests marked quiet, what failed in the first, and the judgment of both."""
 
     def __init__(self, directory: Path, matrix: FeatureMatrix) -> None:
-        (directory / NOT_CALM).unlink(missing_ok=True)
+        (directory / SECOND_ATTEMPTS).unlink(missing_ok=True)
         self._file = directory / ALONE
         self._file.unlink(missing_ok=True)
         together = _read(directory / TOGETHER, "--alone: the first part")
         failed = together.failed
-        earlier, how = together.without(set(failed)), "failed beside others, passed alone"
+        earlier, how = together.without(set(failed)), "failed in parallel, passed alone"
         super().__init__(directory, matrix, earlier=earlier, repeated=failed, most=MOST_REPEATED, how=how)
 
     def _is_mine(self, item: pytest.Item) -> bool:
@@ -275,7 +302,7 @@ class Again(_Repeating):
         self._calm = calm or await_calm
         failed = alone.failed
         earlier = together.without(set(together.failed)).and_those(alone.without(set(failed)))
-        how = "failed alone, passed on a calmer machine"
+        how = "failed alone, passed on an idle machine"
         super().__init__(directory, matrix, earlier=earlier, repeated=failed, most=MOST_ASKED_AGAIN, how=how)
 
     @pytest.hookimpl(tryfirst=True)
@@ -319,6 +346,7 @@ def _turn(nodeid: str) -> tuple[int, int]:
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("a run in two parts")
+    group.addoption("--all", action="store_true", help="the parts include tests marked `extended`")
     group.addoption("--together", metavar="DIR", type=Path, help="the first: everything that is not marked quiet")
     group.addoption("--alone", metavar="DIR", type=Path, help="the second: quiet tests, and what failed in the first")
     group.addoption("--again", metavar="DIR", type=Path, help="what failed in the second, if it may be asked again")

@@ -100,14 +100,39 @@ def api() -> _Application:
 
 
 def driver_agent() -> int:
-    """octavia-driver-agent; it forks for every call, so all that takes time is done before."""
+    """Run octavia-driver-agent. It forks for every call: imports and compiled statements are shared with the forks."""
     prepare()
     from octavia.cmd import driver_agent as agent  # noqa: PLC0415 - only after `prepare`
+    from octavia.common import service  # noqa: PLC0415 - only after `prepare`
     from octavia.db import models  # noqa: F401, PLC0415 - known to configure_mappers
 
     orm.configure_mappers()
     sys.argv = ["octavia-driver-agent", "--config-file", os.environ["OCTAVIA_CONF"]]
+    read_options = service.prepare_service
+
+    def read_options_and_compile(arguments: list[str]) -> None:
+        read_options(arguments)
+        _compile_statements()
+
+    # Between the options and the first fork: the agent has no place for it.
+    service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
+
+
+def _compile_statements() -> None:
+    """Send one status of an object that does not exist, so that SQLAlchemy has compiled the statements of a report.
+
+    Without this every fork compiles them again: 55 ms of processor time for each call instead of 26. No connection is
+    kept, because a connection must not be shared with a fork.
+    """
+    from octavia.api.drivers.driver_agent import driver_updater  # noqa: PLC0415 - only after `prepare`
+    from octavia.db import api as database  # noqa: PLC0415 - only after `prepare`
+
+    updater = driver_updater.DriverUpdater()
+    unknown = {"id": "00000000-0000-0000-0000-000000000000", "operating_status": "OFFLINE"}
+    updater.update_loadbalancer_status({"loadbalancers": [unknown], "listeners": [dict(unknown)]})
+    updater.db_session.close()
+    database.get_engine().dispose()
 
 
 if __name__ == "__main__":

@@ -49,10 +49,15 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervision:
-    """Starts and ends programs of one sandbox."""
+    """Starts and ends programs of one sandbox.
+
+    Attributes:
+        spawn: starts a process, with the arguments and the result of `compute.process.spawn`. A test may replace it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.spawn = spawn
 
     def running(self, name: str) -> Process | None:
         """The program's process, if it runs."""
@@ -71,7 +76,7 @@ class Supervision:
             log.replace(log.with_suffix(".log.old"))
         listener = None if program.listen is None else _listen(program.listen, program.name)
         try:
-            process = spawn(argv, self._environment(), log, None if listener is None else listener.fileno())
+            process = self.spawn(argv, self._environment(), log, None if listener is None else listener.fileno())
         except OSError as error:
             raise SandboxError(f"start {program.name}", str(error)) from error
         finally:

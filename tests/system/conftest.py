@@ -1,41 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox for the whole ring; tests that need one of their own make it with `sandbox_of_a_test.running`."""
+"""One sandbox for all modules of a worker that need no other one; other modules use `sandbox_of_a_test.running`.
+
+A worker has one sandbox at a time: `running` ends the common one, and the next module that needs it starts another.
+"""
 
 import json
 from contextlib import contextmanager
 
 import pytest
+import sandbox_of_a_test
 from cloud import Cloud
-from sandbox_of_a_test import running
 
 from amphora_driver.sandbox import demo
 from amphora_driver.store.engine import Database
 
 
 @pytest.fixture(scope="session")
-def sandbox():
-    with running() as (stack, settings):
-        yield stack, settings
+def common_sandbox():
+    with sandbox_of_a_test.common() as common:
+        yield common
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def sandbox(common_sandbox):
+    with common_sandbox.used() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def settings(sandbox):
     return sandbox[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(sandbox):
     return sandbox[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def database(settings):
     database = Database(settings.database_url)
     yield database
     database.dispose()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def connection(settings):
     connection = demo.connect(settings)
     yield connection

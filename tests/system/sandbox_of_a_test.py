@@ -11,6 +11,7 @@ from pathlib import Path
 
 import claimed
 import msgspec
+import preloaded
 
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import settings as sandbox_settings
@@ -21,16 +22,28 @@ AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 _FIRST_PORT = 20000
 
 
-def left_behind(settings):
-    """What of a sandbox is still on the machine: namespaces, processes, mounts."""
+def _sessions(stack):
+    """The process sessions of the programs that run."""
+    running = [stack.supervision.running(name) for name in stack.supervision.names()]
+    return {process.pid for process in running if process is not None}
+
+
+def left_behind(settings, sessions=frozenset()):
+    """What of a sandbox is still on the machine: namespaces, processes, mounts.
+
+    Args:
+        settings: of the sandbox.
+        sessions: of its programs. A forked program has neither arguments nor an environment that name the sandbox.
+    """
     prefix = f"{settings.prefix}-"
     found = [f"namespace {name}" for name in namespaces.names(prefix)]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            session = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[3])
         except OSError:
             continue
-        if settings.state.encode() in words and int(folder.name) != os.getpid():
+        if (settings.state.encode() in words or session in sessions) and int(folder.name) != os.getpid():
             found.append(f"process {folder.name}")
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     found += [f"mount {line.split()[1]}" for line in mounts if settings.state in line or f"/{prefix}" in line]
@@ -51,23 +64,72 @@ def title(process):
         return b""
 
 
+class _Common:
+    """The sandbox that modules without one of their own share."""
+
+    def __init__(self):
+        self._closing = ExitStack()
+        self._running = None
+        self._used = False
+
+    @contextmanager
+    def used(self):
+        """Its stack and settings, for one module; it is started if it does not run."""
+        if self._running is None:
+            self._running = self._closing.enter_context(_started({}))
+        self._used = True
+        try:
+            yield self._running
+        finally:
+            self._used = False
+
+    def make_room(self):
+        """End it, unless the present module uses it."""
+        if not self._used:
+            self._running = None
+            self._closing.close()
+
+
+_COMMON = _Common()
+
+
+@contextmanager
+def common():
+    """The common sandbox of this process, for a session."""
+    try:
+        yield _COMMON
+    finally:
+        _COMMON.make_room()
+
+
 @contextmanager
 def running(**choices):
     """A sandbox of its own; yields the stack and its settings. AMPHORA_KEEP_LOGS names a folder for its logs."""
+    _COMMON.make_room()
+    with _started(choices) as started:
+        yield started
+
+
+@contextmanager
+def _started(choices):
     with ExitStack() as closing:
         number = closing.enter_context(claimed.number(_free))
         folder = Path(tempfile.mkdtemp(prefix="ads-"))
         settings = _settings(folder, number, choices)
         stack = Stack(settings)
+        preloaded.supervision_forks(stack.supervision)
+        sessions = set()
         try:
             stack.up()
+            sessions |= _sessions(stack)
             yield stack, settings
         finally:
+            sessions |= _sessions(stack)
             stack.down()
             keep = os.environ.get("AMPHORA_KEEP_LOGS")
             if keep:
                 shutil.copytree(settings.log, Path(keep, folder.name), dirs_exist_ok=True)
-        assert left_behind(settings) == []
+        assert left_behind(settings, sessions) == []
         shutil.rmtree(folder)
 
 
