@@ -3,6 +3,8 @@
 home=$PWD/.sandbox
 # What Python compiles goes there too: nothing is left among the sources.
 export PYTHONPYCACHEPREFIX=$home/pycache
+# Without compiled files each process compiles all its modules again: the tests start thousands of processes.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }

@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.extended,
     pytest.mark.quiet,
     pytest.mark.lasts(3600),
     pytest.mark.skipif(os.environ.get("AMPHORA_IMAGE_SLOW") != "1", reason="AMPHORA_IMAGE_SLOW=1 runs this"),

@@ -24,6 +24,7 @@ FILE = os.environ.get("AMPHORA_IMAGE_FILE")
 _BOOT_SECONDS = 1500
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.extended,
     pytest.mark.quiet,
     pytest.mark.lasts(_BOOT_SECONDS + 300),
     pytest.mark.skipif(not FILE, reason="AMPHORA_IMAGE_FILE=FILE runs this"),

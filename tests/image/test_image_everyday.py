@@ -15,7 +15,7 @@ from wanted import id_of
 
 from amphora_agent.stats.codec import decode
 
-pytestmark = [pytest.mark.root, pytest.mark.quiet, pytest.mark.lasts(1200)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(1200)]
 ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"
 
 

@@ -10,7 +10,7 @@ from wanted import id_of
 
 from amphora_driver.model.loadbalancer import Member
 
-pytestmark = [pytest.mark.root, pytest.mark.quiet, pytest.mark.lasts(2400)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
 WEB, UDP = "198.51.100.115", "198.51.100.116"
 # Nobody else has these: the members beside have others, and ports are given addresses below 200.
 SCTP_MEMBERS, SCTP_PORT = {"red": "198.51.100.218", "blue": "198.51.100.219"}, 3868

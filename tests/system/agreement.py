@@ -24,6 +24,27 @@ def assert_agreed(cloud, balancer):
     assert differences(ours, octavias) == {}
 
 
+def assert_object_agreed(cloud, balancer, source, parent_id):
+    """Our row of one object says what Octavia's API shows of it.
+
+    Args:
+        cloud, balancer: where the object is.
+        source: what the API shows of it.
+        parent_id: of its pool or its policy, for a member or a rule.
+    """
+    ours = {key: fields for key, fields in recorded(cloud, balancer).items() if key[1] == source["id"]}
+    ((name, _),) = ours
+    kind = Kind(name)
+    more = {}
+    if kind in (Kind.LISTENER, Kind.POOL):
+        more = {"loadbalancer_id": source["loadbalancers"][0]["id"]}
+    elif kind is Kind.HEALTH_MONITOR:
+        more = {"pool_id": source["pools"][0]["id"]}
+    elif kind in (Kind.MEMBER, Kind.L7RULE):
+        more = {"pool_id" if kind is Kind.MEMBER else "l7policy_id": parent_id}
+    assert differences(ours, {(name, source["id"]): _octavias(kind, {**source, **more})}) == {}
+
+
 def differences(ours, octavias):
     """Fields that are not the same, with our value and Octavia's; an object that one has alone is one of them."""
     found = {}

@@ -188,6 +188,21 @@ class Lab:
         )
         assert answer.status_code < 300, answer.text
 
+    def survive(self, request, *points):
+        """Make a request while one process dies at each of these points; returns the answer."""
+        self.arm(*points)
+        answer = request()
+        self.reached()
+        self.settled()
+        return answer
+
+    def refused(self, request, points):
+        """Make a request once for each of these points, at which the API dies; nothing is left of the request."""
+        for point in points:
+            self.arm(point)
+            self.failed(request)
+            self.settled()
+
     def answers(self):
         """Wait until the API answers."""
 

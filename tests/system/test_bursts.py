@@ -24,7 +24,7 @@ CHANGES = int(os.environ.get("AMPHORA_CHANGES", "0")) or (20 if NUMBER >= 100 el
 USERS = 8
 # Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
 PATIENCE = 60.0 + 10.0 * NUMBER
-pytestmark = [pytest.mark.root, pytest.mark.lasts(3 * PATIENCE)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(3 * PATIENCE)]
 
 
 def create(cloud, number):

@@ -26,7 +26,7 @@ CALLS = 60
 # Seconds for everything on a busy machine; on a quiet one it takes about two.
 PATIENCE = 120.0
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from amphora_driver.store import amphorae, failovers, rotations, spares
 from amphora_driver.store.failovers import Cause, Why
 from amphora_driver.store.tables import work
 
-pytestmark = [pytest.mark.root, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
 BEGINNING = ("failover-written", "failover-begun")
 

@@ -16,7 +16,7 @@ from amphora_driver.model.vocabulary import Kind
 from amphora_driver.sandbox import topology
 from amphora_driver.store import tables, wanted
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 API = ("intent-written", "intent-committed")
 VIPS = ("claim-noted", "addresses-taken")
@@ -49,23 +49,6 @@ def cloud(lab, witness):
     lab.disarm()
 
 
-def survive(lab, request, *points):
-    """Make a request while everybody who works on it dies wherever he can; returns its answer."""
-    lab.arm(*points)
-    answer = request()
-    lab.reached()
-    lab.settled()
-    return answer
-
-
-def refused(lab, request, points):
-    """Make it once for each of these points at which the API dies; nothing is left of it."""
-    for point in points:
-        lab.arm(point)
-        lab.failed(request)
-        lab.settled()
-
-
 def wish(name):
     return {"name": name, "vip_subnet_id": topology.VIP_SUBNET}
 
@@ -73,9 +56,9 @@ def wish(name):
 def test_create(lab, cloud):
     create = lambda: cloud.balancers.create_load_balancer(**wish("alone"))  # noqa: E731 - made again and again
     before = {one.id for one in cloud.balancers.load_balancers()}
-    refused(lab, create, (*VIPS, *API))
+    lab.refused(create, (*VIPS, *API))
     assert {one.id for one in cloud.balancers.load_balancers()} == before, "nothing came of requests that failed"
-    made = survive(lab, create, *LEASE, *COMING, *TELLING, *HEARING)
+    made = lab.survive(create, *LEASE, *COMING, *TELLING, *HEARING)
     assert cloud.active(made.id)
     assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
 
@@ -93,8 +76,8 @@ def populated(cloud, name, **more):
 def victim(lab, witness):
     """A load balancer that is changed while everybody dies."""
     cloud = lab.cloud
-    refused(lab, lambda: populated(cloud, "victim"), API)
-    made = survive(lab, lambda: populated(cloud, "victim"), *LEASE, *in_step("Push"), *TELLING, *READING)
+    lab.refused(lambda: populated(cloud, "victim"), API)
+    made = lab.survive(lambda: populated(cloud, "victim"), *LEASE, *in_step("Push"), *TELLING, *READING)
     balancer = cloud.active(made.id)
     assert cloud.answers(balancer.vip_address, 4) == {"member1": 4}
     assert cloud.get(balancer.vip_address, "/secret")[0] == 403, "what did not come with the call is served too"
@@ -108,10 +91,10 @@ def weight(cloud, balancer):
 def test_update(lab, cloud, victim):
     pool = cloud.pool_of(victim)
     member = next(iter(cloud.balancers.members(pool)))
-    refused(lab, lambda: cloud.balancers.update_member(member, pool, weight=7), API)
+    lab.refused(lambda: cloud.balancers.update_member(member, pool, weight=7), API)
     assert weight(cloud, victim) == 1
     cloud.until(lambda: recorded_weight(lab, member.id) == 1, "what Octavia has not kept is not wanted any more")
-    survive(lab, lambda: cloud.balancers.update_member(member, pool, weight=3), *LEASE, *in_step("Push"), *TELLING)
+    lab.survive(lambda: cloud.balancers.update_member(member, pool, weight=3), *LEASE, *in_step("Push"), *TELLING)
     assert (weight(cloud, victim), recorded_weight(lab, member.id)) == (3, 3)
 
 
@@ -125,9 +108,9 @@ def test_batch(lab, cloud, victim):
     def batch():
         return lab.set_members(pool.id, ("member2", "member3"))
 
-    refused(lab, batch, API)
+    lab.refused(batch, API)
     cloud.until(lambda: cloud.answers(victim.vip_address, 6) == {"member1": 6}, "the members Octavia has kept")
-    survive(lab, batch, *LEASE, *in_step("Push"), *TELLING, *HEARING)
+    lab.survive(batch, *LEASE, *in_step("Push"), *TELLING, *HEARING)
     cloud.balanced(victim.vip_address, {"member2": 1, "member3": 1})
 
 
@@ -136,10 +119,10 @@ def test_delete(lab, cloud, cascade):
     """A request to delete that was accepted by us and lost by Octavia is carried out: the user wanted it."""
     balancer = cloud.served("gone", ("member1",)) if cascade else cloud.load_balancer("gone")
     delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
-    refused(lab, delete, API[:1])
+    lab.refused(delete, API[:1])
     assert cloud.active(balancer.id)
     # Once Octavia has heard of it the rows are gone: who died right before finishing may find nothing to finish.
-    survive(lab, delete, *LEASE[:2], *GOING, *TELLING)
+    lab.survive(delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 
 
@@ -181,8 +164,8 @@ def pairs(cloud):
 
 def test_a_pair(lab, cloud, pairs):
     points = (*in_step("Record", "Boot", "Plug", "Push"), "claimed", "finished", "barrier-passed", "tree-read")
-    made = survive(lab, lambda: populated(cloud, "pair", flavor_id=pairs), *points)
+    made = lab.survive(lambda: populated(cloud, "pair", flavor_id=pairs), *points)
     assert len(cloud.amphorae(made)) == 2
     balancer = cloud.active(made.id)
     cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "it serves")
-    survive(lab, lambda: cloud.balancers.delete_load_balancer(made.id, cascade=True), *GOING)
+    lab.survive(lambda: cloud.balancers.delete_load_balancer(made.id, cascade=True), *GOING)

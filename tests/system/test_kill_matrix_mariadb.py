@@ -8,7 +8,7 @@ from kill_lab import Witness, in_step
 
 from amphora_driver.sandbox import topology
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ MORTAL = (CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT, AGENT)
 PAUSES = (0.05, 1.5)
 # Seconds for whatever a user waits for while others die.
 PATIENCE = 180.0
-pytestmark = [pytest.mark.root, pytest.mark.quiet, pytest.mark.lasts(SECONDS + 600)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(SECONDS + 600)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import time
 import pytest
 from agreement import assert_agreed
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 NUMBER = int(os.environ.get("AMPHORA_MEMBERS", "300"))
 PATIENCE = 100 + 0.3 * NUMBER
 

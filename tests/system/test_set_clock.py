@@ -32,7 +32,7 @@ from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.tables import duty, vip_claim, work
 
-pytestmark = [pytest.mark.root, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(900)]
 
 HOUR = 3600.0
 SILENT_AFTER = 4.0

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes through Octavia's real API: a value, nothing (null: back to the default), and not a word (it stays).
 
-After each of them Octavia and we have recorded the same of every object of the load balancer. Objects are changed in
-many fields at once; whatever field goes wrong is named.
+After each change Octavia and this provider have recorded the same of the object, and after the last change of an object
+the same of every object of the load balancer. An object is changed in many fields at once; a field that differs is
+named.
 """
 
 import pytest
 import whole_model
-from agreement import assert_agreed
+from agreement import assert_agreed, assert_object_agreed
 from authorities import keep_all
 
 from amphora_driver.store import wanted
@@ -265,7 +266,9 @@ def test_every_field_with_a_value_and_without(cloud, balancer):
     known = paths(tree)
     ids = {"sealed": known["sealed"].split("/")[1], "app": known["app"].split("/")[1]}
     assert_agreed(cloud, balancer)
-    for name, asked, otherwise in (*LOAD_BALANCER, *LISTENERS, *POOLS, *MEMBERS, *MONITORS, *L7):
+    changes = (*LOAD_BALANCER, *LISTENERS, *POOLS, *MEMBERS, *MONITORS, *L7)
+    following = [name for name, _, _ in changes[1:]]
+    for (name, asked, otherwise), following_name in zip(changes, [*following, None], strict=True):
         path = known[name]
         word = WORDS[path.split("/")[-2]]
         # Pools are named here, but have ids there.
@@ -275,5 +278,7 @@ def test_every_field_with_a_value_and_without(cloud, balancer):
         shown = cloud.balancers.get(cloud.url(path)).json()[word]
         expected = {field: value for field, value in {**body, **otherwise}.items() if value is not KEPT}
         assert {field: shown[field] for field in expected} == expected, name
-        assert_agreed(cloud, balancer)
+        assert_object_agreed(cloud, balancer, shown, path.split("/")[1])
+        if name != following_name:
+            assert_agreed(cloud, balancer)
     assert {one.provisioning_status for one in cloud.balancers.listeners()} == {"ACTIVE"}

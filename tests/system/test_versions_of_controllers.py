@@ -24,7 +24,7 @@ from amphora_driver.store import authorities, processes
 from amphora_driver.store.authorities import Kind, State
 from amphora_driver.store.fleet_tables import process
 
-pytestmark = [pytest.mark.root, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
 SETTLE = 6.0
 
