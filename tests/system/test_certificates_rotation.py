@@ -31,7 +31,7 @@ from amphora_driver.store.authorities import Kind, State
 from amphora_driver.store.tables import amphora
 from amphora_driver.store.vault import Vault
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 DAY = 86400.0
 

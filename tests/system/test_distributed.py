@@ -141,6 +141,7 @@ def test_a_controller_of_another_host_hears_of_a_call(cloud, stack):
         assert len(cloud.amphorae(made)) == 1
 
 
+@pytest.mark.extended
 def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
     with other_host(stack, alone=False):
         log = len(text(stack, FIRST))
@@ -162,6 +163,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
             assert len(cloud.amphorae(one)) == 1, "none was made twice"
 
 
+@pytest.mark.extended
 def test_a_broker_that_hangs_dies_and_forgets_costs_no_call_anything(cloud, stack, broker):
     balancer = cloud.served("hung", ("member1",))
     pool = cloud.pool_of(balancer)

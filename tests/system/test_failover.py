@@ -33,6 +33,8 @@ pytestmark = pytest.mark.root
 FAST = 0.2
 # Seconds in which all of it has to have happened, on whatever machine.
 LONG = 90.0
+# `the holder, with a spare` shows the adoption of a spare in every run.
+SPARE = [pytest.param(False, id="no spare"), pytest.param(True, id="a spare", marks=pytest.mark.extended)]
 # Starts the agent, but for once: where a file says so it ends at once, or stays and never says a word.
 _AGENT = """#!/bin/sh
 if [ "$2" = amphora_agent.supervisor ]; then
@@ -179,7 +181,7 @@ def noted(cause, topology, spare, killed_at, row, clients):
             file.write(text)
 
 
-@pytest.mark.parametrize("spare", [False, True], ids=["no spare", "a spare"])
+@pytest.mark.parametrize("spare", SPARE)
 def test_one_on_its_own_is_replaced_as_planned(lab, spare):
     balancer = lab.cloud.served("planned", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
     (old,) = lab.amphorae(balancer)
@@ -217,7 +219,7 @@ def test_a_pair_is_replaced_as_planned(lab):
     noted("planned (both)", "ACTIVE_STANDBY", "no", None, rows[-1], clients)
 
 
-@pytest.mark.parametrize("spare", [False, True], ids=["no spare", "a spare"])
+@pytest.mark.parametrize("spare", SPARE)
 def test_one_on_its_own_dies(lab, spare):
     balancer = lab.cloud.served("dies", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=int(spare)))
     (old,) = lab.amphorae(balancer)
@@ -241,8 +243,11 @@ def test_one_on_its_own_dies(lab, spare):
 
 @pytest.mark.parametrize(
     ("who", "spare"),
-    [("holder", False), ("standby", False), ("holder", True)],
-    ids=["the holder", "the standby", "the holder, with a spare"],
+    [
+        pytest.param("holder", False, id="the holder"),
+        pytest.param("standby", False, id="the standby", marks=pytest.mark.extended),
+        pytest.param("holder", True, id="the holder, with a spare"),
+    ],
 )
 def test_one_of_a_pair_dies(lab, who, spare):
     flavor = lab.flavor(
@@ -288,7 +293,7 @@ def test_both_of_a_pair_die_at_once(lab):
     noted("both killed", "ACTIVE_STANDBY", "no", killed_at, rows[-1], clients)
 
 
-@pytest.mark.parametrize("how", ["ends", "mute"])
+@pytest.mark.parametrize("how", ["ends", pytest.param("mute", marks=pytest.mark.extended)])
 def test_the_replacement_fails_the_first_time(lab, how):
     """It ends while it boots, or runs and never says a word: another boot follows, and users notice nothing."""
     balancer = lab.cloud.served("fails", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=0))

@@ -140,6 +140,7 @@ def swallowed(cloud, holes, name, kind="freeze"):
     return balancer, amphora_id
 
 
+@pytest.mark.extended
 def test_black_holes_cost_nobody_else_time(cloud, stack, holes, database):
     log = stack.supervision.log("amphora-controller")
     well = cloud.served("well", ("member1",))
