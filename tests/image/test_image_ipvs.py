@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.everything, pytest.mark.lasts(2400)]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.extended,
+    pytest.mark.quiet,
+    pytest.mark.everything,
+    pytest.mark.lasts(2400),
+]
 HERE = Path(__file__).parent
 PROGRAM = ("guest_lvs.py", "guest_lvs_lab.py")
 _WRITE = "import base64, pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(base64.b64decode(sys.argv[2]))"

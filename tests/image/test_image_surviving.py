@@ -5,7 +5,13 @@ import pytest
 from balanced import listener, load_balancer, member, monitor, pool
 from estate import BOOT_SECONDS
 
-pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.everything, pytest.mark.lasts(1800)]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.extended,
+    pytest.mark.quiet,
+    pytest.mark.everything,
+    pytest.mark.lasts(1800),
+]
 ONE, TWO = "198.51.100.113", "198.51.100.114"
 
 

@@ -20,7 +20,6 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from contextlib import suppress
@@ -105,15 +104,7 @@ def _ensure() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
             ready, told = os.pipe()
-            with log.open("w") as output:
-                subprocess.Popen(
-                    [sys.executable, __file__, str(place), os.environ[RUN], str(told)],
-                    pass_fds=(told,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+            processes.spawn([sys.executable, __file__, str(place), os.environ[RUN]], dict(os.environ), log, told)
             os.close(told)
             readable, _, _ = select.select([ready], [], [], _START_SECONDS)
             said = os.read(ready, 10) if readable else b""
@@ -122,11 +113,17 @@ def _ensure() -> Path:
     return place
 
 
-# --- the process itself ------------------------------------------------------------------------------------------------
+# --- the process itself -----------------------------------------------------------------------------------------------
 
 
-def _serve(place: Path, run: int, told: int) -> None:
-    """Fork a program for each request, until the run's first process has ended."""
+def _serve(place: Path, run: int, told: int = 3) -> None:
+    """Fork a program for each request, until the run's first process has ended.
+
+    Args:
+        place: the path of the socket.
+        run: the process id of the run's first process.
+        told: the descriptor that is told when the socket listens.
+    """
     from amphora_driver.sandbox import octavia_start  # noqa: PLC0415 - only in this process
 
     octavia_start.prepare()
@@ -184,13 +181,13 @@ def _become(request, descriptors) -> None:
         module, *arguments = request["argv"]
         sys.argv = [module, *arguments]
         # gunicorn looks for its application where it was started.
-        sys.path[0] = os.getcwd()
+        sys.path[0] = str(Path.cwd())
         runpy.run_module(_MODULES[module], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:  # noqa: BLE001 - the log of the program is the place for it
         traceback.print_exc()
     finally:
@@ -209,4 +206,4 @@ def _enter(namespace: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _serve(Path(sys.argv[1]), int(sys.argv[2]))

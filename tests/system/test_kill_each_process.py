@@ -41,9 +41,7 @@ def create(lab, name):
     member = lab.cloud.member("member1")
     pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
     listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
-    return lab.cloud.balancers.create_load_balancer(
-        name=name, vip_subnet_id=topology.VIP_SUBNET, listeners=[listener]
-    )
+    return lab.cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET, listeners=[listener])
 
 
 def test_the_api_dies_in_a_request_and_nothing_is_left_of_it(lab, balancer):
