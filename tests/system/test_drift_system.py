@@ -129,6 +129,7 @@ def test_a_node_that_was_rebooted_serves_again(lab, balancer):
     assert lab.until(lambda: lab.configuration(one), "it answers")["drift"]["left"] == []
 
 
+@pytest.mark.extended
 def test_what_is_rendered_in_another_way_is_pushed_slowly(lab, balancer):
     """Another version, or other options: nobody asked for a change, and not everything is pushed at once."""
     second = lab.served("drift-too")

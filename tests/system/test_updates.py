@@ -13,7 +13,7 @@ from authorities import keep_all
 
 from amphora_driver.store import wanted
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 KEPT = ...
 """Octavia chooses a value of its own, or keeps the one it had."""

@@ -27,6 +27,8 @@ from amphora_driver.store.tables import request, work
 from amphora_driver.store.vault import Vault
 
 DATABASES = ("sqlite", "mariadb", "postgresql")
+# A kill at each statement takes minutes on a server.
+FILE_FIRST = ("sqlite", *(pytest.param(kind, marks=pytest.mark.extended) for kind in DATABASES[1:]))
 _numbers = itertools.count()
 VAULT = Vault([old.KEY])
 
@@ -187,7 +189,7 @@ def continued_by_a_controller(database):
     assert [row.generation for row in history] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("kind", DATABASES)
+@pytest.mark.parametrize("kind", FILE_FIRST)
 def test_killed_anywhere_it_is_run_again(kind, filled):
     """Where changes of the schema can be rolled back nothing has happened; MariaDB keeps each step that was done."""
     url, written = filled
@@ -255,6 +257,7 @@ def cluster():
         yield [sa.make_url(url) for url in urls]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("first", [False, True], ids=["upgrade", "installation"])
 def test_several_at_once_on_two_nodes_of_a_cluster(cluster, first):
     """As two hosts that are upgraded at the same time, each with a node of its own."""
