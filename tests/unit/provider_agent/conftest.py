@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A provider agent's options and database; each file of tests says what Octavia has, and which options differ."""
 
+import migrated
 import pytest
 
 from amphora_driver import config
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 
 
@@ -28,7 +28,7 @@ def conf(tmp_path, more_options):
 
 @pytest.fixture
 def database(conf):
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     yield database
     database.dispose()
