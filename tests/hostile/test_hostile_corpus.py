@@ -82,7 +82,7 @@ def taken() -> tuple[Taken, ...]:
 
 
 def complaints(haproxy: HAProxy, found: tuple[Taken, ...], folder: Path) -> list[str]:
-    """Halve until each complaint belongs to one value."""
+    """Halve until each complaint belongs to one value, or to values that are refused only together."""
     file = folder / "lb.cfg"
     file.write_text("\n".join(each.rendered.text for each in found))
     said = haproxy.complaint(folder / "machine.cfg", file)
@@ -91,7 +91,8 @@ def complaints(haproxy: HAProxy, found: tuple[Taken, ...], folder: Path) -> list
     if len(found) == 1:
         return [f"{found[0].field}: {found[0].value!r}: {said}"]
     middle = len(found) // 2
-    return complaints(haproxy, found[:middle], folder) + complaints(haproxy, found[middle:], folder)
+    halves = complaints(haproxy, found[:middle], folder) + complaints(haproxy, found[middle:], folder)
+    return halves or [f"{len(found)} together, and neither half of them: {said}"]
 
 
 @every_version
@@ -133,3 +134,13 @@ def test_every_string_field_has_a_corpus():
 def test_every_corpus_belongs_to_a_field():
     here = {str(file.relative_to(corpus.HERE).with_suffix("")) for file in corpus.HERE.glob("*/*.jsonl")}
     assert here == {field.corpus for field in FIELDS}
+
+
+def test_what_is_refused_only_together_is_said(tmp_path):
+    """Two load balancers with the same names: HAProxy takes each of them."""
+    machine(tmp_path)
+    one = Taken(FIELDS[0], "", render(FIELDS[0].make(0, FIELDS[0].harmless(0))))
+    assert complaints(HAProxy("system"), (one,), tmp_path) == []
+    (said,) = complaints(HAProxy("system"), (one, one), tmp_path)
+    assert said.startswith("2 together")
+    assert "'l0'" in said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from ipaddress import ip_address
 
 import trees
@@ -34,31 +35,50 @@ COMPARES = tuple(compare for compare in L7Compare if compare is not L7Compare.RE
 HEADERS = ("X-Forwarded-For", "X-Forwarded-Port", "X-Forwarded-Proto", "X-Real-IP")
 
 
+# Hypothesis takes longer to make a strategy than to draw from it.
+@lru_cache
 def value(*good: str) -> st.SearchStrategy[str]:
     """Mostly what is taken, so that most of a load balancer is rendered."""
     usual = st.sampled_from(good)
     return st.integers(0, 15).flatmap(lambda n: usual if n < 14 else anything if n == 14 else printable)
 
 
+@lru_cache
 def several(*good: str) -> st.SearchStrategy[list[str]]:
     return st.lists(value(*good), max_size=3).map(lambda found: list(dict.fromkeys(found)))
 
 
+@lru_cache
+def perhaps(*good: str) -> st.SearchStrategy[str | None]:
+    return st.none() | value(*good)
+
+
 any_text = st.one_of(st.none(), anything)
+cidrs = st.lists(value("203.0.113.0/24", "2001:db8::/32", "192.0.2.1"), max_size=3)
+more_vips = st.lists(value("2001:db8::5"), max_size=1)
+mostly = st.sampled_from((True, True, True, False))
+actions, kinds, compares = st.sampled_from(L7Action), st.sampled_from(PLAIN), st.sampled_from(COMPARES)
+protocols = st.sampled_from((*HTTP, ListenerProtocol.TCP))
+monitors = st.sampled_from((MonitorType.HTTP, MonitorType.TCP, MonitorType.PING))
+persistences = st.sampled_from((None, *PersistenceType))
+algorithms = st.sampled_from((Algorithm.ROUND_ROBIN, Algorithm.LEAST_CONNECTIONS))
+
+member_words = {
+    "address": value("192.0.2.7", "2001:db8::7"),
+    "monitor_address": perhaps("192.0.2.8"),
+    "name": any_text,
+    "subnet_id": any_text,
+    "vnic_type": perhaps("normal"),
+}
 
 
 @st.composite
 def members(draw, n: str, p: int):
-    words = {
-        "address": value("192.0.2.7", "2001:db8::7"),
-        "monitor_address": st.none() | value("192.0.2.8"),
-        "name": any_text,
-        "subnet_id": any_text,
-        "vnic_type": st.none() | value("normal"),
-    }
     many = range(draw(st.integers(0, 3)))
     return tuple(
-        trees.member(0, id=f"m{n}-{p}-{i}", protocol_port=i + 1, **{name: draw(kind) for name, kind in words.items()})
+        trees.member(
+            0, id=f"m{n}-{p}-{i}", protocol_port=i + 1, **{name: draw(kind) for name, kind in member_words.items()}
+        )
         for i in many
     )
 
@@ -70,14 +90,14 @@ def pools(draw, n: str, p: int):
         monitor = trees.monitor(
             0,
             id=f"h{n}-{p}",
-            type=draw(st.sampled_from((MonitorType.HTTP, MonitorType.TCP, MonitorType.PING))),
-            http_method=draw(st.none() | value("GET", "HEAD")),
+            type=draw(monitors),
+            http_method=draw(perhaps("GET", "HEAD")),
             url_path=draw(value("/", "/a?b=c&d#e'f\"g$h")),
             expected_codes=draw(value("200", "200, 202-204")),
-            domain_name=draw(st.none() | value("www.example.com")),
+            domain_name=draw(perhaps("www.example.com")),
             name=draw(any_text),
         )
-    kept = draw(st.sampled_from((None, *PersistenceType)))
+    kept = draw(persistences)
     persistence = None
     if kept is not None:
         name = None if kept is PersistenceType.SOURCE_IP else draw(value("JSESSIONID", "a'b#c$d%e"))
@@ -86,7 +106,7 @@ def pools(draw, n: str, p: int):
         0,
         id=f"p{n}-{p}",
         name=draw(any_text),
-        lb_algorithm=draw(st.sampled_from((Algorithm.ROUND_ROBIN, Algorithm.LEAST_CONNECTIONS))),
+        lb_algorithm=draw(algorithms),
         members=draw(members(n, p)),
         healthmonitor=monitor,
         session_persistence=persistence,
@@ -97,44 +117,43 @@ def pools(draw, n: str, p: int):
 def policies(draw, n: str, number: int):
     rules = []
     for i in range(draw(st.integers(0, 2))):
-        kind = draw(st.sampled_from(PLAIN))
+        kind = draw(kinds)
         named = kind in (L7RuleType.HEADER, L7RuleType.COOKIE)
         rules.append(
             trees.rule(
                 0,
                 id=f"r{n}-{number}-{i}",
                 type=kind,
-                compare_type=draw(st.sampled_from(COMPARES)),
+                compare_type=draw(compares),
                 value=draw(value("x", "a b", "\u00e9&'\"#$%{}\\")),
                 key=draw(value("X-Key", "a'b#c$d%e")) if named else None,
                 invert=draw(st.booleans()),
-                admin_state_up=draw(st.sampled_from((True, True, True, False))),
+                admin_state_up=draw(mostly),
             )
         )
     return trees.policy(
         0,
         id=f"y{n}-{number}",
         position=number + 1,
-        action=draw(st.sampled_from(L7Action)),
+        action=draw(actions),
         name=draw(any_text),
         redirect_pool_id=f"p{n}-0",
         redirect_url=draw(value("https://www.example.com/?a=1&b='2'#%")),
         redirect_prefix=draw(value("https://www.example.com")),
-        admin_state_up=draw(st.sampled_from((True, True, True, False))),
+        admin_state_up=draw(mostly),
         rules=tuple(rules),
     )
 
 
 @st.composite
 def listeners(draw, n: str, i: int):
-    protocol = draw(st.sampled_from((*HTTP, ListenerProtocol.TCP)))
+    protocol = draw(protocols)
     http = protocol in HTTP
     make = trees.secure_listener if protocol is ListenerProtocol.TERMINATED_HTTPS else trees.listener
     more = {}
     if protocol is ListenerProtocol.TERMINATED_HTTPS:
         more = {"default_tls_container_ref": draw(value("ref")), "tls_ciphers": None}
         more["alpn_protocols"] = tuple(draw(several("h2", "http/1.1")))
-    cidrs = st.lists(value("203.0.113.0/24", "2001:db8::/32", "192.0.2.1"), max_size=3)
     return make(
         0,
         id=f"l{n}-{i}",
@@ -163,7 +182,7 @@ def wholes(draw, n: str = "0"):
         name=draw(any_text),
         description=draw(any_text),
         vip=trees.vip(),
-        additional_vips=tuple(trees.vip(address=one) for one in draw(st.lists(value("2001:db8::5"), max_size=1))),
+        additional_vips=tuple(trees.vip(address=one) for one in draw(more_vips)),
         listeners=fixed,
         pools=tuple(draw(pools(n, p)) for p in range(2)),
     )

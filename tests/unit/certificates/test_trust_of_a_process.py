@@ -4,6 +4,7 @@
 import threading
 import time
 
+import migrated
 import pytest
 from cryptography import x509
 from cryptography.fernet import Fernet
@@ -13,7 +14,7 @@ from amphora_driver.certificates import trust as trusting
 from amphora_driver.certificates.authority import Authority, create_authority
 from amphora_driver.certificates.trust import Trust
 from amphora_driver.errors import CertificateError, StoreError
-from amphora_driver.store import authorities, migrate
+from amphora_driver.store import authorities
 from amphora_driver.store.authorities import Kind, State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault
@@ -38,7 +39,7 @@ class House:
         (folder / "driver.conf").write_text(text)
         self.conf = config.load([str(folder / "driver.conf")])
         url = f"sqlite:///{folder}/db.sqlite"
-        migrate.upgrade(url)
+        migrated.write(url)
         self.database = Database(url)
         self.vault = Vault([Fernet.generate_key()])
         self.trust = Trust(self.conf, self.database, self.vault)

@@ -7,11 +7,11 @@ import io
 import logging
 from pathlib import Path
 
+import migrated
 import pytest
 from cliff.commandmanager import CommandManager
 
 from amphora_driver.cli.main import COMMANDS, Amphoractl
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora, work
 
@@ -67,7 +67,7 @@ def resolve_target():
 def filled(tmp_path):
     """A configuration whose database has one load balancer with its amphora."""
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     balancer = "52cf0000-0000-4000-8000-000000000001"
     work_row = {"load_balancer_id": balancer, "project_id": "p", "op": "apply", "generation": 8, "applied": 7}

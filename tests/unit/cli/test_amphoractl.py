@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import time
 
+import migrated
 import pytest
 
 from amphora_driver.cli.main import COMMANDS, main
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.model.vocabulary import ListenerProtocol
-from amphora_driver.store import migrate, wanted
+from amphora_driver.store import wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover, silence
 from amphora_driver.store.tables import amphora, amphora_seen, request, status, work
@@ -27,7 +28,7 @@ SPARE = "0b9f0000-0000-4000-8000-000000000001"
 @pytest.fixture
 def config_file(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     database.write(fill)
     database.dispose()

@@ -4,11 +4,12 @@
 import json
 import time
 
+import migrated
 import pytest
 from cryptography.fernet import Fernet
 
 from amphora_driver.certificates.authority import create_authority, fingerprint
-from amphora_driver.store import authorities, migrate
+from amphora_driver.store import authorities
 from amphora_driver.store.authorities import State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora
@@ -29,7 +30,7 @@ def place(tmp_path):
         f"[store]\nconnection = sqlite:///{tmp_path}/db.sqlite\nencryption_key_file = {keys}\n"
         f"[certificates]\nca_certificate = {tmp_path}/amphora.pem\nclient_ca = {tmp_path}/controller.pem\n"
     )
-    migrate.upgrade(f"sqlite:///{tmp_path}/db.sqlite")
+    migrated.write(f"sqlite:///{tmp_path}/db.sqlite")
     return path
 
 

@@ -5,10 +5,11 @@ import json
 import socket
 import time
 
+import migrated
 import pytest
 
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store import migrate, rotations
+from amphora_driver.store import rotations
 from amphora_driver.store.engine import Database
 from amphora_driver.store.processes import Kind, Registry
 from amphora_driver.store.rotations import ItemState
@@ -21,7 +22,7 @@ HOST = socket.gethostname()
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url, durable=False)
     database.write(_fill)
     (tmp_path / "amphora-driver.conf").write_text(f"[store]\nconnection = {url}\n")

@@ -4,6 +4,7 @@
 import json
 import time
 
+import migrated
 import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
@@ -32,7 +33,7 @@ def place(tmp_path):
 @pytest.fixture
 def database(place):
     url = f"sqlite:///{place.parent}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     made = Database(url)
     yield made
     made.dispose()

@@ -4,11 +4,12 @@
 import json
 import time
 
+import migrated
 import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.store import failovers, migrate, spares
+from amphora_driver.store import failovers, spares
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.spares import Spec
@@ -22,7 +23,7 @@ SPEC = Spec(number=2, compute="netns", network="local", compute_flavor="big")
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     database.write(_fill)
     yield database

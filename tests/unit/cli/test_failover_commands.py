@@ -4,9 +4,10 @@
 import json
 import time
 
+import migrated
 import pytest
 
-from amphora_driver.store import breakers, migrate
+from amphora_driver.store import breakers
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover, failover_event, silence, zombie
 from amphora_driver.store.tables import duty
@@ -15,7 +16,7 @@ from amphora_driver.store.tables import duty
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     made = Database(url)
     yield made
     made.dispose()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beginnings of ids: one object is meant, or none."""
 
+import migrated
 import pytest
 
 from amphora_driver.cli import prefixes
 from amphora_driver.errors import UnknownObject
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora, request, work
 
@@ -16,7 +16,7 @@ POOL, GONE = "5aaa0000-0000-4000-8000-000000000003", "99990000-0000-4000-8000-00
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     made = Database(url)
 
     def fill(connection):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import migrated
 import pytest
 from cryptography import x509
 from cryptography.fernet import Fernet
@@ -16,7 +17,6 @@ from cryptography.x509.oid import NameOID
 
 from amphora_driver.cli import surroundings
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import process
 from amphora_driver.store.processes import version
@@ -110,7 +110,7 @@ def place(folder):
 @pytest.fixture
 def database(place):
     url = f"sqlite:///{place.parent}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     made = Database(url)
     yield made
     made.dispose()

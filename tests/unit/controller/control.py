@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import migrated
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
@@ -20,7 +21,7 @@ from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, migrate
+from amphora_driver.store import amphorae
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import status, work
@@ -191,7 +192,7 @@ def controlled(folder, world=None, options=""):
         f"[certificates]\nclient_ca = {folder}/client_ca.pem\nca_certificate = {folder}/ca.pem\n"
     )
     conf = config.load([str(path)])
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     try:
         yield Control(conf, database, world)

@@ -4,6 +4,7 @@
 import time
 from types import SimpleNamespace
 
+import migrated
 import pytest
 
 from amphora_driver import config
@@ -14,7 +15,7 @@ from amphora_driver.controller.turn import Turn
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import amphorae, migrate
+from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -67,7 +68,7 @@ def conf(tmp_path):
 
 @pytest.fixture
 def database(conf):
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     for name, role, state in ((OLD, "MASTER", State.RETIRING), (NEW, "BACKUP", State.READY)):

@@ -3,6 +3,7 @@
 
 import time
 
+import migrated
 import pytest
 import sqlalchemy as sa
 
@@ -13,7 +14,7 @@ from amphora_driver.errors import Conflict
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import claims, migrate
+from amphora_driver.store import claims
 from amphora_driver.store.engine import Database
 from amphora_driver.store.generations import begin_tickets
 from amphora_driver.store.tables import vip_claim, work
@@ -30,7 +31,7 @@ def conf(tmp_path):
 
 @pytest.fixture
 def database(conf):
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     yield database
     database.dispose()

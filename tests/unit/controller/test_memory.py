@@ -4,6 +4,7 @@
 import random
 import uuid
 
+import migrated
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -20,7 +21,7 @@ from amphora_driver.model.vocabulary import (
     MonitorType,
     PoolProtocol,
 )
-from amphora_driver.store import migrate, reading_back, statuses, wanted
+from amphora_driver.store import reading_back, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import wanted_object, work
@@ -32,7 +33,7 @@ TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url, durable=False)
     yield database
     database.dispose()

@@ -5,6 +5,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import migrated
 import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
@@ -21,7 +22,7 @@ from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, drifts, generations, migrate, secrets, statuses
+from amphora_driver.store import amphorae, drifts, generations, secrets, statuses
 from amphora_driver.store.amphorae import Plugged, State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -168,7 +169,7 @@ def house(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
     conf = config.load([str(path)])
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     yield House(database, conf)
     database.dispose()

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import migrated
 import pytest
 import sqlalchemy as sa
 
@@ -14,7 +15,7 @@ from amphora_driver.controller import rotator as module
 from amphora_driver.controller.rotation import Begin, Finish
 from amphora_driver.controller.rotator import DUTY, Rotator, Watch
 from amphora_driver.errors import StoreError
-from amphora_driver.store import amphorae, breakers, failovers, migrate, processes, rotations
+from amphora_driver.store import amphorae, breakers, failovers, processes, rotations
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.rotations import ItemState, Selection, State
@@ -112,7 +113,7 @@ def fleet(tmp_path, monkeypatch):
         f"[rotation]\nsettle = {SETTLE}\npatience = 20\n[health]\ninterval = 1\n"
     )
     conf = config.load([str(path)])
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection, durable=False)
     seconds = itertools.count(1.0)
     # A second passes between two looks.

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import migrated
 import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
@@ -21,7 +22,7 @@ from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, P
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.provider_agent import Reporter
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import amphorae, migrate
+from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Plugged, State
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
@@ -73,7 +74,7 @@ class House:
         options = tmp_path / "driver.conf"
         options.write_text(f"[store]\nconnection = sqlite:///{tmp_path}/driver.sqlite\n")
         self.conf = config.load([str(options)])
-        migrate.upgrade(self.conf.store.connection)
+        migrated.write(self.conf.store.connection)
         self.database = Database(self.conf.store.connection, durable=False)
         self.given, self.told = [], []
         self.intents = Intents(self.database, lambda node: None)

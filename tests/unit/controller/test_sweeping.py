@@ -4,6 +4,7 @@
 import time
 import uuid
 
+import migrated
 import pytest
 import sqlalchemy as sa
 
@@ -18,7 +19,7 @@ from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import amphorae, claims, migrate
+from amphora_driver.store import amphorae, claims
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora_seen, orphan, work
 
@@ -38,7 +39,7 @@ def conf(tmp_path):
 
 @pytest.fixture
 def database(conf):
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     yield database
     database.dispose()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes before a job that is under way, over a real database."""
 
+import migrated
 import pytest
 
 from amphora_driver.controller.turn import Turn, goes_first
@@ -8,7 +9,6 @@ from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import work
@@ -22,7 +22,7 @@ TREE = LoadBalancer(
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     yield database

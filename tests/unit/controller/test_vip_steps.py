@@ -4,6 +4,7 @@
 import json
 import time
 
+import migrated
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -15,7 +16,7 @@ from amphora_driver.controller.vips import Given, Vips
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip, without_addresses
 from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
-from amphora_driver.store import claims, migrate
+from amphora_driver.store import claims
 from amphora_driver.store import wanted as store
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.claims import Wish
@@ -119,7 +120,7 @@ class Backend:
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
 
     def write(connection):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider driver on a real SQLite database with the embedded network backend."""
 
+import migrated
 import pytest
 from cryptography.fernet import Fernet
 from octavia_objects import NETWORK, SUBNET, SUBNET6, listener, load_balancer, member, pool
@@ -8,7 +9,6 @@ from octavia_objects import NETWORK, SUBNET, SUBNET6, listener, load_balancer, m
 from amphora_driver import config, driver
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 
 
@@ -33,7 +33,7 @@ def conf(tmp_path, monkeypatch):
 
 @pytest.fixture
 def database(conf):
-    migrate.upgrade(conf.store.connection)
+    migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     network = LocalNetwork(conf, database)
     network.define_network(NETWORK, "vip", "vip")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import threading
 
+import migrated
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql
 
 from amphora_driver.health import statistics
 from amphora_driver.health.status import ListenerReport, Report
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import listener_statistics
 
@@ -31,7 +31,7 @@ def row(listener="listener-1", amphora="amphora-1", **values):
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/db.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     made = Database(url)
     yield made
     made.dispose()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks in a database of the test's own."""
 
+import migrated
 import pytest
 
 from amphora_driver import config
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 
 
@@ -30,7 +30,7 @@ def define(network):
 @pytest.fixture
 def url(tmp_path):
     url = f"sqlite:///{tmp_path / 'test.sqlite'}"
-    migrate.upgrade(url)
+    migrated.write(url)
     return url
 
 

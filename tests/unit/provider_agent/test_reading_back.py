@@ -20,9 +20,6 @@ from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import status, work
 from amphora_driver.store.vault import Vault
 
-# octavia_lib leaves the socket of a refused connection to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 ROOT = Authority("root")
 ONE, TWO = (ROOT.issue(f"{name}.example.com") for name in ("one", "two"))
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")

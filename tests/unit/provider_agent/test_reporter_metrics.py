@@ -21,9 +21,6 @@ from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import work
 from amphora_driver.telemetry.metrics import OURS
 
-# octavia_lib leaves the socket of a refused connection to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
 LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=80)

@@ -3,6 +3,7 @@
 
 import time
 
+import migrated
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -10,7 +11,6 @@ import sqlalchemy as sa
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import work
@@ -24,7 +24,7 @@ TREE = LoadBalancer(
 @pytest.fixture
 def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     Intents(database, lambda node: None).create_load_balancer(TREE, read_back=True)
     yield database

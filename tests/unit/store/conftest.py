@@ -5,6 +5,7 @@ import os
 import shutil
 
 import mariadb
+import migrated
 import postgresql
 import pytest
 
@@ -36,7 +37,7 @@ def postgresql_url():
 @pytest.fixture
 def sqlite_database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(url)
+    migrated.write(url)
     database = Database(url)
     yield database
     database.dispose()

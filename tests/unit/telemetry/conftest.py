@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A database with the real schema, for what is read from rows."""
 
+import migrated
 import pytest
 
-from amphora_driver.store import migrate
 from amphora_driver.store.engine import Database
 
 
 @pytest.fixture
 def url(tmp_path):
     found = f"sqlite:///{tmp_path}/driver.sqlite"
-    migrate.upgrade(found)
+    migrated.write(found)
     return found
 
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SQLite databases with the newest schema: the migrations run once in a process, and every test gets a copy of a file.
+
+The migrations take half a second of processor time. Tests of the migrations themselves run them: unit/store.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import sqlalchemy as sa
+
+from amphora_driver.store import migrate
+
+
+def write(url: str) -> None:
+    """Write an empty database of the newest schema to the file of this URL; a file that exists stays as it is."""
+    file = Path(str(sa.make_url(url).database))
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(_made())
+
+
+@lru_cache
+def _made() -> bytes:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "driver.sqlite"
+        migrate.upgrade(f"sqlite:///{file}")
+        left = [one.name for one in Path(folder).iterdir() if one.name.endswith("-wal")]
+        assert left == [], "the file is not all of the database"
+        return file.read_bytes()
