@@ -97,14 +97,14 @@ def stack(sandbox):
 
 @pytest.fixture(scope="module")
 def balancers(fleet, request):
-    """Load balancers to rotate; two of them, one a pair, where no test of many runs."""
+    """Load balancers to rotate; only two, none of them a pair, if no extended test of this file runs."""
     many = any(item.get_closest_marker("extended") for item in request.session.items if item.path == request.path)
-    number = NUMBER if many else 2
+    number, pairs = (NUMBER, PAIRS) if many else (2, 0)
     data = json.dumps({"loadbalancer_topology": "ACTIVE_STANDBY"})
     made = fleet.cloud.balancers
     profile = made.create_flavor_profile(name="pairs", provider_name="haproxy", flavor_data=data)
     flavor = made.create_flavor(name="pairs", flavor_profile_id=profile.id, is_enabled=True)
-    return fleet.make(number, min(PAIRS, number // 2), flavor.id)
+    return fleet.make(number, pairs, flavor.id)
 
 
 @pytest.fixture(autouse=True)
