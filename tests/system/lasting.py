@@ -18,7 +18,6 @@ _CHUNK = 2000
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 60
 
     def do_GET(self):
         if self.headers.get("Upgrade"):
