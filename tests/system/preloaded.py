@@ -59,6 +59,8 @@ _LATER = (
     "sqlalchemy.dialects.mysql.pymysql",
     "pymysql",
 )
+# Of this process, and so of the preloaded one: a test may set another one for the programs of its sandbox.
+_PYTHONPATH = os.environ.get("PYTHONPATH")
 _CLONE_NEWNET = 0x40000000
 _MOST_BYTES = 1 << 20
 _START_SECONDS = 120
@@ -91,7 +93,7 @@ def _request(argv, environment, log):
         namespace, argv = argv[1].removeprefix("--net="), argv[3:]
     if argv[:2] != [sys.executable, "-m"] or argv[2] not in _MODULES:
         return None
-    if environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+    if environment.get("PYTHONPATH") != _PYTHONPATH:
         return None
     return {"argv": argv[2:], "environment": environment, "log": str(log), "namespace": namespace}
 
