@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One deployment in a folder: database, world, Octavia, and processes of the control plane that can be replaced.
+
+Invariant: no connection to the database is open while a process is forked, and no state but files, Octavia and the
+clock outlives `begin`. So each story begins with the same rows, and a successor knows what is written down only.
+"""
+
+import os
+import shutil
+import time
+from types import SimpleNamespace
+
+import sqlalchemy as sa
+from cryptography.fernet import Fernet
+from dying import Clock, Points, dies
+from octavia_lib.api.drivers import driver_lib
+from octavia_model import Octavia
+from processes import ControlPlane
+from unit.driver.octavia_objects import NETWORK, SUBNET
+from world import World, WorldsNetwork
+
+from amphora_driver import config, driver
+from amphora_driver.backends import Catalogue
+from amphora_driver.certificates.authority import create_authority
+from amphora_driver.network.addresses import AddressRange
+from amphora_driver.store import fleet_tables, migrate, tables
+from amphora_driver.store.engine import Database
+from amphora_driver.store.vault import Vault
+
+SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
+LEASE = 1.0
+# Seconds of the clock after which everything has settled, whatever has died: some leases, and what waits for its time.
+PATIENCE = 60.0
+_OPTIONS = f"""
+[controller]
+lease = {LEASE}
+retry_first = 0.1
+retry_most = 2
+drain_timeout = 10
+forget_vip_after = 3
+[octavia]
+status_socket = {{folder}}/status.sock
+stats_socket = {{folder}}/stats.sock
+get_socket = {{folder}}/get.sock
+commit_patience = 2
+audit_after = 1
+audit_interval = 0.5
+[health]
+bind_address = 127.0.0.1
+bind_port = 0
+[failover]
+pause_first = 0
+[rotation]
+settle = 1
+[certificates]
+settle = 2
+client_ca = {{folder}}/controller.pem
+ca_certificate = {{folder}}/amphora.pem
+ca_private_key = {{folder}}/amphora.key
+[queue]
+doorbell_dir = {{folder}}/bells
+[store]
+encryption_key_file = {{folder}}/keys
+connection = {{url}}
+"""
+
+
+class Catalog(Catalogue):
+    """Real topologies; the world as the compute backend, and the network backend that knows it."""
+
+    def __init__(self, conf, database, world):
+        super().__init__(conf, database)
+        self._world, self._network = world, WorldsNetwork(conf, database, world)
+
+    def network(self, name):
+        return self._network
+
+    def compute(self, name, network):
+        return self._world
+
+    def networks(self):
+        return {"local": self._network}
+
+    def computes(self):
+        return {"netns": self._world}
+
+
+class Estate:
+    """The folder, and what outlives processes."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.clock = Clock(monkeypatch)
+        self.points = Points(folder, monkeypatch)
+        self.world = World(folder / "world")
+        self.octavia = Octavia(folder, self.world.generation_served)
+        # octavia_lib rests for 10 ms after each character it reads.
+        monkeypatch.setattr(driver_lib, "time", SimpleNamespace(time=time.time, sleep=lambda _seconds: None))
+        url = f"sqlite:///{folder}/driver.sqlite"
+        _write_files(folder, url)
+        monkeypatch.setenv(config.FILE_VARIABLE, str(folder / "driver.conf"))
+        for cached in (config.shared, driver._shared):
+            cached.cache_clear()
+        self.conf = config.shared()
+        self.vault = Vault.load(self.conf.store.encryption_key_file)
+        migrate.upgrade(url)
+        self.database = Database(url, durable=False)
+        self.catalogue = Catalog(self.conf, self.database, self.world)
+        # What users were promised survives a power cut in production; here it has to survive a process.
+        driver._shared().database._durable = False
+        driver._shared().catalogue = self.catalogue
+        self.world.begin()
+        self._define_networks()
+        self._kept = {}
+        self._generation = 0
+        self.octavia.start()
+        self.keep("nothing")
+
+    def end(self):
+        self.octavia.stop()
+        for database in self._databases():
+            database.dispose()
+        for cached in (config.shared, driver._shared):
+            cached.cache_clear()
+
+    def _databases(self):
+        return self.database, driver._shared().database
+
+    def _close(self):
+        """Close connections; the engines stay, with all statements that were compiled once."""
+        for database in self._databases():
+            if database._engine is not None:
+                database._engine.dispose()
+
+    def _take_over(self):
+        """A fork uses the engines it was born with: none of them has a connection of the parent's."""
+        for database in self._databases():
+            database._pid = os.getpid()
+
+    def _define_networks(self):
+        network = self.catalogue.network(None)
+        for network_id, subnet_id, name, prefix in (
+            (NETWORK, SUBNET, "vip", "198.51.100"),
+            (SECOND_NETWORK, SECOND_SUBNET, "members", "192.0.2"),
+        ):
+            network.define_network(network_id, name, name)
+            ends = {"first": f"{prefix}.10", "last": f"{prefix}.250"}
+            network.define_subnet(
+                AddressRange(
+                    id=subnet_id, network_id=network_id, name=name, cidr=f"{prefix}.0/24", gateway=f"{prefix}.1", **ends
+                )
+            )
+
+    # --- beginnings ---------------------------------------------------------------------------------------------------
+
+    def keep(self, name):
+        """Everything is to be as it is now whenever a story begins with this name."""
+        self._close()
+        folder = self.folder / f"kept {name}"
+        folder.mkdir()
+        for one in ("driver.sqlite", "world"):
+            shutil.copy(self.folder / one, folder / one)
+        self._kept[name] = self.octavia.rows()
+
+    def knows(self, name):
+        return name in self._kept
+
+    def begin(self, name):
+        self._close()
+        self.points.disarm()
+        for one in ("driver.sqlite-wal", "driver.sqlite-shm"):
+            # A process that was killed leaves what it has not written back.
+            (self.folder / one).unlink(missing_ok=True)
+        for one in ("driver.sqlite", "world"):
+            shutil.copy(self.folder / f"kept {name}" / one, self.folder / one)
+        self.octavia.begin(*self._kept[name])
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def dies(self, part):
+        """Run a part in a process of its own; returns the armed point at which it died, or None."""
+        self._close()
+
+        def child():
+            self._take_over()
+            part()
+
+        return dies(child, self.points)
+
+    def plane(self, *duties):
+        """New processes of the control plane, which know nothing of those before."""
+        self._generation += 1
+        return ControlPlane(self, f"process-{self._generation}", duties)
+
+    def octavia_trees(self):
+        """The load balancers as Octavia has them; a fork has those of the moment at which it was forked."""
+        return list(self.octavia.seen_by_heartbeats().values())
+
+    def amphorae(self):
+        """The ids of all amphorae, those of pools too."""
+        return set(self.scalars(tables.amphora.c.id))
+
+    def replacements(self):
+        """Every fail-over there ever was."""
+        return self.read(sa.select(fleet_tables.failover).order_by(fleet_tables.failover.c.id))
+
+    def read(self, query):
+        return self.database.read(lambda connection: connection.execute(query).all())
+
+    def scalars(self, column, *conditions):
+        query = sa.select(column).where(*conditions)
+        return self.database.read(lambda connection: connection.execute(query).scalars().all())
+
+
+def _write_files(folder, url):
+    for name in ("amphora", "controller"):
+        certificate, key = create_authority(name)
+        (folder / f"{name}.pem").write_bytes(certificate)
+        (folder / f"{name}.key").write_bytes(key.reveal())
+    (folder / "keys").write_bytes(Fernet.generate_key())
+    (folder / "keys").chmod(0o600)
+    (folder / "driver.conf").write_text(_OPTIONS.format(folder=folder, url=url))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not as it has to be once every process has done its part; an empty list is the end of a story."""
+
+import sqlalchemy as sa
+
+from amphora_driver.model import from_octavia
+from amphora_driver.provider_agent.audit import differences
+from amphora_driver.store import amphorae, failovers, rotations, spares, statuses, tables, wanted
+from amphora_driver.store.tables import work
+
+# Asked in every round: putting a statement together costs more than running it.
+_BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.applied, work.c.committed).where(
+    sa.or_(
+        work.c.owner.is_not(None),
+        sa.and_(
+            # A pool is looked after as long as it is there.
+            work.c.op != spares.OP,
+            sa.or_(
+                work.c.dirty,
+                work.c.applied < work.c.generation,
+                work.c.committed < work.c.generation,
+                work.c.read_back,
+            ),
+        ),
+    )
+)
+_UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != amphorae.State.READY.value)
+
+
+def undone(estate):
+    """What was accepted and is not settled: the first of it that is found."""
+
+    def read(connection):
+        found = [tuple(row) for row in connection.execute(_BUSY)]
+        found = found or [("goes or boots", one) for one in connection.execute(_UNSETTLED).scalars()]
+        found = found or [("to be reported", one.object_id, one.provisioning) for one in statuses.due(connection, 100)]
+        found = found or [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
+        rotation = None if found else rotations.active(connection)
+        return found if rotation is None else [("rotation", rotation.id, rotation.state, rotation.reason)]
+
+    return estate.database.read(read)
+
+
+def waited_for(estate):
+    """The same, with what Octavia waits for: only the test's own process knows Octavia."""
+    return list(estate.octavia.pending().items()) or undone(estate)
+
+
+def _unsettled(connection):
+    of = tables.amphora
+    return connection.execute(sa.select(of.c.id).where(of.c.state != amphorae.State.READY.value)).scalars()
+
+
+def unowned(estate):
+    """What is in the world or in a table and belongs to no load balancer, and the other way round."""
+
+    def read(connection):
+        def values(column):
+            return set(connection.execute(sa.select(column).distinct()).scalars())
+
+        return (
+            {row.load_balancer_id: row for row in connection.execute(sa.select(work))},
+            {row.id: row for row in connection.execute(sa.select(tables.amphora))},
+            {row.id: row for row in connection.execute(sa.select(tables.local_port))},
+            {
+                table.name: values(table.c.load_balancer_id)
+                for table in (tables.wanted_object, tables.status, tables.secret, tables.request)
+            },
+            values(tables.vip_claim.c.load_balancer_id),
+            values(tables.amphora_seen.c.amphora_id),
+            values(tables.orphan.c.id),
+        )
+
+    rows, machines, ports, owned, claims, seen, noted = estate.database.read(read)
+    known, pools = set(estate.octavia.trees), {one for one, row in rows.items() if row.op == spares.OP}
+    state = estate.world.kept.read()
+    found = [f"work without a load balancer: {one}" for one in rows.keys() - known - pools]
+    found += [f"unknown to the provider: {one}" for one in known - rows.keys()]
+    for name, owners in owned.items():
+        found += [f"{name} of {one}" for one in owners - rows.keys()]
+    found += [f"claim of {one}" for one in claims - rows.keys()]
+    found += [f"amphora {one}" for one, row in machines.items() if row.load_balancer_id not in rows]
+    found += [f"seen: {one}" for one in seen - machines.keys()]
+    found += [f"noted as an orphan: {one}" for one in noted]
+    found += [f"machine {one}" for one in state["machines"].keys() - machines.keys()]
+    found += [f"no machine of {one}" for one in machines.keys() - state["machines"].keys()]
+    owners = {*machines, *(f"lb-{one}" for one in rows.keys() - pools)}
+    found += [f"port {one} of {row.owner}" for one, row in ports.items() if row.owner not in owners]
+    joined = {port for machine in state["machines"].values() for port in machine["ports"].values()}
+    mine = {one for one, row in ports.items() if row.owner in machines}
+    found += [f"port {one} is joined to no machine" for one in mine - joined]
+    found += [f"port {one} is joined and not there" for one in joined - mine]
+    found += [f"VIP options of {one}" for one in state["options"].keys() - known]
+    return found
+
+
+def unlike(estate):
+    """Where rows, Octavia and amphorae say different things of one load balancer."""
+
+    def read(connection):
+        found = []
+        for of, tree in estate.octavia.trees.items():
+            row = connection.execute(sa.select(work).where(work.c.load_balancer_id == of)).first()
+            if row is None:
+                continue
+            found += differences(wanted.load_tree(connection, of), from_octavia.load_balancer(tree))
+            for one in amphorae.of_load_balancer(connection, of):
+                served = (state["machines"].get(one.id, {}).get("bundle") or {}).get("generation")
+                if not served == one.confirmed == row.generation:
+                    found.append(f"{one.id} serves {served}, has confirmed {one.confirmed}, wanted is {row.generation}")
+                if one.management_address is None or not one.plugged:
+                    found.append(f"{one.id} has no address or no port")
+        # A request that was made has its answer in the history.
+        unanswered = sa.select(tables.request.c.action).where(tables.request.c.applied_at.is_(None))
+        return found + [f"unanswered: {one}" for one in connection.execute(unanswered).scalars()]
+
+    state = estate.world.kept.read()
+    found = estate.database.read(read)
+    found += [f"said too early: {one}" for one in estate.octavia.early]
+    return found + [f"{one} is {said}" for one, said in estate.octavia.provisioning.items() if said != "ACTIVE"]
+
+
+def everything(estate):
+    return [*waited_for(estate), *unowned(estate), *unlike(estate)]

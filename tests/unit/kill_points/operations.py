@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table: every operation of the control plane, the state it begins with, and what there is in the end.
+
+A beginning is made undisturbed, once, by what users did before.
+"""
+
+import time
+from functools import partial
+
+import sqlalchemy as sa
+import users
+from dataplane.pki import Authority
+from estate import SECOND_SUBNET
+from processes import CERTIFICATES, DETECTION, HEALTH, ROTATION
+from stories import Operation
+from unit.driver.octavia_objects import LB, LISTENER, POOL, member
+
+from amphora_driver.certificates import trust
+from amphora_driver.store import authorities, failovers, rotations, spares
+from amphora_driver.store.authorities import Kind
+from amphora_driver.store.rotations import ItemState, Selection
+from amphora_driver.store.tables import amphora, work
+
+PAIR = {"loadbalancer_topology": "ACTIVE_STANDBY"}
+SPARED = {"warm_spares": 1}
+_DAY = 86_400.0
+_CERTIFICATE = Authority("root").issue("www.example.com")
+_TERMINATED = {
+    "protocol": "TERMINATED_HTTPS",
+    "protocol_port": 443,
+    "default_tls_container_ref": "one",
+    "default_tls_container_data": {
+        "certificate": _CERTIFICATE.certificate_pem,
+        "private_key": _CERTIFICATE.key_pem,
+        "passphrase": None,
+        "intermediates": [],
+    },
+}
+
+
+# --- what happens without a user --------------------------------------------------------------------------------------
+
+
+def _operator_replaces_the_holder(estate):
+    """What `amphoractl amphora failover` writes, for the amphora that has the VIPs."""
+    why = failovers.Why(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
+    holder, now = estate.world.kept.read()["holder"], estate.database.now()
+    assert estate.database.write(lambda c: failovers.begin(c, LB, [holder], why, now)) == 1
+
+
+def _machine_ends(estate):
+    (only,) = estate.amphorae()
+    estate.world.power_off(only)
+
+
+def _operator_rotates(estate):
+    estate.database.write(lambda c: rotations.ask(c, Selection(everything=True), 1, "test"))
+
+
+def _nothing(estate):
+    """Time passes."""
+
+
+# --- beginnings -------------------------------------------------------------------------------------------------------
+
+
+def _addresses_are_late(estate):
+    with estate.world.kept.open() as state:
+        state["late"] = 2
+
+
+def _certificates_age(estate):
+    issued = amphora.c.certificate_issued_at - 5 * _DAY
+    old = {"certificate_issued_at": issued, "certificate_expires_at": issued + 7 * _DAY}
+    estate.database.write(lambda c: c.execute(amphora.update().values(**old)))
+
+
+def _authorities_rotate(estate):
+    for kind in Kind:
+        new, present = trust.create(kind, estate.vault, 30), trust.configured(estate.conf, kind)
+        begin = partial(authorities.begin, kind=kind, configured=present, new=new, now=1.0)
+        estate.database.write(begin)
+
+
+def _done(name, before, machines=0, **more):
+    return Operation(name=name, beginning=before, machines=machines, **more)
+
+
+BEGINNINGS = {
+    "alone": _done("alone", "nothing", 1, request=users.create()),
+    "served": _done("served", "nothing", 1, request=users.create(populated=True), duties=(HEALTH,)),
+    "pair": _done("pair", "nothing", 2, request=users.create(PAIR, populated=True), duties=(HEALTH,), amphorae=2),
+    "spared": _done("spared", "nothing", 2, request=users.create(SPARED, populated=True), amphorae=2),
+    "two networks": _done("two networks", "served", request=users.add_member(3, subnet_id=SECOND_SUBNET)),
+    "late addresses": _done("late addresses", "nothing", amphorae=0, happens=_addresses_are_late),
+    "aged": _done("aged", "served", happens=_certificates_age),
+    "rotating authorities": _done("rotating authorities", "served", happens=_authorities_rotate),
+}
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def _all_online(estate):
+    assert set(estate.octavia.operating.values()) == {"ONLINE"}, estate.octavia.operating
+    assert estate.octavia.operating.keys() == estate.octavia.provisioning.keys()
+
+
+def _replacement_begun(estate):
+    return len(estate.replacements()) == 1
+
+
+def _no_pool_left(estate):
+    return not estate.database.read(spares.pools)
+
+
+def _authorities_settled(estate):
+    found = estate.database.read(authorities.every)
+    return all(one.state is authorities.State.CURRENT for one in found)
+
+
+def _certificate_is_new(estate):
+    (issued,) = estate.scalars(amphora.c.certificate_issued_at)
+    return issued > time.time() - _DAY
+
+
+def _renewed(estate):
+    assert all(machine["certificate"] for machine in estate.world.kept.read()["machines"].values())
+
+
+def _two_authorities(estate):
+    """One of each kind is left, and it is the new one."""
+    found = estate.database.read(authorities.every)
+    assert sorted(one.kind for one in found) == sorted(Kind)
+    assert {one.id for one in found} == {2, 4}
+
+
+def _rotated(estate):
+    items = estate.database.read(lambda c: rotations.items(c, 1))
+    assert [one.state for one in items] == [ItemState.DONE]
+
+
+def _secrets(number):
+    def check(estate):
+        assert len(estate.read(sa.text("SELECT * FROM secret"))) == number
+
+    return check
+
+
+def _pool(number):
+    """A load balancer with one amphora, and a pool with so many spares."""
+
+    def check(estate):
+        pools = [row.load_balancer_id for row in estate.database.read(spares.pools)]
+        assert len(pools) == 1
+        counted = sa.select(sa.func.count()).where(amphora.c.load_balancer_id.in_(pools))
+        assert estate.read(counted)[0][0] == number
+
+    return check
+
+
+def _ports(networks):
+    def check(estate):
+        (machine,) = estate.world.kept.read()["machines"].values()
+        assert len(machine["ports"]) == networks
+
+    return check
+
+
+def _options_told(estate):
+    ((options, ports),) = estate.world.kept.read()["options"].values()
+    assert (options.qos_policy_id, len(ports)) == (_POLICY, 1)
+    (noted,) = estate.scalars(work.c.vip_applied)
+    assert _POLICY in noted
+
+
+_POLICY = "40000000-0000-4000-8000-000000000001"
+_MEMBER_3 = {member(3).member_id}
+_TREE = {LB, LISTENER, POOL, *(member(number).member_id for number in (1, 2))}
+OPERATIONS = [
+    _done("create alone", "nothing", 1, request=users.create()),
+    _done("create a pair", "nothing", 2, request=users.create(PAIR, populated=True), duties=(HEALTH,), amphorae=2),
+    _done("addresses come late", "late addresses", 1, request=users.create()),
+    _done("change a member", "served", request=users.change_member(1, weight=7)),
+    _done("set members", "served", request=users.set_members((1, 2), (2, 4))),
+    _done("add a network", "served", request=users.add_member(3, subnet_id=SECOND_SUBNET), check=_ports(2)),
+    _done("leave a network", "two networks", request=users.remove_member(3), deletes=_MEMBER_3, check=_ports(1)),
+    _done(
+        *("set VIP options", "served"),
+        request=users.change_load_balancer(vip_qos_policy_id=_POLICY),
+        check=_options_told,
+    ),
+    _done("end TLS", "alone", request=users.add_listener(terminated=_TERMINATED), check=_secrets(2)),
+    _done("delete alone", "alone", request=users.delete(), deletes={LB}, amphorae=0),
+    _done("delete with children", "served", request=users.delete(cascade=True), deletes=_TREE, amphorae=0),
+    _done("fail over", "served", 1, request=users.fail_over(), replaced=1),
+    _done("fail over a pair", "pair", 2, request=users.fail_over(), duties=(HEALTH,), amphorae=2, replaced=2),
+    _done(
+        *("replace the holder", "pair", 1),
+        happens=_operator_replaces_the_holder,
+        duties=(HEALTH,),
+        amphorae=2,
+        replaced=1,
+    ),
+    _done(
+        *("a machine ends", "served", 1),
+        happens=_machine_ends,
+        duties=(HEALTH, DETECTION),
+        replaced=1,
+        until=_replacement_begun,
+    ),
+    _done("join a pool", "nothing", 2, request=users.create(SPARED), amphorae=2, check=_pool(1)),
+    _done("adopt a spare", "spared", 1, request=users.fail_over(), amphorae=2, replaced=1, check=_pool(1)),
+    _done(
+        *("leave a pool", "spared"),
+        request=users.delete(cascade=True),
+        deletes=_TREE,
+        amphorae=0,
+        until=_no_pool_left,
+    ),
+    _done("rotate", "served", 1, happens=_operator_rotates, duties=(HEALTH, ROTATION), replaced=1, check=_rotated),
+    _done(
+        *("renew a certificate", "aged"),
+        happens=_nothing,
+        duties=(CERTIFICATES,),
+        until=_certificate_is_new,
+        check=_renewed,
+    ),
+    _done(
+        *("rotate authorities", "rotating authorities"),
+        happens=_nothing,
+        duties=(CERTIFICATES,),
+        until=_authorities_settled,
+        check=_two_authorities,
+    ),
+    _done("hear amphorae", "served", happens=_nothing, duties=(HEALTH,), check=_all_online),
+]
