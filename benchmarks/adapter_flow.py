@@ -132,7 +132,7 @@ class Flow:
         if op == "member_create":
             if told.get(what) != "ACTIVE":
                 wrong.append(f"member {told.get(what)}")
-            if not all(f"server {what} ".encode() in self._agents.given[one.id] for one in serving):
+            if not all(f"server {what} ".encode() in self._agents.given.get(one.id, b"") for one in serving):
                 wrong.append("the member was not given to the agent")
         elif what and set(what) & {one.id for one in serving}:
             wrong.append("one that was to go is there")

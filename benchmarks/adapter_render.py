@@ -48,11 +48,11 @@ class Rendering:
         paths = Paths(Path(self.workdir) / "machine")
         for folder in (paths.var, paths.run, self._place):
             folder.mkdir(parents=True, exist_ok=True)
-        # It writes and computes here, and runs nothing: no services, no namespace.
-        agent = Agent(paths, None, None, lambda: None)
+        # It writes and computes here, and runs nothing: no services, no namespace, no accounts.
+        agent = Agent(paths, None, None, None)
         agent.write_machine_configuration()
         files = [File(one.name, hashlib.sha256(one.name.encode()).hexdigest()) for one in rendered.files]
-        document = agent.document(rendered.text, parse(rendered.text), files, self._place, Limits(None, None))
+        document = agent.document(rendered.text, parse(rendered.text), files, self._place, Limits(None, None), None)
         return paths.machine_configuration.read_text() + document.head
 
 
