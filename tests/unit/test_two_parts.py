@@ -79,8 +79,8 @@ class Project:
         (self._folder / "tests" / ring).mkdir(parents=True, exist_ok=True)
         (self._folder / "tests" / ring / name).write_text(source)
 
-    def together(self) -> tuple[int, str]:
-        return self._run("--together", "out", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    def together(self, workers: int = 1) -> tuple[int, str]:
+        return self._run("--together", "out", "-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")
 
     def alone(self) -> tuple[int, str]:
         return self._run("--alone", "out", "--feature-matrix", "out/matrix")
@@ -114,7 +114,7 @@ def project(tmp_path):
 def test_what_fails_beside_others_may_pass_alone_and_is_named(project):
     project.write("unit", "test_quiet.py", QUIET)
     project.write("system", "test_nervous.py", NOT_CALM.format(count=MOST_REPEATED))
-    status, said = project.together()
+    status, said = project.together(workers=2)
     assert (status, f"{MOST_REPEATED} failed, {len(RINGS)} passed" in said) == (1, True), said
     status, said = project.alone()
     assert (status, f"{MOST_REPEATED + 1} passed, {len(RINGS)} deselected" in said) == (0, True), said
