@@ -18,8 +18,11 @@ COMMITTED = TESTS.parent / "docs" / "feature-matrix"
 def marked(source: str, marker: str = "feature") -> set[str]:
     """Every line that a test in this file is marked with; lines are written out, so that they can be searched for."""
     found: set[str] = set()
+    if marker not in source:
+        return found  # most files, and to parse one takes long
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{marker}":
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == marker
+        if named and ast.unparse(node.func) == f"pytest.mark.{marker}":
             found.update(ast.literal_eval(argument) for argument in node.args)
     return found
 

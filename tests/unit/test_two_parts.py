@@ -95,8 +95,8 @@ class Project:
     def known(self, nodeid: str) -> None:
         (self._folder / "second-attempts.txt").write_text(f"# known\n{nodeid}  # 2026-11-22, not explained yet\n")
 
-    def together(self, *more: str) -> tuple[int, str]:
-        return self._run(*more, "--together", "out", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    def together(self, *more: str, workers: int = 1) -> tuple[int, str]:
+        return self._run(*more, "--together", "out", "-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")
 
     def alone(self, *more: str) -> tuple[int, str]:
         return self._run(*more, "--alone", "out", "--feature-matrix", "out/matrix")
@@ -130,7 +130,7 @@ def project(tmp_path):
 def test_what_fails_beside_others_may_pass_alone_and_is_named(project):
     project.write("unit", "test_quiet.py", QUIET)
     project.write("system", "test_nervous.py", NOT_CALM.format(count=MOST_REPEATED))
-    status, said = project.together()
+    status, said = project.together(workers=2)
     assert (status, f"{MOST_REPEATED} failed, {len(RINGS)} passed" in said) == (1, True), said
     status, said = project.alone()
     assert (status, f"{MOST_REPEATED + 1} passed, {len(RINGS)} deselected" in said) == (0, True), said

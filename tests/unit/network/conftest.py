@@ -35,11 +35,16 @@ def url(tmp_path):
 
 
 @pytest.fixture
-def network(url, tmp_path):
+def database(url):
+    made = Database(url)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def network(database, tmp_path):
     file = tmp_path / "test.conf"
     file.write_text("")
-    database = Database(url)
     network = LocalNetwork(config.load([str(file)]), database)
     define(network)
-    yield network
-    database.dispose()
+    return network
