@@ -342,9 +342,10 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
-            if report.kind is Kind.LOAD_BALANCER and self.library.get_loadbalancer(report.object_id) is None:
+            ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
+            if ends and self.library.get_loadbalancer(report.object_id) is None:
                 # Nothing is there to be told about: deleted before, or never committed.
-                return report.provisioning is Provisioning.DELETED
+                return True
             pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.reported("refused")
             LOG.warning(

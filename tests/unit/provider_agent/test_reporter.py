@@ -133,6 +133,18 @@ def test_one_that_octavia_never_commits_is_removed(intents, database, reporter, 
     assert database.read(lambda c: c.execute(sa.select(work)).all()) == [], "nobody is left to be told"
 
 
+def test_what_octavia_refuses_of_a_load_balancer_it_does_not_know_ends_the_turn(intents, database, reporter, octavia):
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.turn()
+    serve(database, 1)
+    del octavia.trees["lb"]
+    asked = []
+    octavia.refuse = lambda document: asked.append(document) or ("loadbalancers", "lb")
+    reporter._report_statuses()
+    assert not reporter._report_statuses(), "the pause after a refusal is not over"
+    assert asked == [ACTIVE, ACTIVE], "once with all that is due, and once alone"
+
+
 def test_a_fully_populated_one_is_read_back(intents, database, reporter):
     intents.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,)), read_back=True
