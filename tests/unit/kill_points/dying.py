@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that really die: a fork of the test's process runs a part of the control plane and gets SIGKILL at a point.
+"""Forks of the test's process run parts of the control plane and get SIGKILL at a point.
 
-A fork imports nothing, so a death costs milliseconds. What the dead process had in memory is lost. What the process
-had committed, or had done to machines, is in files of the test's folder. The clock is shared by all of them.
+A fork imports nothing, so a death costs milliseconds. SIGKILL takes all that the fork has in memory. Files of the
+test's folder keep what the fork has committed and what it has done to machines.
 """
 
 import gc
@@ -21,18 +21,23 @@ from pathlib import Path
 from amphora_driver import points
 
 _REACHED_THE_END, _FAILED = 0, 70
-# A child that hangs says where, and ends; its parent reports that as a failure.
-_MOST_SECONDS = 60
+# Seconds of processor time for a fork. Time on the wall would let a test fail on a busy machine.
+_MOST_SECONDS = 30
+# Seconds between two looks at the clock: of two rows the later one has the later time.
+_LOOK = 1e-5
 
 
 class Clock:
-    """The time of all processes, in a page of memory that forks share; a test moves it."""
+    """The time of all processes, in a page of memory that forks share.
+
+    The time does not depend on the machine's load: a test moves it, and each look moves it by `_LOOK`.
+    """
 
     def __init__(self, monkeypatch):
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
-        wall, monotonic = time.time, time.monotonic
-        monkeypatch.setattr(time, "time", lambda: wall() + self.ahead)
-        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.ahead)
+        wall, monotonic = time.time(), time.monotonic()
+        monkeypatch.setattr(time, "time", lambda: wall + self._look())
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic + self._look())
 
     @property
     def ahead(self):
@@ -40,6 +45,10 @@ class Clock:
 
     def advance(self, seconds):
         struct.pack_into("d", self._page, 0, self.ahead + seconds)
+
+    def _look(self):
+        self.advance(_LOOK)
+        return self.ahead
 
 
 class Points:
@@ -55,7 +64,7 @@ class Points:
         monkeypatch.setattr(points, "_stop", self._reached)
 
     def arm(self, names, visit=1):
-        """The process that comes to one of these points for this number of times dies there, once."""
+        """A process dies once at each of these points, at its given visit to the point."""
         for name in names:
             (self._armed / name).write_text(str(visit), encoding="ascii")
 
@@ -67,7 +76,7 @@ class Points:
             path.unlink()
 
     def forget(self):
-        """A process begins: it has come to no point."""
+        """A new process begins, with no visit to any point."""
         self._visits.clear()
 
     def _reached(self, point):
@@ -80,9 +89,29 @@ class Points:
 
     @contextmanager
     def recorded(self):
-        """Yields how often this process comes to each point; no process dies."""
+        """Yields the number of visits of this process to each point; no point is armed."""
         self.forget()
         yield self._visits
+
+
+class Endless(BaseException):
+    """A process has used its processor time. It is no `Exception`: the product catches those and tries again."""
+
+
+@contextmanager
+def limited(seconds):
+    """Interrupts the block after so many seconds of processor time of this process."""
+
+    def interrupt(_signal, _frame):
+        raise Endless(f"it did not end in {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def dies(part, armed):
@@ -93,13 +122,18 @@ def dies(part, armed):
         armed: the `Points`.
     """
     before = armed.armed()
-    # A look at each object of the parent's would copy the page on which that is.
+    # The garbage collector writes to each object that it visits, and each write copies a page in the fork.
     gc.freeze()
     child = os.fork()
     if child == 0:
         _run(part, armed)
     gc.unfreeze()
-    _, outcome = os.waitpid(child, 0)
+    try:
+        _, outcome = os.waitpid(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
     met = before - armed.armed()
     if os.WIFSIGNALED(outcome):
         assert os.WTERMSIG(outcome) == signal.SIGKILL, f"the process ended by signal {os.WTERMSIG(outcome)}"
@@ -111,15 +145,15 @@ def dies(part, armed):
 
 
 def _run(part, armed):
-    """Run a part and end this process, without anything that pytest would do at the end of its own."""
+    """Run a part and end this process without the end of pytest."""
     status = _FAILED
     try:
         gc.disable()
         armed.forget()
-        signal.alarm(_MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
         part()
         status = _REACHED_THE_END
-    except BaseException:  # noqa: BLE001 - whatever it is, only the exit status tells the parent
+    except BaseException:  # noqa: BLE001 - the parent sees the exit status only
         traceback.print_exc(file=sys.__stderr__)
     finally:
         sys.__stderr__.flush()
@@ -127,17 +161,17 @@ def _run(part, armed):
 
 
 class Kept:
-    """A dictionary in a file, which outlives the process that has changed it."""
+    """A value in a file, which outlives the process that has changed it."""
 
     def __init__(self, path, load, dump):
         self._path = Path(path)
         self._load, self._dump = load, dump
-        # A push asks several agents at once.
+        # A push asks several agents in threads.
         self._lock = threading.Lock()
 
     @contextmanager
     def open(self):
-        """Yields the value; what the block makes of it is there for all processes after the block."""
+        """Yields the value and writes it to the file at the end of the block."""
         with self._lock:
             value = self._load(self._path.read_bytes())
             try:

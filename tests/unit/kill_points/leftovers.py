@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not as it has to be once every process has done its part; an empty list is the end of a story."""
+"""Lists of what is not settled, what has no owner, and where two sides differ; a run ends when all are empty."""
 
 import sqlalchemy as sa
 
@@ -8,12 +8,12 @@ from amphora_driver.provider_agent.audit import differences
 from amphora_driver.store import amphorae, failovers, rotations, spares, statuses, tables, wanted
 from amphora_driver.store.tables import work
 
-# Asked in every round: putting a statement together costs more than running it.
+# A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.
 _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.applied, work.c.committed).where(
     sa.or_(
         work.c.owner.is_not(None),
         sa.and_(
-            # A pool is looked after as long as it is there.
+            # The row of a pool stays due as long as the pool exists.
             work.c.op != spares.OP,
             sa.or_(
                 work.c.dirty,
@@ -27,8 +27,8 @@ _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.
 _UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != amphorae.State.READY.value)
 
 
-def undone(estate):
-    """What was accepted and is not settled: the first of it that is found."""
+def undone(deployment):
+    """Accepted work that is not settled: the first kind of it that is found."""
 
     def read(connection):
         found = [tuple(row) for row in connection.execute(_BUSY)]
@@ -38,12 +38,12 @@ def undone(estate):
         rotation = None if found else rotations.active(connection)
         return found if rotation is None else [("rotation", rotation.id, rotation.state, rotation.reason)]
 
-    return estate.database.read(read)
+    return deployment.database.read(read)
 
 
-def waited_for(estate):
-    """The same, with what Octavia waits for: only the test's own process knows Octavia."""
-    return list(estate.octavia.pending().items()) or undone(estate)
+def waited_for(deployment):
+    """The same, with what Octavia waits for; only the test's own process sees Octavia."""
+    return list(deployment.octavia.pending().items()) or undone(deployment)
 
 
 def _unsettled(connection):
@@ -51,8 +51,8 @@ def _unsettled(connection):
     return connection.execute(sa.select(of.c.id).where(of.c.state != amphorae.State.READY.value)).scalars()
 
 
-def unowned(estate):
-    """What is in the world or in a table and belongs to no load balancer, and the other way round."""
+def unowned(deployment):
+    """Rows, machines and ports without a load balancer, and rows without their machine or port."""
 
     def read(connection):
         def values(column):
@@ -71,9 +71,9 @@ def unowned(estate):
             values(tables.orphan.c.id),
         )
 
-    rows, machines, ports, owned, claims, seen, noted = estate.database.read(read)
-    known, pools = set(estate.octavia.trees), {one for one, row in rows.items() if row.op == spares.OP}
-    state = estate.world.kept.read()
+    rows, machines, ports, owned, claims, seen, noted = deployment.database.read(read)
+    known, pools = set(deployment.octavia.trees), {one for one, row in rows.items() if row.op == spares.OP}
+    state = deployment.world.kept.read()
     found = [f"work without a load balancer: {one}" for one in rows.keys() - known - pools]
     found += [f"unknown to the provider: {one}" for one in known - rows.keys()]
     for name, owners in owned.items():
@@ -94,12 +94,12 @@ def unowned(estate):
     return found
 
 
-def unlike(estate):
-    """Where rows, Octavia and amphorae say different things of one load balancer."""
+def unlike(deployment):
+    """Differences between rows, Octavia and amphorae of one load balancer."""
 
     def read(connection):
         found = []
-        for of, tree in estate.octavia.trees.items():
+        for of, tree in deployment.octavia.trees.items():
             row = connection.execute(sa.select(work).where(work.c.load_balancer_id == of)).first()
             if row is None:
                 continue
@@ -110,15 +110,14 @@ def unlike(estate):
                     found.append(f"{one.id} serves {served}, has confirmed {one.confirmed}, wanted is {row.generation}")
                 if one.management_address is None or not one.plugged:
                     found.append(f"{one.id} has no address or no port")
-        # A request that was made has its answer in the history.
         unanswered = sa.select(tables.request.c.action).where(tables.request.c.applied_at.is_(None))
         return found + [f"unanswered: {one}" for one in connection.execute(unanswered).scalars()]
 
-    state = estate.world.kept.read()
-    found = estate.database.read(read)
-    found += [f"said too early: {one}" for one in estate.octavia.early]
-    return found + [f"{one} is {said}" for one, said in estate.octavia.provisioning.items() if said != "ACTIVE"]
+    state = deployment.world.kept.read()
+    found = deployment.database.read(read)
+    found += [f"said too early: {one}" for one in deployment.octavia.early]
+    return found + [f"{one} is {said}" for one, said in deployment.octavia.provisioning.items() if said != "ACTIVE"]
 
 
-def everything(estate):
-    return [*waited_for(estate), *unowned(estate), *unlike(estate)]
+def everything(deployment):
+    return [*waited_for(deployment), *unowned(deployment), *unlike(deployment)]

@@ -2,7 +2,7 @@
 """Octavia in the test's process: its rows, its transactions, and the three sockets of its driver agent.
 
 Invariant: what a request changes is visible only after its transaction has ended. The transaction ends when a status
-of the load balancer waits for its row, or after the first read that does not find a new load balancer. A provisioning
+of the load balancer waits for its row, or after the second read that does not find a new load balancer. A provisioning
 status that arrives before that is noted as said too early: Octavia would lose it. ACTIVE is too early as well while no
 amphora serves what was asked for.
 """
@@ -22,12 +22,16 @@ _IDS = {
     "rules": "l7rule_id",
 }
 
-# In this order Octavia goes through a call; what it is told twice is DELETED it does not mind.
+# The transaction of a new load balancer ends after so many reads that do not find it.
+_PATIENCE = 2
+# Octavia refuses a status of an unknown object of these kinds, but for DELETED, and ignores it of other kinds.
+_REFUSED = ("listeners", "l7policies")
+# Octavia works through a call in this order.
 _STATUS_ORDER = ("members", "healthmonitors", "pools", "l7rules", "l7policies", "listeners", "loadbalancers")
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """What a request makes of Octavia's rows.
+    """The changes of Octavia's rows that one request makes.
 
     Attributes:
         load_balancer_id: whose.
@@ -54,11 +58,11 @@ class Octavia(OctaviaSockets):
         self.begin({}, {}, {})
 
     def begin(self, trees, provisioning, operating):
-        """These are the rows, and no transaction is open."""
+        """Set the rows; no transaction is open."""
         self.trees = copy.deepcopy(trees)
         self.provisioning, self.operating = dict(provisioning), dict(operating)
         self.early, self.told = [], []
-        self._open, self._wanted = None, 0
+        self._open, self._wanted, self._sought = None, 0, 0
 
     def rows(self):
         return copy.deepcopy((self.trees, self.provisioning, self.operating))
@@ -66,8 +70,8 @@ class Octavia(OctaviaSockets):
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def request(self, change, generation):
-        """The driver has answered and recorded this generation; the transaction of the request is open still."""
-        self._open, self._wanted = change, generation
+        """The driver has recorded this generation and answered; the transaction of the request stays open."""
+        self._open, self._wanted, self._sought = change, generation, 0
 
     def commit(self):
         if self._open is not None:
@@ -77,7 +81,7 @@ class Octavia(OctaviaSockets):
             self.provisioning.update(change.pending)
 
     def seen_by_heartbeats(self):
-        """The load balancers with what an open transaction makes of them: amphorae serve that already."""
+        """The load balancers with the changes of the open transaction: amphorae may serve those already."""
         change = self._open
         changed = {} if change is None or change.tree is None else {change.load_balancer_id: change.tree}
         return {**self.trees, **changed}
@@ -96,10 +100,10 @@ class Octavia(OctaviaSockets):
                 if change is not None and said and object_id in change.pending:
                     self.early.append(entry)
                 if change is not None and object_id == change.load_balancer_id and object_id in self.trees:
-                    # The status waits for the row, until the transaction has ended.
+                    # The status waits for the lock of the row, which the end of the transaction frees.
                     self.commit()
                 if object_id not in self.provisioning:
-                    if said and said != "DELETED":
+                    if kind in _REFUSED and said != "DELETED":
                         return {
                             "status_code": 500,
                             "fault_string": "not found",
@@ -132,7 +136,9 @@ class Octavia(OctaviaSockets):
         self.asked.append(document)
         found = next((node for node in _nodes(self.trees.values()) if document["id"] in _names(node)), None)
         if found is None:
-            self.commit()
+            self._sought += 1
+            if self._sought == _PATIENCE:
+                self.commit()
         return copy.deepcopy(found or {})
 
 
@@ -141,12 +147,12 @@ def _names(node):
 
 
 def _is_own(node, name):
-    """Whether this field names the node itself, and not what it hangs under or refers to."""
+    """Whether this field is the id of the node itself, and not of a parent or of a reference."""
     own = next((each for each in _ORDER if each in node), None)
     return name == own
 
 
-# The deepest kind first: a member also says in which pool it is.
+# The deepest kind first: a member has the id of its pool too.
 _ORDER = (
     *("l7rule_id", "l7policy_id", "member_id", "healthmonitor_id"),
     *("pool_id", "listener_id", "loadbalancer_id"),

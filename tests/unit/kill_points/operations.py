@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table: every operation of the control plane, the state it begins with, and what there is in the end.
+"""The table of operations, with the state before each of them and the checks after it.
 
-A beginning is made undisturbed, once, by what users did before.
+An operation without deaths makes each state once.
 """
 
 import time
@@ -10,9 +10,9 @@ from functools import partial
 import sqlalchemy as sa
 import users
 from dataplane.pki import Authority
-from estate import SECOND_SUBNET
+from deployment import SECOND_SUBNET
 from processes import CERTIFICATES, DETECTION, HEALTH, ROTATION
-from stories import Operation
+from runs import Operation
 from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 
 from amphora_driver.certificates import trust
@@ -41,56 +41,66 @@ _TERMINATED = {
 # --- what happens without a user --------------------------------------------------------------------------------------
 
 
-def _operator_replaces_the_holder(estate):
-    """What `amphoractl amphora failover` writes, for the amphora that has the VIPs."""
+def _operator_replaces_the_holder(deployment):
+    """Write what `amphoractl amphora failover` writes, for the amphora that has the VIPs."""
     why = failovers.Why(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
-    holder, now = estate.world.kept.read()["holder"], estate.database.now()
-    assert estate.database.write(lambda c: failovers.begin(c, LB, [holder], why, now)) == 1
+    holder, now = deployment.world.kept.read()["holder"], deployment.database.now()
+    assert deployment.database.write(lambda c: failovers.begin(c, LB, [holder], why, now)) == 1
 
 
-def _machine_ends(estate):
-    (only,) = estate.amphorae()
-    estate.world.power_off(only)
+def _machine_ends(deployment):
+    (only,) = deployment.amphorae()
+    deployment.world.power_off(only)
 
 
-def _operator_rotates(estate):
-    estate.database.write(lambda c: rotations.ask(c, Selection(everything=True), 1, "test"))
+def _operator_rotates(deployment):
+    deployment.database.write(lambda c: rotations.ask(c, Selection(everything=True), 1, "test"))
 
 
-def _nothing(estate):
-    """Time passes."""
+def _nothing(deployment):
+    """No event: time goes on."""
 
 
 # --- beginnings -------------------------------------------------------------------------------------------------------
 
 
-def _addresses_are_late(estate):
-    with estate.world.kept.open() as state:
+def _addresses_are_late(deployment):
+    with deployment.world.kept.open() as state:
         state["late"] = 2
 
 
-def _certificates_age(estate):
+def _certificates_age(deployment):
     issued = amphora.c.certificate_issued_at - 5 * _DAY
     old = {"certificate_issued_at": issued, "certificate_expires_at": issued + 7 * _DAY}
-    estate.database.write(lambda c: c.execute(amphora.update().values(**old)))
+    deployment.database.write(lambda c: c.execute(amphora.update().values(**old)))
 
 
-def _authorities_rotate(estate):
+def _authorities_rotate(deployment):
     for kind in Kind:
-        new, present = trust.create(kind, estate.vault, 30), trust.configured(estate.conf, kind)
+        new, present = trust.create(kind, deployment.vault, 30), trust.configured(deployment.conf, kind)
         begin = partial(authorities.begin, kind=kind, configured=present, new=new, now=1.0)
-        estate.database.write(begin)
+        deployment.database.write(begin)
 
 
 def _done(name, before, machines=0, **more):
     return Operation(name=name, beginning=before, machines=machines, **more)
 
 
+def _pool_is_full(deployment):
+    return [len(deployment.database.read(partial(spares.ready, pool_id=one))) for one in _pools(deployment)] == [1]
+
+
+def _pools(deployment):
+    return [row.load_balancer_id for row in deployment.database.read(spares.pools)]
+
+
 BEGINNINGS = {
     "alone": _done("alone", "nothing", 1, request=users.create()),
     "served": _done("served", "nothing", 1, request=users.create(populated=True), duties=(HEALTH,)),
     "pair": _done("pair", "nothing", 2, request=users.create(PAIR, populated=True), duties=(HEALTH,), amphorae=2),
-    "spared": _done("spared", "nothing", 2, request=users.create(SPARED, populated=True), amphorae=2),
+    "spared": _done(
+        "spared", "nothing", 2, request=users.create(SPARED, populated=True), amphorae=2, until=_pool_is_full
+    ),
     "two networks": _done("two networks", "served", request=users.add_member(3, subnet_id=SECOND_SUBNET)),
     "late addresses": _done("late addresses", "nothing", amphorae=0, happens=_addresses_are_late),
     "aged": _done("aged", "served", happens=_certificates_age),
@@ -101,76 +111,64 @@ BEGINNINGS = {
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
-def _all_online(estate):
-    assert set(estate.octavia.operating.values()) == {"ONLINE"}, estate.octavia.operating
-    assert estate.octavia.operating.keys() == estate.octavia.provisioning.keys()
+def _all_online(deployment):
+    assert set(deployment.octavia.operating.values()) == {"ONLINE"}, deployment.octavia.operating
+    assert deployment.octavia.operating.keys() == deployment.octavia.provisioning.keys()
 
 
-def _replacement_begun(estate):
-    return len(estate.replacements()) == 1
+def _replacement_begun(deployment):
+    return len(deployment.replacements()) == 1
 
 
-def _no_pool_left(estate):
-    return not estate.database.read(spares.pools)
+def _no_pool_left(deployment):
+    return not _pools(deployment)
 
 
-def _authorities_settled(estate):
-    found = estate.database.read(authorities.every)
+def _authorities_settled(deployment):
+    found = deployment.database.read(authorities.every)
     return all(one.state is authorities.State.CURRENT for one in found)
 
 
-def _certificate_is_new(estate):
-    (issued,) = estate.scalars(amphora.c.certificate_issued_at)
+def _certificate_is_new(deployment):
+    (issued,) = deployment.scalars(amphora.c.certificate_issued_at)
     return issued > time.time() - _DAY
 
 
-def _renewed(estate):
-    assert all(machine["certificate"] for machine in estate.world.kept.read()["machines"].values())
+def _renewed(deployment):
+    assert all(machine["certificate"] for machine in deployment.world.kept.read()["machines"].values())
 
 
-def _two_authorities(estate):
-    """One of each kind is left, and it is the new one."""
-    found = estate.database.read(authorities.every)
+def _two_authorities(deployment):
+    """The new authority of each kind is left."""
+    found = deployment.database.read(authorities.every)
     assert sorted(one.kind for one in found) == sorted(Kind)
     assert {one.id for one in found} == {2, 4}
 
 
-def _rotated(estate):
-    items = estate.database.read(lambda c: rotations.items(c, 1))
+def _rotated(deployment):
+    items = deployment.database.read(lambda c: rotations.items(c, 1))
     assert [one.state for one in items] == [ItemState.DONE]
 
 
 def _secrets(number):
-    def check(estate):
-        assert len(estate.read(sa.text("SELECT * FROM secret"))) == number
-
-    return check
-
-
-def _pool(number):
-    """A load balancer with one amphora, and a pool with so many spares."""
-
-    def check(estate):
-        pools = [row.load_balancer_id for row in estate.database.read(spares.pools)]
-        assert len(pools) == 1
-        counted = sa.select(sa.func.count()).where(amphora.c.load_balancer_id.in_(pools))
-        assert estate.read(counted)[0][0] == number
+    def check(deployment):
+        assert len(deployment.read(sa.text("SELECT * FROM secret"))) == number
 
     return check
 
 
 def _ports(networks):
-    def check(estate):
-        (machine,) = estate.world.kept.read()["machines"].values()
+    def check(deployment):
+        (machine,) = deployment.world.kept.read()["machines"].values()
         assert len(machine["ports"]) == networks
 
     return check
 
 
-def _options_told(estate):
-    ((options, ports),) = estate.world.kept.read()["options"].values()
+def _options_told(deployment):
+    ((options, ports),) = deployment.world.kept.read()["options"].values()
     assert (options.qos_policy_id, len(ports)) == (_POLICY, 1)
-    (noted,) = estate.scalars(work.c.vip_applied)
+    (noted,) = deployment.scalars(work.c.vip_applied)
     assert _POLICY in noted
 
 
@@ -209,8 +207,8 @@ OPERATIONS = [
         replaced=1,
         until=_replacement_begun,
     ),
-    _done("join a pool", "nothing", 2, request=users.create(SPARED), amphorae=2, check=_pool(1)),
-    _done("adopt a spare", "spared", 1, request=users.fail_over(), amphorae=2, replaced=1, check=_pool(1)),
+    _done("join a pool", "nothing", 2, request=users.create(SPARED), amphorae=2, until=_pool_is_full),
+    _done("adopt a spare", "spared", 1, request=users.fail_over(), amphorae=2, replaced=1, until=_pool_is_full),
     _done(
         *("leave a pool", "spared"),
         request=users.delete(cascade=True),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controller, provider agent and health manager as the forks and their successors run them: a turn of each in a round.
+"""Controller, provider agent and health manager in one process: each of them takes a turn in a round.
 
-They die together: a death in one of them takes the memory of all of them. That is worse than what one process loses.
+SIGKILL ends all three at once and so loses more than the death of one process.
 """
 
 import time
@@ -19,55 +19,55 @@ from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store import amphorae, processes
 
-# What the processes do beside jobs, barriers, reports and housekeeping, where a story needs it.
+# Duties beside jobs, barriers, reports and housekeeping.
 HEALTH, DETECTION, ROTATION, CERTIFICATES = "health", "detection", "rotation", "certificates"
 _HOUSEKEEPING_EVERY = 3.0
-# No story has more jobs than that in one round.
+# More jobs in one round are a loop without end.
 _MOST_JOBS = 40
 
 
 class ControlPlane:
-    """One set of processes.
+    """One set of processes of the control plane.
 
     Args:
-        estate: where they work.
-        name: of the controller; no other one ever had it.
-        duties: what they do beside.
+        deployment: the deployment that the processes serve.
+        name: of the controller; no other controller has this name.
+        duties: further duties of the processes.
     """
 
-    def __init__(self, estate, name, duties):
-        self._estate = estate
-        conf, database = estate.conf, estate.database
-        trust = Trust(conf, database, estate.vault)
-        # What was read of authorities is not believed in the next round.
+    def __init__(self, deployment, name, duties):
+        self._deployment = deployment
+        conf, database = deployment.conf, deployment.database
+        trust = Trust(conf, database, deployment.vault)
+        # Each round reads the authorities anew.
         trust._fresh = 0.0
         backends = Backends(
             conf=conf,
             database=database,
-            catalogue=estate.catalogue,
-            agents=estate.world,
+            catalogue=deployment.catalogue,
+            agents=deployment.world,
             authority=None,
-            vault=estate.vault,
+            vault=deployment.vault,
             trust=trust,
         )
         self._jobs = Jobs(database, name, conf.controller.lease)
         self._reconciler = Reconciler(backends, self._jobs, lambda: None)
-        self._housekeeping = Housekeeping(conf, database, estate.catalogue, name)
+        self._housekeeping = Housekeeping(conf, database, deployment.catalogue, name)
         self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY
-        # A reporter takes the place of the one before under its name.
+        # A reporter has the name of the reporter before it, and so its duty at once.
         self._reporter = Reporter(conf, database, "reporter")
         turns = {
-            HEALTH: lambda: _Health(estate, name).turn,
-            DETECTION: lambda: _detector(estate, name).turn,
-            ROTATION: lambda: Rotator(conf, database, estate.catalogue, name, lambda: None).look,
+            HEALTH: lambda: _Health(deployment, name).turn,
+            DETECTION: lambda: _detector(deployment, name).turn,
+            ROTATION: lambda: Rotator(conf, database, deployment.catalogue, name, lambda: None).look,
             CERTIFICATES: lambda: Certificates(conf, database, trust).attend,
         }
         self._turns = [make() for duty, make in turns.items() if duty in duties]
 
     def round(self):
-        """What is due now, once.
+        """Do once what is due now.
 
-        Orphans are not swept: no single death leaves one.
+        Housekeeping sweeps no orphans here: no death may leave one.
         """
         for turn in self._turns:
             turn()
@@ -78,7 +78,7 @@ class ControlPlane:
             self._housekeeping.sweep()
 
     def pause(self):
-        """Seconds after which something may be due that is not due now."""
+        """Seconds until the next work may be due."""
         if self._turns:
             return 1.0
         due = self._jobs.next_due()
@@ -96,24 +96,24 @@ class ControlPlane:
 class _Health:
     """A health manager without its threads; heartbeats come from the world."""
 
-    def __init__(self, estate, name):
-        self._estate = estate
-        self._manager = HealthManager(estate.conf)
-        # One datagram more or less is a matter of the socket's own tests.
+    def __init__(self, deployment, name):
+        self._deployment = deployment
+        self._manager = HealthManager(deployment.conf)
+        # The ledger gets the heartbeats directly.
         self._manager._receiver.close()
-        self._manager._database = self._manager._bookkeeper._database = estate.database
-        self._manager._ledger.resume(estate.database.read(amphorae.last_heard))
-        self._registry = processes.Registry(estate.database, name, processes.Kind.HEALTH_MANAGER)
+        self._manager._database = self._manager._bookkeeper._database = deployment.database
+        self._manager._ledger.resume(deployment.database.read(amphorae.last_heard))
+        self._registry = processes.Registry(deployment.database, name, processes.Kind.HEALTH_MANAGER)
 
     def turn(self):
-        for heartbeat in self._estate.world.heartbeats(self._estate.octavia_trees()):
+        for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):
             self._manager._heard(heartbeat)
         self._manager._flush()
         self._registry.sign(does_its_duty=True)
 
 
 class _Answers:
-    """The agents' own answers to the detector, without threads that wait for them."""
+    """The answers of agents to the detector, without threads."""
 
     def __init__(self, world):
         self._world = world
@@ -131,8 +131,8 @@ class _Answers:
         self._answers = {one: said for one, said in self._answers.items() if one in amphora_ids}
 
 
-def _detector(estate, name):
-    made = Detector(estate.conf, estate.database, None, name, lambda _role: None)
+def _detector(deployment, name):
+    made = Detector(deployment.conf, deployment.database, None, name, lambda _role: None)
     made._witnesses.close()
-    made._witnesses = _Answers(estate.world)
+    made._witnesses = _Answers(deployment.world)
     return made

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever point a process dies at: what was accepted is done once, and nothing is left of what was not.
+"""A process dies at each kill point: the successor does what was accepted once, and nothing is left of what was not.
 
-Each operation of the table (`operations`) is told undisturbed first, which says by which points it comes. So no list of
-points can be old, and a new point, step or moment by which no operation comes is a failure.
+A run without deaths finds the points of each operation of the table (`operations`). So no list of points can be old.
+A new point or step without an operation in the table fails the first test.
 """
 
 import tempfile
@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from estate import Estate
+from deployment import Deployment
+from dying import limited
 from operations import BEGINNINGS, OPERATIONS
-from stories import Story
+from runs import Run
 
 from amphora_driver.controller.todo import AnyStep
 from amphora_driver.points import Moment, Point
@@ -22,51 +23,60 @@ from amphora_driver.store.authorities import Kind
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-# Points that are not there, with the reason.
+# Points that do not exist, with the reason.
 NO_POINT = {
-    **{f"Await-{one.value}": "a job ends with it, and nothing is done" for one in Moment},
-    **{f"{step}-done": "it asks, and leaves no mark in the store" for step in ("AskVips", "AskHolder", "AskSpares")},
+    **{f"Await-{one.value}": "a job ends with this step and does nothing for it" for one in Moment},
+    **{f"{step}-done": "the step asks agents and writes nothing" for step in ("AskVips", "AskHolder", "AskSpares")},
 }
-# Points at which the database and the world are as they were at the point before.
+# At these points database and world are as at the point before.
 NOTHING_NEW = (Point.BARRIER_NEXT, Point.FINISHING, Point.FLUSHING)
+# The longest test takes about five seconds of processor time on a calm machine.
+_MOST_SECONDS = 60
 AUTHORITY_MOMENTS = (Moment.BEFORE, Moment.MARKED)
 
 
 @pytest.fixture(scope="module")
-def estate():
-    # Each story copies the database and has it closed: on a disk that would mostly be waiting.
+def deployment():
+    # Each run copies and closes the database: on a disk the test would mostly wait.
     memory = Path("/dev/shm")
     place = memory if memory.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as folder, pytest.MonkeyPatch.context() as patch:
-        made = Estate(Path(folder), patch)
+        made = Deployment(Path(folder), patch)
         try:
             yield made
         finally:
             made.end()
 
 
-def _prepare(estate, name):
-    if not estate.knows(name):
+@pytest.fixture(autouse=True)
+def processor_time():
+    """A loop without end fails its own test."""
+    with limited(_MOST_SECONDS):
+        yield
+
+
+def _prepare(deployment, name):
+    if not deployment.knows(name):
         beginning = BEGINNINGS[name]
-        _prepare(estate, beginning.beginning)
-        Story(estate, beginning).undisturbed()
-        estate.keep(name)
+        _prepare(deployment, beginning.beginning)
+        Run(deployment, beginning).undisturbed()
+        deployment.keep(name)
 
 
 @pytest.fixture(scope="module")
-def passed(estate):
-    """The points by which an operation comes, by its place in the table."""
+def passed(deployment):
+    """A function that returns the points of an operation, by its place in the table."""
 
     @cache
-    def told(number):
-        _prepare(estate, OPERATIONS[number].beginning)
-        return Story(estate, OPERATIONS[number]).undisturbed()
+    def points(number):
+        _prepare(deployment, OPERATIONS[number].beginning)
+        return Run(deployment, OPERATIONS[number]).undisturbed()
 
-    return told
+    return points
 
 
 def _reached(passed, numbers):
-    """How often operations come to each point, at the most."""
+    """For each point the largest number of visits in one of these operations."""
     found = Counter()
     for number in numbers:
         found |= passed(number).all
@@ -74,7 +84,7 @@ def _reached(passed, numbers):
 
 
 def every_point():
-    """Every point that a process of the control plane can come to."""
+    """Every point of the control plane."""
     kinds = [f"{step.__name__}-{moment.value}" for step in AnyStep.__args__ for moment in Moment]
     kinds += [f"Authority-{kind.value}-{moment.value}" for kind in Kind for moment in AUTHORITY_MOMENTS]
     return {point.value for point in Point} | set(kinds) - NO_POINT.keys()
@@ -88,11 +98,11 @@ _TABLE = pytest.mark.parametrize("number", range(len(OPERATIONS)), ids=[one.name
 
 
 @_TABLE
-def test_a_death_at_each_point(estate, passed, number):
-    """One process dies, once, at each point that no operation before this one in the table comes by.
+def test_a_death_at_each_point(deployment, passed, number):
+    """One process dies once at each point that no operation before this one in the table has.
 
-    A step may write more than once, and be taken more than once: a process dies before each of these marks. The
-    transaction of each request is another one, so the API dies in each of them.
+    A step may write several times and may come several times: a process dies before each of these writes. Each request
+    has a transaction of its own, so the API dies in each of them.
     """
     before = _reached(passed, range(number))
     for point in (Point.INTENT_WRITTEN, Point.INTENT_COMMITTED):
@@ -100,23 +110,23 @@ def test_a_death_at_each_point(estate, passed, number):
     for point, times in passed(number).all.items():
         last = times if point.endswith(Moment.DONE.value) else 1
         for visit in range(before[point] + 1, last + 1):
-            Story(estate, OPERATIONS[number]).dies_once(point, passed(number), visit)
+            Run(deployment, OPERATIONS[number]).dies_once(point, passed(number), visit)
 
 
 @_TABLE
-def test_a_death_at_every_point_in_turn(estate, passed, number):
-    """In one operation processes die at all of its points, each further on than the one before.
+def test_a_death_at_every_point_in_turn(deployment, passed, number):
+    """In one run processes die at all points of the operation, each process at a later point than the one before.
 
-    After some deaths the way to the end is another one: the points that were left out are armed once more, alone.
+    After a death the successor may take other steps. The test arms the points that no process has reached once more.
     """
     left = Counter({point: 1 for point in passed(number).after if not _as_before(point)})
     left.update({point: times - 1 for point, times in passed(number).after.items() if point.endswith("-marked")})
     while left:
-        met = Story(estate, OPERATIONS[number]).dies_again_and_again(left)
+        met = Run(deployment, OPERATIONS[number]).dies_again_and_again(left)
         assert met, f"no process came to one of {sorted(left)}"
         left = Counter(dict.fromkeys(left.keys() - met.keys(), 1))
 
 
 def _as_before(point):
-    """Whether nothing is written between this point and the one before it: one death of each kind is enough."""
+    """Whether no process writes between the point before and this one: one death of each kind is enough."""
     return point.endswith(Moment.BEFORE.value) or point in {one.value for one in NOTHING_NEW}

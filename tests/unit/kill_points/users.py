@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users ask Octavia for: the driver's call, and what Octavia's own transaction makes of its rows."""
+"""Requests of users: the call of the driver, and the changes that Octavia's own transaction makes."""
 
 import copy
 
@@ -16,7 +16,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         call: what the API's process does, with the driver as its argument.
-        change: what Octavia commits, with the estate as its argument; asked when the call has returned.
+        change: what Octavia commits, with the deployment as its argument; asked when the call has returned.
     """
 
     call: object
@@ -27,9 +27,9 @@ def _document(node):
     return node.to_dict(recurse=True, render_unsets=False)
 
 
-def _vip(estate):
-    """What the driver has answered when it was asked for addresses."""
-    (port,) = estate.catalogue.network(None).ports(vip_owner(LB)) or (None,)
+def _vip(deployment):
+    """The addresses that the driver has given to Octavia."""
+    (port,) = deployment.catalogue.network(None).ports(vip_owner(LB)) or (None,)
     return {} if port is None else {"vip_address": port.addresses[0].address, "vip_port_id": port.id}
 
 
@@ -50,9 +50,9 @@ def create(flavor=None, *, populated=False, **more):
         below = _populated() if populated else {}
         provider.loadbalancer_create(load_balancer(**{**fields, **vip, **below}))
 
-    def change(estate):
+    def change(deployment):
         below = _populated() if populated else {"listeners": [], "pools": []}
-        tree = _document(load_balancer(**{**fields, **_vip(estate), **below}))
+        tree = _document(load_balancer(**{**fields, **_vip(deployment), **below}))
         return Change(load_balancer_id=LB, tree=tree, pending=dict.fromkeys(_ids(tree), "PENDING_CREATE"))
 
     return Request(call=call, change=change)
@@ -67,10 +67,10 @@ def _ids(tree):
 
 
 def _changed(edit, *touched, **pending):
-    """What an edit of the tree makes of Octavia's rows; all that is touched is PENDING_UPDATE."""
+    """The change that an edit of the tree makes; the touched objects become PENDING_UPDATE."""
 
-    def change(estate):
-        tree = copy.deepcopy(estate.octavia.trees[LB])
+    def change(deployment):
+        tree = copy.deepcopy(deployment.octavia.trees[LB])
         edit(tree)
         said = dict.fromkeys((LB, *touched), "PENDING_UPDATE")
         return Change(load_balancer_id=LB, tree=tree, pending={**said, **pending})
@@ -79,7 +79,7 @@ def _changed(edit, *touched, **pending):
 
 
 def add_listener(*, terminated=None):
-    """A listener; `terminated` are the fields of one that ends TLS."""
+    """A new listener; `terminated` has the fields of a listener that ends TLS."""
     made = listener(**(terminated or {}))
 
     def edit(tree):
@@ -149,15 +149,15 @@ def change_load_balancer(**fields):
 
 
 def delete(*, cascade=False):
-    """The load balancer goes; Octavia shows it until it is told."""
+    """A deletion; Octavia shows the load balancer until the driver reports DELETED."""
 
-    def change(estate):
-        pending = dict.fromkeys(_ids(estate.octavia.trees[LB]), "PENDING_DELETE")
+    def change(deployment):
+        pending = dict.fromkeys(_ids(deployment.octavia.trees[LB]), "PENDING_DELETE")
         return Change(load_balancer_id=LB, tree=None, pending=pending)
 
     return Request(call=lambda provider: provider.loadbalancer_delete(load_balancer(), cascade=cascade), change=change)
 
 
 def fail_over():
-    """Every amphora of the load balancer is to be replaced."""
+    """A fail-over of every amphora of the load balancer."""
     return Request(call=lambda provider: provider.loadbalancer_failover(LB), change=_changed(lambda tree: None))

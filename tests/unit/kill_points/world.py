@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines, agents and VIP options in a file: what controllers have done to them outlives the controllers.
+"""Machines, agents and VIP options in a file, which outlives the controllers.
 
-Invariant: every effect is in the file before the call returns, and each machine that was ever made is counted. So a
-machine that was made twice is seen, and so is a machine without a row.
+Invariant: every effect is in the file before the call returns, and the file counts every machine that a controller has
+made. So a test sees a second machine and a machine without a row.
 """
 
 import json
@@ -20,7 +20,7 @@ from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork
 
-# How often an agent is asked in vain before its machine has booted.
+# The number of questions that an agent does not answer while its machine boots.
 _BOOTS = 1
 # Seconds for which connections of an amphora go on after its VIPs went.
 DRAINS = 5.0
@@ -48,7 +48,7 @@ class World:
         return self.kept.read()["made"]
 
     def generation_served(self):
-        """The newest one that an amphora serves; 0 for none."""
+        """The newest generation that an amphora serves; 0 for none."""
         bundles = [machine["bundle"] for machine in self.kept.read()["machines"].values()]
         return max((one["generation"] for one in bundles if one is not None), default=0)
 
@@ -96,7 +96,7 @@ class World:
             _elect(state)
 
     def power_off(self, amphora_id):
-        """The machine answers nothing from now on; it is there still."""
+        """The machine stops to answer; the compute backend still has it."""
         with self.kept.open() as state:
             state["off"].add(amphora_id)
             _elect(state)
@@ -157,7 +157,7 @@ class World:
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def heartbeats(self, trees):
-        """One of each machine that serves something.
+        """One heartbeat of each machine that has booted.
 
         Args:
             trees: the load balancers as Octavia has them: all of their listeners and members are well.
@@ -203,7 +203,7 @@ def _holds(state, amphora_id):
 
 
 def _elect(state):
-    """Where the amphora with the VIPs is gone, a partner takes them."""
+    """A partner takes the VIPs of an amphora that is gone."""
     paired = [
         one
         for one, machine in state["machines"].items()
@@ -215,7 +215,7 @@ def _elect(state):
 
 
 class WorldsNetwork(LocalNetwork):
-    """The embedded backend; addresses may come late, and options are noted in the world and not in the kernel."""
+    """The embedded backend with late addresses; the world keeps VIP options in place of the kernel."""
 
     def __init__(self, conf, database, world):
         super().__init__(conf, database)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One deployment in a folder: database, world, Octavia, and processes of the control plane that can be replaced.
+"""One deployment in a folder: database, world, Octavia, and the processes of the control plane.
 
 Invariant: no connection to the database is open while a process is forked, and no state but files, Octavia and the
-clock outlives `begin`. So each story begins with the same rows, and a successor knows what is written down only.
+clock outlives `begin`. So each run begins with the same rows, and a successor knows what is written down only.
 """
 
 import os
@@ -29,7 +29,7 @@ from amphora_driver.store.vault import Vault
 
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
 LEASE = 1.0
-# Seconds of the clock after which everything has settled, whatever has died: some leases, and what waits for its time.
+# Seconds of the clock within which a run has to settle after the last death.
 PATIENCE = 60.0
 _OPTIONS = f"""
 [controller]
@@ -42,7 +42,7 @@ forget_vip_after = 3
 status_socket = {{folder}}/status.sock
 stats_socket = {{folder}}/stats.sock
 get_socket = {{folder}}/get.sock
-commit_patience = 2
+commit_patience = 10
 audit_after = 1
 audit_interval = 0.5
 [health]
@@ -66,7 +66,7 @@ connection = {{url}}
 
 
 class Catalog(Catalogue):
-    """Real topologies; the world as the compute backend, and the network backend that knows it."""
+    """The real topologies, the world as the compute backend, and `WorldsNetwork` as the network backend."""
 
     def __init__(self, conf, database, world):
         super().__init__(conf, database)
@@ -85,8 +85,8 @@ class Catalog(Catalogue):
         return {"netns": self._world}
 
 
-class Estate:
-    """The folder, and what outlives processes."""
+class Deployment:
+    """The folder, and everything that outlives a process."""
 
     def __init__(self, folder, monkeypatch):
         self.folder = folder
@@ -94,8 +94,8 @@ class Estate:
         self.points = Points(folder, monkeypatch)
         self.world = World(folder / "world")
         self.octavia = Octavia(folder, self.world.generation_served)
-        # octavia_lib rests for 10 ms after each character it reads.
-        monkeypatch.setattr(driver_lib, "time", SimpleNamespace(time=time.time, sleep=lambda _seconds: None))
+        # octavia_lib sleeps for 10 ms after each character. Its time-outs need the machine's own clock.
+        monkeypatch.setattr(driver_lib, "time", SimpleNamespace(time=time.perf_counter, sleep=lambda _seconds: None))
         url = f"sqlite:///{folder}/driver.sqlite"
         _write_files(folder, url)
         monkeypatch.setenv(config.FILE_VARIABLE, str(folder / "driver.conf"))
@@ -106,7 +106,7 @@ class Estate:
         migrate.upgrade(url)
         self.database = Database(url, durable=False)
         self.catalogue = Catalog(self.conf, self.database, self.world)
-        # What users were promised survives a power cut in production; here it has to survive a process.
+        # These commits have to survive a process only, and no power cut.
         driver._shared().database._durable = False
         driver._shared().catalogue = self.catalogue
         self.world.begin()
@@ -127,13 +127,13 @@ class Estate:
         return self.database, driver._shared().database
 
     def _close(self):
-        """Close connections; the engines stay, with all statements that were compiled once."""
+        """Close all connections and keep the engines, with their compiled statements."""
         for database in self._databases():
             if database._engine is not None:
                 database._engine.dispose()
 
     def _take_over(self):
-        """A fork uses the engines it was born with: none of them has a connection of the parent's."""
+        """A fork uses the engines of its parent, which have no open connection."""
         for database in self._databases():
             database._pid = os.getpid()
 
@@ -154,7 +154,7 @@ class Estate:
     # --- beginnings ---------------------------------------------------------------------------------------------------
 
     def keep(self, name):
-        """Everything is to be as it is now whenever a story begins with this name."""
+        """Keep the present state under a name for `begin`."""
         self._close()
         folder = self.folder / f"kept {name}"
         folder.mkdir()
@@ -169,7 +169,7 @@ class Estate:
         self._close()
         self.points.disarm()
         for one in ("driver.sqlite-wal", "driver.sqlite-shm"):
-            # A process that was killed leaves what it has not written back.
+            # A killed process leaves its write-ahead log, and SQLite would apply that to the copy.
             (self.folder / one).unlink(missing_ok=True)
         for one in ("driver.sqlite", "world"):
             shutil.copy(self.folder / f"kept {name}" / one, self.folder / one)
@@ -178,7 +178,7 @@ class Estate:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def dies(self, part):
-        """Run a part in a process of its own; returns the armed point at which it died, or None."""
+        """Run a part in a fork; returns the armed point at which the fork has died, or None."""
         self._close()
 
         def child():
@@ -188,20 +188,20 @@ class Estate:
         return dies(child, self.points)
 
     def plane(self, *duties):
-        """New processes of the control plane, which know nothing of those before."""
+        """New processes of the control plane, with nothing in memory."""
         self._generation += 1
         return ControlPlane(self, f"process-{self._generation}", duties)
 
     def octavia_trees(self):
-        """The load balancers as Octavia has them; a fork has those of the moment at which it was forked."""
+        """The load balancers in Octavia; in a fork those of the moment of the fork."""
         return list(self.octavia.seen_by_heartbeats().values())
 
     def amphorae(self):
-        """The ids of all amphorae, those of pools too."""
+        """The ids of all amphorae, also of spares."""
         return set(self.scalars(tables.amphora.c.id))
 
     def replacements(self):
-        """Every fail-over there ever was."""
+        """All fail-overs, also those that have ended."""
         return self.read(sa.select(fleet_tables.failover).order_by(fleet_tables.failover.c.id))
 
     def read(self, query):
