@@ -4,13 +4,14 @@
 import http.client
 import time
 from collections import Counter
+from contextlib import contextmanager
 
 import sqlalchemy as sa
 
 from amphora_driver.errors import StoreError
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store import amphorae, statuses, tables
+from amphora_driver.store import amphorae, breakers, statuses, tables
 
 PATIENCE = 60.0
 
@@ -101,6 +102,15 @@ class Cloud:
         for balancer in there:
             self.await_report(balancer.id)
         self.until(lambda: not list(self.balancers.load_balancers()), "all deleted")
+
+    @contextmanager
+    def without_automatic_failover(self):
+        """No amphora is replaced unasked in this block: a test may keep one silent for as long as it likes."""
+        self.database.write(lambda c: breakers.hold(c, "a test keeps an amphora silent", self.database.now()))
+        try:
+            yield
+        finally:
+            self.database.write(lambda c: breakers.close(c, "the test is over", self.database.now()))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 

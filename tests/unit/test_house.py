@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import subprocess
+from collections import Counter
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -225,3 +226,10 @@ def _makes_text(node):
 
 def _reveals(node):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reveal"
+
+
+def test_test_modules_have_names_of_their_own():
+    """The folders of all tests are on one path: of two modules with one name, all tests import the same one."""
+    names = Counter(path.name for path in tracked() if path.suffix == ".py" and ROOT / "tests" in path.parents)
+    del names["conftest.py"]
+    assert [name for name, number in names.items() if number > 1] == []
