@@ -17,6 +17,10 @@ flows, nothing passes from one network to another.
 
 Advertisements of VRRP, and entries of stick tables, come from the partners alone.
 
+Fragments are reassembled before the rules see a packet (RFC 8200, section 4.5). The kernel reassembles IPv6 in front of
+the rules only in a namespace that tracks connections. Therefore one rule asks for the state of connections, and the
+chains `untracked` keep all packets out of connection tracking.
+
 Partners that speak IPv6 ask clients for segments that fit into the tunnel between them (`detour`): Linux takes a packet
 of IPv6 that is too large for its way apart for nobody but a socket, and no client would hear of it. Over IPv4 it does.
 """
@@ -50,9 +54,12 @@ _HEAD = """table inet amphora {
 _ARRIVING = """	chain arriving {
 		type filter hook input priority 0; policy accept;
 """
-# The kernel puts an IPv6 packet together only behind this hook; TCP makes its segments fit.
-_BEGINNING = """		meta l4proto 6 exthdr frag 1 counter drop
-		tcp flags 0x2 / 0x1,0x2,0x4,0x10 goto beginning
+# The first rule changes nothing: with it the kernel reassembles fragments in front of all chains of the namespace.
+# A fragment inside of a reassembled packet would be reassembled once more behind the rules.
+_REASSEMBLING = """		ct state 0x1 counter
+		exthdr frag 1 counter drop
+"""
+_BEGINNING = """		tcp flags 0x2 / 0x1,0x2,0x4,0x10 goto beginning
 	}
 
 	chain beginning {
@@ -73,6 +80,17 @@ _ENTERING = """	}
 
 	chain entering {
 		type nat hook prerouting priority -101; policy accept;
+"""
+_UNTRACKED = """	}
+
+	chain untracked {
+		type filter hook prerouting priority -300; policy accept;
+		notrack
+	}
+
+	chain untracked-own {
+		type filter hook output priority -300; policy accept;
+		notrack
 """
 # What IPVS sends has the VIP as its sender by then; what comes from outside with that sender is dropped as martian.
 _FORWARDING = f"""	}}
@@ -231,17 +249,19 @@ def render(wanted: Restrictions) -> str:
     rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
     rules += [rule for port in wanted.ports if port.protocol == _TCP for rule in _rules(port)]
     entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
+    replies = list(_replies(wanted.forwards))
     further = [
         text
         for head, lines in (
             (_LEAVING, list(_fitting(wanted.pair))),
             (_ENTERING, entering),
-            (_FORWARDING, list(_replies(wanted.forwards))),
+            (_FORWARDING, replies),
         )
         if lines
         for text in (head, *map(_line, lines))
     ]
-    return "".join([_HEAD, *sets, _ARRIVING, *map(_line, pair), _BEGINNING, *map(_line, rules), *further, _TAIL])
+    arriving = [_ARRIVING, _REASSEMBLING, *map(_line, pair), _BEGINNING, *map(_line, rules)]
+    return "".join([_HEAD, *sets, *arriving, *further, *([] if replies else [_UNTRACKED]), _TAIL])
 
 
 def _line(rule: str) -> str:

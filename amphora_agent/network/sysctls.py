@@ -20,6 +20,11 @@ _SETTINGS = {
     # Addresses and routes come from the bundle and nowhere else.
     "ipv6/conf/default/accept_ra": "0",
     "ipv6/conf/default/autoconf": "0",
+    # IPv4 hears redirects if either "all" or the interface does.
+    "ipv6/conf/all/accept_redirects": "0",
+    "ipv6/conf/default/accept_redirects": "0",
+    "ipv4/conf/all/accept_redirects": "0",
+    "ipv4/conf/default/accept_redirects": "0",
     # Whoever gives an address away has seen to it that nobody else has it, and a VIP is needed at once.
     "ipv6/conf/default/accept_dad": "0",
     # Only the interface that has an address answers for it: of two networks on one switch, the right one.

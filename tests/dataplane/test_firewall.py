@@ -16,7 +16,7 @@ import pytest
 from amphora_lab import eventually, ip
 from visitors import CLIENT, CLIENT6, OTHER, OTHER6
 from wanted import listener, load_balancer, member, pool
-from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1, mac
+from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1
 
 from amphora_agent.errors import FirewallError
 from amphora_agent.network import firewall, libnftables, nftables
@@ -235,31 +235,6 @@ def test_the_loopback_is_open(wire):
         assert not reaches(wire.spaces["peer"], "198.51.100.12", "198.51.100.5", 9101)
         # The load balancer itself is a client like any other where it is asked by its VIP.
         assert not reaches(wire.inner, "198.51.100.11", "198.51.100.5", 9101)
-
-
-def test_a_first_segment_in_pieces_does_not_slip_through(wire):
-    """The kernel puts IPv6 packets together behind the rules."""
-    wire.change(bundle(eth1(), allowed=((80, []),)))
-    neighbours(wire, "2001:db8:1::12/64")
-    with at(wire, "2001:db8:1::5", 80) as server:
-        server.settimeout(0.5)
-        wire.spaces["peer"].run(_in_pieces, "far1", mac(1), "2001:db8:1::12", "2001:db8:1::5", 80)
-        text = wire.inner.run(nftables.current, counters=True)
-        assert "exthdr frag 1 counter packets 0" not in text
-        assert "exthdr frag 1 counter packets" in text
-
-
-def _in_pieces(interface: str, target: str, source: str, destination: str, port: int) -> None:
-    """A SYN in two fragments (RFC 8200, 4.5)."""
-    segment = struct.pack("!HHIIBBHHH", 40000, port, 1, 0, 0xA0, 2, 65535, 0, 0) + b"\x01" * 20
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD)) as link:
-        link.bind((interface, 0x86DD))
-        ethernet = bytes.fromhex(target.replace(":", "")) + link.getsockname()[4] + b"\x86\xdd"
-        for offset, part, more in ((0, segment[:32], 1), (32, segment[32:], 0)):
-            fragment = struct.pack("!BBHI", 6, 0, offset | more, 7) + part
-            head = struct.pack("!IHBB", 6 << 28, len(fragment), 44, 64)
-            ends = socket.inet_pton(socket.AF_INET6, source) + socket.inet_pton(socket.AF_INET6, destination)
-            link.send(ethernet + head + ends + fragment)
 
 
 # -- clients of a load balancer ---------------------------------------------------------------------------------------

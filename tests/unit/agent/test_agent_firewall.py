@@ -51,7 +51,7 @@ def named(text):
 def rules(restrictions):
     """The rules behind those that every table has, and the elements of sets by name."""
     text = named(render(restrictions))
-    beginning = text.partition("chain beginning {")[2].partition("}\n}")[0]
+    beginning = text.partition("chain beginning {")[2].partition("\t}\n")[0]
     found = [line.strip() for line in beginning.splitlines() if line.strip()]
     assert found[:2] == ['iif "lo" ip daddr 127.0.0.0/8 accept', 'iif "lo" ip6 daddr ::1 accept']
     sets = {part.split()[0]: part.partition("elements = { ")[2].partition(" }")[0] for part in text.split("\tset ")[1:]}
@@ -120,6 +120,16 @@ def test_ports_come_in_order_whatever_the_bundle_says():
     one, other = of(p80=["192.0.2.0/24"], p443=[]), of(p443=[], p80=["192.0.2.0/24"])
     assert one == other
     assert render(one) == render(other)
+
+
+@pytest.mark.parametrize("forwarding", [False, True])
+def test_fragments_are_reassembled_first_and_no_connection_of_tcp_is_tracked(forwarding):
+    wanted = replace(of(p80=["192.0.2.0/24"]), forwards=(ipaddress.ip_address(LOCAL),) if forwarding else ())
+    assert chain(wanted, "arriving")[1:3] == ["ct state 0x1 counter", "exthdr frag 1 counter drop"]
+    kept_out = ["meta l4proto != { 1, 17, 58, 132 } notrack"] if forwarding else ["notrack"]
+    assert chain(wanted, "untracked")[1:] == kept_out
+    assert chain(wanted, "untracked-own")[1 : 1 + len(kept_out)] == kept_out
+    assert render(wanted).count("chain untracked {") == 1
 
 
 def test_partners():
