@@ -30,6 +30,7 @@ from amphora_driver.agent_answers import Applied, BundleState, Generation, Info,
 from amphora_driver.agent_identity import EXCHANGE, Exchange, Identity
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
+from amphora_driver.foreign_text import printable
 from amphora_driver.secret import Secret
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class _ErrorWords(msgspec.Struct):
     wanted: str = ""
     happened: str = ""
     remedy: str = ""
+
+
+# Characters of an agent's words, of which there are three at most, and of an id.
+_MOST_WORDS, _MOST_ID = 2000, 80
 
 
 class _ErrorDocument(msgspec.Struct):
@@ -441,14 +446,14 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
         # Not quoted: nobody knows what it holds.
         return AgentRefused(call.wanted, f"it answered {status} without an explanation", status=status)
     words = document.error
-    happened = words.happened or f"it answered {status}"
+    happened = printable(words.happened, _MOST_WORDS) or f"it answered {status}"
     if words.wanted:
-        happened = f"the agent could not {words.wanted}: {happened}"
+        happened = f"the agent could not {printable(words.wanted, _MOST_WORDS)}: {happened}"
     return AgentRefused(
         call.wanted,
         happened,
-        words.remedy,
-        object_id=document.object_id,
+        printable(words.remedy, _MOST_WORDS),
+        object_id=None if document.object_id is None else printable(document.object_id, _MOST_ID),
         status=status,
         generation=document.generation,
     )

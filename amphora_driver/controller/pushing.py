@@ -24,6 +24,7 @@ from amphora_driver.controller.configured import advert_interval, defaults, limi
 from amphora_driver.controller.tickets import SEED_LENGTH
 from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
+from amphora_driver.foreign_text import printable
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
@@ -217,7 +218,7 @@ class Pushing:
         if applied.generation < round_.generation:
             wanted = f"have amphora {amphora.id} serve generation {round_.generation}"
             raise AgentRefused(wanted, f"it serves {applied.generation}")
-        words = (amphora.id, round_.generation, applied.how, applied.reason)
+        words = (amphora.id, round_.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
         metrics.pushed(applied.how)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.errors import UnknownObject
+from amphora_driver.foreign_text import printable
 from amphora_driver.health import statistics
 from amphora_driver.health.drifts import Drifts
 from amphora_driver.health.leftovers import Leftovers
@@ -346,6 +347,5 @@ def _why(one: Broken) -> str:
 
 
 def _plain(reason: str) -> str:
-    """A reason every database can hold: it quotes the amphora, which may be in a stranger's hands."""
-    cut = reason[:_LONGEST_REASON]
-    return cut if cut.isascii() and cut.isprintable() else ascii(cut)[1 : _LONGEST_REASON + 1]
+    """A reason every database can hold: it quotes the amphora."""
+    return printable(reason, _LONGEST_REASON)

@@ -68,6 +68,11 @@ class Ledger:
             for amphora_id, order in orders.items():
                 self._orders[amphora_id] = max(order, self._orders.get(amphora_id, _BEFORE_ALL))
 
+    def is_newer(self, amphora_id: str, order: Order) -> bool:
+        """Whether this is after all that was taken of this amphora, and what an agent can count to."""
+        with self._lock:
+            return max(order) <= _LARGEST and order > self._orders.get(amphora_id, _BEFORE_ALL)
+
     def accept(self, heartbeat: Heartbeat, now: float) -> bool:
         """Take a heartbeat in.
 

@@ -21,7 +21,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError, HeartbeatRefused
-from amphora_driver.health.heartbeat import Heartbeat, amphora_id_of, open_datagram
+from amphora_driver.health.budgets import Budgets
+from amphora_driver.health.heartbeat import Heartbeat, Signed, amphora_id_of, read, unpack, verify
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _KEY_AGE = 300.0
 _UNKNOWN_AGE = 10.0
 _MOST_UNKNOWN = 10_000
 _MOST_WAITING = 1000
+# Amphorae named in such a line.
+_MOST_NAMED = 5
 # Seconds between two lines about refused datagrams in the log.
 _LOG_INTERVAL = 60.0
 # A datagram of this process to itself: these bytes, and a number nobody else knows.
@@ -57,10 +60,12 @@ class Receiver:
         port: UDP port; 0 for any (see the attribute `port`).
         keys: the heartbeat key of an amphora, None if there is no such amphora. Called in a thread of its own;
             may raise, then it is asked again with a later heartbeat.
-        on_heartbeat: called with each genuine heartbeat, in the thread of `run`. Replays are not recognised here.
+        on_heartbeat: called with each genuine heartbeat, in the thread of `run`.
         lookups: how many keys may be looked up in a second.
         on_unknown: called with the id and the sender's address of what comes from an amphora that nobody knows, in the
             thread of `run`; for no more than a look, and not to be believed: nobody has signed that.
+        is_newer: whether (epoch, sequence) is after all that this amphora has sent. Called before a datagram is
+            unpacked: a replay costs no more than its signature.
 
     Raises:
         ConfigurationError: the address cannot be had.
@@ -75,10 +80,15 @@ class Receiver:
         *,
         lookups: float = 200.0,
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
+        is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
         # By reason; "unknown", "busy" and "lookup" are about keys, "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
+        # By amphora, of those whose signature was right.
+        self.misbehaved: Counter[str] = Counter()
+        self._is_newer = is_newer
+        self._budgets = Budgets()
         self._on_heartbeat = on_heartbeat
         self._on_unknown = on_unknown
         # What was sent last for a proof, and whether it has come back.
@@ -128,6 +138,7 @@ class Receiver:
     def forget(self, amphora_id: str) -> None:
         """An amphora is gone: its key is not valid any more."""
         self._keys.forget(amphora_id)
+        self.misbehaved.pop(amphora_id, None)
 
     def hears(self, seconds: float = 1.0) -> bool:
         """Whether what is sent to the socket is received: sends something to itself, and waits for it. For one thread.
@@ -185,7 +196,7 @@ class Receiver:
             key = self._keys.get(amphora_id_of(datagram), datagram, waited=waited)
             if key is None:
                 return
-            heartbeat = open_datagram(datagram, key)
+            heartbeat = self._read(datagram, key)
         except HeartbeatRefused as refusal:
             self._refuse(refusal)
             if refusal.reason == "unknown" and sender:
@@ -199,13 +210,38 @@ class Receiver:
             self.refused["handler"] += 1
             LOG.exception("a heartbeat of amphora %s could not be processed", heartbeat.amphora_id)
 
+    def _read(self, datagram: memoryview, key: Secret) -> Heartbeat:
+        """The cheap checks come first: signature, order, budget, size, content."""
+        signed = verify(datagram, key)
+        try:
+            self._check_turn(signed)
+            document = unpack(signed)
+            self._budgets.charge(signed.amphora_id, len(document))
+            return read(signed, document)
+        except HeartbeatRefused:
+            self.misbehaved[signed.amphora_id] += 1
+            raise
+
+    def _check_turn(self, signed: Signed) -> None:
+        mine = signed.amphora_id
+        if not self._is_newer(mine, (signed.epoch, signed.sequence)):
+            raise HeartbeatRefused("read a heartbeat", f"amphora {mine} has sent a later one before", reason="old")
+        if not self._budgets.take(mine, time.monotonic()):
+            raise HeartbeatRefused("read a heartbeat", f"amphora {mine} sends too much", reason="budget")
+
     def _refuse(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
         # A flood must not fill the disk.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
-            LOG.warning("%s Refused since the start, by reason: %s", refusal, dict(self.refused))
+            most = dict(self.misbehaved.most_common(_MOST_NAMED))
+            LOG.warning(
+                "%s Refused since the start, by reason: %s; of amphorae with a right signature, most: %s",
+                refusal,
+                dict(self.refused),
+                most,
+            )
 
     def _wake(self) -> None:
         try:

@@ -66,7 +66,12 @@ class HealthManager:
         name = process_name()
         self._strays = Strays()
         self._receiver = Receiver(
-            conf.health.bind_address, conf.health.bind_port, self._key, self._heard, on_unknown=self._heard_stray
+            conf.health.bind_address,
+            conf.health.bind_port,
+            self._key,
+            self._heard,
+            on_unknown=self._heard_stray,
+            is_newer=self._ledger.is_newer,
         )
         # Often enough that a pause is seen long before anybody is silent.
         every = min(processes.EVERY, conf.failover.silent_after / 5)

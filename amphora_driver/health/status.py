@@ -21,17 +21,28 @@ How views are put together:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool
 from amphora_driver.model.vocabulary import Kind, Operating
+
+# What an amphora may say, at most: it may be in a stranger's hands. Longer than anything an agent says.
+Name = Annotated[str, Meta(max_length=80)]
+"""An id, or two with a colon in between."""
+Word = Annotated[str, Meta(max_length=64)]
+Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
+Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
+# Also what every database can hold.
+Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*$")]
 
 
 class ListenerReport(msgspec.Struct, frozen=True):
     """What an amphora says of a listener: HAProxy's status word and counters since the amphora was born."""
 
-    status: str
+    status: Word
     active_connections: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -42,15 +53,15 @@ class ListenerReport(msgspec.Struct, frozen=True):
 class PoolReport(msgspec.Struct, frozen=True):
     """What an amphora says of a pool behind one listener: HAProxy's status words, members' by member id."""
 
-    status: str
-    members: dict[str, str] = {}
+    status: Word
+    members: dict[Name, Word] = {}
 
 
 class Drifted(msgspec.Struct, frozen=True):
     """What an amphora found of itself last that was not as confirmed: when (seconds since 1970), and in sentences."""
 
     at: float = 0.0
-    what: tuple[str, ...] = ()
+    what: Sentences = ()
     mended: bool = False
 
 
@@ -70,13 +81,13 @@ class Report(msgspec.Struct, frozen=True):
     """
 
     generation: int | None = None
-    listeners: dict[str, ListenerReport] = {}
-    pools: dict[str, PoolReport] = {}
+    listeners: dict[Name, ListenerReport] = {}
+    pools: dict[Name, PoolReport] = {}
     amphora_id: str = ""
     holds_vip: bool | None = None
-    drift: tuple[str, ...] = ()
+    drift: Words = ()
     drifted: Drifted | None = None
-    agent_version: str | None = None
+    agent_version: Version | None = None
 
 
 class StatusOfObject(msgspec.Struct, frozen=True):

@@ -179,6 +179,36 @@ def typical():
     return sealed({"generation": 8, "listeners": listeners, "pools": pools})
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"agent_version": "a\x00b"},
+        {"agent_version": "\U0001f600"},
+        {"agent_version": "1" * 65},
+        {"listeners": {"l" * 81: {"status": "OPEN"}}},
+        {"listeners": {"l": {"status": "O" * 65}}},
+        {"pools": {"p" * 81: {"status": "UP"}}},
+        {"pools": {"p:l": {"status": "UP", "members": {"m" * 81: "UP"}}}},
+        {"pools": {"p:l": {"status": "UP", "members": {"m": "U" * 65}}}},
+        {"drift": ["d" * 65]},
+        {"drift": ["d"] * 33},
+        {"drifted": {"what": ["w" * 2049]}},
+        {"drifted": {"what": ["w"] * 17}},
+    ],
+)
+def test_what_is_longer_than_anything_an_agent_says_is_no_report(said):
+    with pytest.raises(HeartbeatRefused) as refusal:
+        open_datagram(sealed({**DOCUMENT, **said}), Secret(KEY))
+    assert refusal.value.reason == "document"
+
+
+def test_a_document_of_three_megabytes_is_not_unpacked():
+    many = {f"{number:080}": {"status": "OPEN"} for number in range(30_000)}
+    with pytest.raises(HeartbeatRefused) as refusal:
+        open_datagram(sealed({**DOCUMENT, "listeners": many}), Secret(KEY))
+    assert refusal.value.reason == "packing"
+
+
 @pytest.mark.quiet
 def test_speed(capsys):
     datagram, key = typical(), Secret(KEY)

@@ -18,6 +18,9 @@ from contextlib import contextmanager
 import pytest
 
 from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.health import budgets
+from amphora_driver.health import receiver as receiver_module
+from amphora_driver.health.heartbeat import unpack
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
 
@@ -253,6 +256,40 @@ def test_the_largest_datagram():
         made.wait(lambda: made.received)
 
 
+def test_a_replay_is_refused_before_it_is_unpacked(monkeypatch):
+    unpacked = []
+    monkeypatch.setattr(receiver_module, "unpack", lambda signed: unpacked.append(signed.sequence) or unpack(signed))
+    last = [(-1, -1)]
+
+    def newer(_amphora_id, order):
+        found, last[0] = order > last[0], max(order, last[0])
+        return found
+
+    with running(is_newer=newer) as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        for number in (1, 2, 2, 1, 3):
+            made.send(datagram(number))
+        made.wait(lambda: len(made.received) == 3)
+        assert made.receiver.refused == {"old": 2}
+        assert made.receiver.misbehaved == {AMPHORA: 2}
+    assert unpacked == [1, 2, 3]
+
+
+def test_an_amphora_over_its_budget_loses_its_own_datagrams_only():
+    other = str(uuid.uuid4())
+    with running() as made:
+        made.receiver.preload({AMPHORA: Secret(KEY), other: Secret(KEY)})
+        many = int(budgets.MOST_DATAGRAMS) + 100
+        for number in range(many):
+            made.send(datagram(number))
+        made.send(datagram(1, amphora_id=other))
+        made.wait(lambda: any(one.amphora_id == other for one in made.received))
+        assert made.receiver.refused["budget"] > 0
+        assert made.receiver.misbehaved.keys() == {AMPHORA}
+        mine = [one for one in made.received if one.amphora_id == AMPHORA]
+        assert budgets.MOST_DATAGRAMS <= len(mine) < many
+
+
 def test_speed(capsys):
     """CPU of everything: kernel, loop, keys, decoding; sender's share taken away by sending first."""
     listeners = {
@@ -264,8 +301,12 @@ def test_speed(capsys):
         for name in listeners
     }
     document = json.dumps({"generation": 1, "listeners": listeners, "pools": pools}).encode()
-    content = b"AHB1" + uuid.UUID(AMPHORA).bytes + struct.pack("!QQ", 1, 1) + zlib.compress(document)
-    content += hmac.new(KEY, content, hashlib.sha256).digest()
+    # Each amphora stays within its budget.
+    senders = [uuid.uuid4() for _ in range(20)]
+    contents = []
+    for one in senders:
+        content = b"AHB1" + one.bytes + struct.pack("!QQ", 1, 1) + zlib.compress(document)
+        contents.append(content + hmac.new(KEY, content, hashlib.sha256).digest())
     count = [0]
 
     def take(_heartbeat):
@@ -274,15 +315,15 @@ def test_speed(capsys):
             receiver.stop()
 
     receiver = Receiver("127.0.0.1", 0, lambda _id: None, take)
-    receiver.preload({AMPHORA: Secret(KEY)})
+    receiver.preload({str(one): Secret(KEY) for one in senders})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sent = 1000 if receiver._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 8 << 20 else 20
-        for _ in range(sent):
-            sender.sendto(content, ("127.0.0.1", receiver.port))
+        for number in range(sent):
+            sender.sendto(contents[number % len(contents)], ("127.0.0.1", receiver.port))
     begin = time.process_time()
     receiver.run()
     each = (time.process_time() - begin) / sent
     with capsys.disabled():
         figure = f"{each * 1e6:.1f} us for each of {sent}, {1 / each:,.0f}/s per core"
-        print(f"\nreceiver, {len(content)} byte datagrams: {figure}")  # noqa: T201 - the figure is what it is for
+        print(f"\nreceiver, {len(contents[0])} byte datagrams: {figure}")  # noqa: T201 - the figure is what it is for
     assert count == [sent]

@@ -75,9 +75,9 @@ def send(manager, *datagrams):
     """Each is received before the next is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for one in datagrams:
-            before = manager._receiver.accepted
+            before = manager._receiver.accepted + manager._receiver.refused["old"]
             sender.sendto(one, ("127.0.0.1", manager._receiver.port))
-            until(lambda before=before: manager._receiver.accepted > before)
+            until(lambda before=before: manager._receiver.accepted + manager._receiver.refused["old"] > before)
 
 
 def until(condition):
