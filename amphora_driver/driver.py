@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
     ModelError,
+    NetworkError,
     StoreError,
     UnknownObject,
     UnsupportedOption,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound="Callable[..., Any]")
+_UNSPECIFIC = "The load balancer provider {}. Try again later, or tell the operator this reference: {}"
 
 
 _CHECKS: dict[Kind, Callable[[Any], None]] = {
@@ -131,14 +134,30 @@ def _answering(method: F) -> F:
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
-            LOG.exception("%s failed", method.__name__)
-            raise exceptions.DriverError(**_fault(error)) from error
+            # One line in our log and one in Octavia's: the reference leads from a user's question to both.
+            reference = secrets.token_hex(4)
+            LOG.exception("%s failed (reference %s)", method.__name__, reference)
+            raise exceptions.DriverError(**_fault(error, reference)) from error
 
     return call  # type: ignore[return-value]
 
 
-def _fault(error: AmphoraDriverError) -> dict[str, str]:
-    return {"user_fault_string": str(error), "operator_fault_string": f"{type(error).__name__}: {error}"}
+def _fault(error: AmphoraDriverError, reference: str = "") -> dict[str, str]:
+    """What Octavia tells the user, and what it writes to its log.
+
+    Args:
+        reference: the user is told no more than this. Octavia hands the sentence on to tenants: the words of a database
+            or of another service name hosts, accounts and paths.
+    """
+    operator = f"{type(error).__name__}: {error}"
+    if not reference or (isinstance(error, NetworkError) and error.final):
+        return {"user_fault_string": str(error), "operator_fault_string": operator}
+    return {
+        "user_fault_string": _UNSPECIFIC.format(
+            "could not use its database" if isinstance(error, StoreError) else "failed", reference
+        ),
+        "operator_fault_string": f"{operator} (reference {reference})",
+    }
 
 
 class AmphoraProviderDriver(provider_base.ProviderDriver):

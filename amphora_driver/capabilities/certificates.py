@@ -41,7 +41,9 @@ _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
 # Far more than a chain or a national list of authorities needs, in bytes.
 _LARGEST = 1 << 20
 
-_BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]{1,40})-----\s.*?-----END \1-----", re.DOTALL)
+# RFC 7468, section 2: the boundaries of a block. Each is looked at once, so that a search takes time in proportion to
+# the text, whatever is in it.
+_BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm)
 _Served = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
@@ -234,7 +236,16 @@ def _public(key: _Served) -> bytes:
 
 
 def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
-    return (found.group(0) + b"\n" for found in _BLOCK.finditer(text.reveal()) if found.group(1) in labels)
+    """The blocks with one of these labels, in order. A block has no other one inside: what is not ended is left out."""
+    data = text.reveal()
+    begun: re.Match[bytes] | None = None
+    for found in _BOUNDARY.finditer(data):
+        if found.group(1) is not None:
+            begun = found
+            continue
+        if begun is not None and begun.group(1) == found.group(2) and found.group(2) in labels:
+            yield data[begun.start() : found.end()] + b"\n"
+        begun = None
 
 
 def _guarded(option: str, read: Callable[[], _T]) -> _T:

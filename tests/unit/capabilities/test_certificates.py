@@ -238,3 +238,38 @@ def test_nothing_of_a_secret_shows():
     assert "PRIVATE" not in repr(material)
     assert "***" in repr(material)
     assert repr(certificates.pem(Purpose.CERTIFICATE, material)) == "***"
+
+
+class Counted:
+    """The search for boundaries, and how many bytes it was asked to look at."""
+
+    def __init__(self, real):
+        self._real = real
+        self.octets = 0
+
+    def finditer(self, text):
+        self.octets += len(text)
+        return self._real.finditer(text)
+
+
+def test_a_megabyte_of_beginnings_is_looked_at_once(monkeypatch):
+    """A search that went on from each beginning to the end of the text would take minutes."""
+    counted = Counted(certificates._BOUNDARY)
+    monkeypatch.setattr(certificates, "_BOUNDARY", counted)
+    text = b"-----BEGIN CERTIFICATE-----\n" * 36_000
+    assert 1_000_000 < len(text) < 1 << 20
+    assert "no certificate" in refusal(Material(option=OPTION, text=Secret(text)), Purpose.CA)
+    assert counted.octets <= 2 * len(text)
+
+
+def test_a_block_is_what_lies_between_its_own_boundaries():
+    inner = LEAF.certificate_pem.encode() if isinstance(LEAF.certificate_pem, str) else LEAF.certificate_pem
+    texts = (
+        b"-----BEGIN CERTIFICATE-----\nnever ended\n" + inner,
+        b"-----END CERTIFICATE-----\n" + inner,
+        b"-----BEGIN X509 CRL-----\n" + inner + b"-----END X509 CRL-----\n",
+        inner + b"-----BEGIN CERTIFICATE-----\nnever ended\n",
+    )
+    for text in texts:
+        (found,) = certificates._blocks(Secret(text), b"CERTIFICATE")
+        assert x509.load_pem_x509_certificate(found).subject == x509.load_pem_x509_certificate(inner).subject

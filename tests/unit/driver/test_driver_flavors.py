@@ -191,5 +191,9 @@ def test_the_listing_is_that_of_the_deployment(provider):
 
 def test_a_backend_that_cannot_be_loaded_is_an_operators_matter(provider, reconfigured):
     provider = reconfigured("[network]\ndriver = nosuch\n")
-    with pytest.raises(exceptions.DriverError, match="nosuch"):
+    with pytest.raises(exceptions.DriverError) as failure:
         take_vip(provider)
+    assert "nosuch" in failure.value.operator_fault_string
+    assert "nosuch" not in failure.value.user_fault_string
+    reference = failure.value.user_fault_string.rpartition(" ")[2]
+    assert f"(reference {reference})" in failure.value.operator_fault_string
