@@ -35,7 +35,7 @@ from amphora_agent.stats.earlier import Earlier, read
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Said here once more, and compared by a test: the modules that say it first would double the responder's memory.
 OWN = "amphora:"
-QUESTION = "show info;show stat -1 7 -1"
+QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
 _ATTEMPTS = 3
 SUMS_SECONDS = 3.0
@@ -148,7 +148,7 @@ def exposition(
 
 def _read(table: str) -> tuple[dict[str, int], dict[Subject, list[_Row]]]:
     """The columns' places and the rows that are not about sections of our own."""
-    head, *lines = table.split("\n")
+    head, *lines = table.partition("\n\n")[0].split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *head.split(",")))}
     rows: dict[str, list[_Row]] = {subject.value: [] for subject in Subject}
     kind = columns["type"]

@@ -13,9 +13,10 @@ from operator import itemgetter
 from amphora_agent.haproxy.configuration import OWN
 from amphora_agent.stats.columns import COUNTED
 
-QUESTION = "show info;show stat -1 7 -1"
+# Asked again at the end: a worker that begins to stop in between calls its listeners stopped.
+QUESTION = "show info;show stat -1 7 -1;show info"
 # A held connection puts its prompt between the answers to one line: there, one question at a time.
-HELD_QUESTIONS = ("show info", "show stat -1 7 -1")
+HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
 # One row's counters, in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)

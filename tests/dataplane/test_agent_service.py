@@ -231,7 +231,7 @@ def copied(tmp_path, monkeypatch):
 def test_a_new_version_takes_over_and_no_check_fails(copied, network, authority, tmp_path):
     (tmp_path / "amphora").mkdir()
     network.plug()
-    amphora = Amphora(network, tmp_path / "amphora", authority)
+    amphora = Amphora(network, tmp_path / "amphora", authority, forked=False)
     try:
         amphora.start()
         eventually(amphora.answers, "the agent answers", 30)

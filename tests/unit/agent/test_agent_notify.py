@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -88,6 +89,11 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
         assert written.isascii()
         assert not set(written) & set(": \n")
         assert "FDPOLL=0" in listener.said[0]
+        # It is sent without an answer: the listener's thread may be behind.
+        until = time.monotonic() + 10
+        while len(listener.said) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         assert listener.said[1] == "BARRIER=1"
         program = (
             "import os\nfrom amphora_agent import notify\n"

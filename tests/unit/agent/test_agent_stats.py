@@ -161,6 +161,13 @@ def test_a_sample():
     assert parse("Unknown command\n") is None
 
 
+def test_a_worker_that_begins_to_stop_in_the_middle_of_its_answer():
+    """Its listeners are called stopped, and it said before that it stays."""
+    begun = ANSWER.format(stopping=0).replace("OPEN", "STOP") + ANSWER.format(stopping=1).partition("# pxname")[0]
+    assert parse(begun).stopping
+    assert not parse(ANSWER.format(stopping=0) + ANSWER.format(stopping=0).partition("# pxname")[0]).stopping
+
+
 def document(members):
     return {
         "generation": 3,

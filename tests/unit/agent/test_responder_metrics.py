@@ -176,7 +176,7 @@ COLUMNS = (
 
 
 def answer(*rows):
-    return "\n".join((INFO, COLUMNS, *rows, "", ""))
+    return "\n".join((INFO, COLUMNS, *rows, "", INFO, ""))
 
 
 def row(proxy, name, status, kind, *, mode="http", scur="0", last_chk="", qtime="0", bin_="0"):
@@ -318,7 +318,8 @@ def test_a_worker_that_leaves_is_asked_again():
     whole = answer(row("l", "FRONTEND", "OPEN", 0))
     gone = HaproxyError("ask", "connection reset")
     stopping = whole.replace("Pid: 7", "Pid: 7\nStopping: 1").replace("OPEN", "STOP")
-    for broken in ("", whole[: len(INFO)], whole[:-5], stopping, gone):
+    begins_to_stop = INFO.join((*whole.replace("OPEN", "STOP").split(INFO)[:2], INFO + "Stopping: 1\n\n"))
+    for broken in ("", whole[: len(INFO)], whole[:-5], stopping, begins_to_stop, gone):
         text = "".join(metrics.scrape(Worker(broken, whole)))
         assert 'octavia_listener_current_sessions{listener="l"} 0\n' in text
         assert 'octavia_listener_status{listener="l",state="UP"} 1\n' in text
