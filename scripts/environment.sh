@@ -11,32 +11,6 @@ die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
 
 require_root() { [[ $(id -u) == 0 ]] || die "Could not start: network namespaces need root. Run this as root."; }
 
-# install_packages [PROGRAM=PACKAGE...]: what is missing of the programs everything needs, and of these.
-install_packages() {
-  local wanted=() pair
-  for pair in haproxy=haproxy keepalived=keepalived nft=nftables ip=iproute2 nsenter=util-linux python3=python3 "$@"; do
-    command -v "${pair%%=*}" >/dev/null || [[ -e ${pair%%=*} || -x /usr/sbin/${pair%%=*} ]] || wanted+=("${pair#*=}")
-  done
-  python3 -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
-  ((${#wanted[@]})) || return 0
-  command -v apt-get >/dev/null || die "Could not install ${wanted[*]}: there is no apt-get here. Install them and run this again."
-  say "Installing ${wanted[*]} (Debian packages)"
-  mkdir -p "$home"
-  # No service is to start by itself: everything runs in namespaces of ours. invoke-rc.d(8) asks this file.
-  local policy=/usr/sbin/policy-rc.d ours='' failed=''
-  if [[ ! -e $policy ]]; then
-    ours=1
-    printf '#!/bin/sh\nexit 101\n' >"$policy"
-    chmod 755 "$policy"
-  fi
-  {
-    DEBIAN_FRONTEND=noninteractive apt-get -q update &&
-      DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "${wanted[@]}"
-  } >"$home/apt.log" 2>&1 || failed=1
-  [[ -z $ours ]] || rm -f "$policy"
-  [[ -z $failed ]] || die "Could not install ${wanted[*]}. See $home/apt.log."
-}
-
 # What building an editable package leaves in the source folder, once every environment is made: nobody reads it again.
 tidy_sources() { rm -rf ./*.egg-info; }
 

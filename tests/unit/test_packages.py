@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ./quickstart and ./run-tests leave on the machine when the installation of packages ends early."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCED = f"cd {ROOT}; . scripts/environment.sh; . scripts/packages.sh; "
+
+
+@pytest.fixture
+def place(tmp_path):
+    """An apt-get that never ends, and a policy file of the test's own."""
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexec sleep 60\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    return tmp_path
+
+
+def bash(place, script):
+    environment = {**os.environ, "PATH": f"{place}:{os.environ['PATH']}"}
+    words = ["bash", "-c", f"{SOURCED} policy={place}/policy; {script}"]
+    # A run in the background of a script ignores SIGINT, and so would its children.
+    return subprocess.Popen(
+        words,
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - this process has one thread
+    )
+
+
+def interrupted(place, number):
+    """Send a signal to the whole process group, as a terminal does, while packages are installed."""
+    with bash(place, "install_quietly something") as process:
+        until = time.monotonic() + 20
+        while not (place / "started").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert (place / "policy").read_text().startswith("#!/bin/sh\n# Written by scripts/packages.sh, process ")
+        os.killpg(process.pid, number)
+        try:
+            assert process.wait(20) != 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_installation_leaves_no_policy(place, number):
+    interrupted(place, number)
+    until = time.monotonic() + 20
+    while (place / "policy").exists():
+        assert time.monotonic() < until, "services of this machine are not restarted after updates"
+        time.sleep(0.01)
+
+
+def test_what_a_killed_installation_has_left_is_removed_by_the_next_one(place):
+    interrupted(place, signal.SIGKILL)
+    assert (place / "policy").exists()
+    # The process that wrote it may take a moment to end.
+    until = time.monotonic() + 20
+    while (place / "policy").exists():
+        assert time.monotonic() < until
+        with bash(place, "remove_stale_policy") as process:
+            assert process.wait(20) == 0
+
+
+def test_a_policy_of_the_operator_stays(place):
+    (place / "policy").write_text("#!/bin/sh\nexit 101\n")
+    with bash(place, "remove_stale_policy") as process:
+        assert process.wait(20) == 0
+    assert (place / "policy").read_text() == "#!/bin/sh\nexit 101\n"
