@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dataplane")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dataplane"), str(ROOT / "tests")]
 
 from amphora_lab import eventually  # noqa: E402 (not before its place is known)
 from pair_lab import PLACES, Pair, PairNetwork  # noqa: E402

@@ -35,7 +35,7 @@ def pytest_configure(config):
     config.pluginmanager.register(matrix, "feature matrix")
     two_parts.register(config, matrix)
     if not hasattr(config, "workerinput"):
-        # Workers inherit both: where the preloaded process listens (tests/system/preloaded.py), and when it ends.
+        # Workers inherit both: where the preloaded process listens (tests/forks.py), and when it ends.
         folder = tempfile.TemporaryDirectory(prefix="adp-")
         config.add_cleanup(folder.cleanup)
         os.environ["AMPHORA_TESTS_PRELOADED"], os.environ["AMPHORA_TESTS_RUN"] = folder.name, str(os.getpid())

@@ -26,6 +26,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import preloaded_agent
 from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.applying.points import VARIABLE
@@ -186,7 +187,11 @@ def _no_filter() -> None:
 
 
 class Amphora:
-    """The supervisor, the agent and HAProxy, started as the compute backend starts them."""
+    """The supervisor, the agent and HAProxy, started as the compute backend starts them.
+
+    Args:
+        forked: in a run of many tests, supervisor and agent are forks of a process that has imported them.
+    """
 
     def __init__(
         self,
@@ -198,6 +203,8 @@ class Amphora:
         place: str = "amp",
         address: str = AMPHORA,
         audit: float | None = 3600.0,
+        *,
+        forked: bool = True,
     ) -> None:
         self.network = network
         self.place = place
@@ -207,7 +214,8 @@ class Amphora:
         self.key = os.urandom(32)
         self.authority = authority
         self._directory = directory
-        self._process: subprocess.Popen | None = None
+        self._forked = forked
+        self._process: subprocess.Popen | preloaded_agent.Outermost | None = None
         self._connection: http.client.HTTPSConnection | None = None
         for name in ("etc", "var", "points"):
             (directory / name).mkdir()
@@ -248,6 +256,12 @@ class Amphora:
 
     def start(self) -> None:
         namespace = f"/run/netns/{self.network.name(self.place)}"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(self.points)}
+        spec, log = self._directory / "spec.json", self._directory / "log"
+        if self._forked and preloaded_agent.possible(sys.executable, environment):
+            pid = preloaded_agent.boot(sys.executable, spec, namespace, environment, log, ends_with=os.getpid())
+            self._process = preloaded_agent.Outermost(pid)
+            return
         command = [
             # The amphora ends with this process even if nothing of it can clean up any more.
             *("setpriv", "--pdeathsig", "KILL", "--"),
@@ -262,12 +276,11 @@ class Amphora:
             sys.executable,
             "-m",
             "amphora_agent.supervisor",
-            str(self._directory / "spec.json"),
+            str(spec),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(self.points)}
-        with (self._directory / "log").open("ab") as log:
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
 
     def init(self) -> int:

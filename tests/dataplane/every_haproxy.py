@@ -16,7 +16,14 @@ import pytest
 from haproxy_versions import VERSIONS, HAProxy
 from served import Lab
 
-on_every_haproxy = pytest.mark.parametrize("lab", VERSIONS, ids=str, indirect=True, scope="module")
+_EVERY_RUN = {"system", "3.0"}
+on_every_haproxy = pytest.mark.parametrize(
+    "lab",
+    [pytest.param(one, marks=() if one.series in _EVERY_RUN else pytest.mark.extended) for one in VERSIONS],
+    ids=str,
+    indirect=True,
+    scope="module",
+)
 """Of a file's tests: they are run with each of them."""
 _labs = itertools.count()
 

@@ -101,6 +101,7 @@ def test_a_port_that_is_gone_under_load(place, checker, record_property):
         two.close()
 
 
+@pytest.mark.extended
 def test_the_only_member_is_gone_under_load(place, checker):
     """Every packet of every client finds nobody; then nobody is asked, and each is told so at once."""
     one = udp(place, address(1), reply=b"here")
@@ -120,6 +121,7 @@ def test_the_only_member_is_gone_under_load(place, checker):
         one.close()
 
 
+@pytest.mark.extended
 def test_a_host_that_is_gone_under_load(place, checker):
     """Clients' packets fill the queue in which a check would wait for the link address.
 

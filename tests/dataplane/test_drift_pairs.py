@@ -66,6 +66,7 @@ def test_a_file_of_keepalived_that_was_edited_is_written_anew(booted, which):
     assert asker.outage < 1.0
 
 
+@pytest.mark.extended
 def test_routes_and_rules_of_the_holder_are_put_back_and_the_vips_stay(booted):
     holder = booted.holder
     with booted.asking():

@@ -88,7 +88,9 @@ def test_a_connection_limit_is_changed_and_taken_away(served):
 
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_client_data")
-@pytest.mark.parametrize(("protocol", "vip"), [("TCP", VIP), ("TCP", VIP6), ("HTTP", VIP)])
+@pytest.mark.parametrize(
+    ("protocol", "vip"), [("TCP", VIP), pytest.param("TCP", VIP6, marks=pytest.mark.extended), ("HTTP", VIP)]
+)
 def test_the_client_is_given_its_time(served, protocol, vip):
     peer = served.web() if protocol == "HTTP" else served.silent()
     served.push(
@@ -127,7 +129,7 @@ def test_the_member_is_given_its_time(served, protocol):
 
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_member_connect")
-@pytest.mark.parametrize("address", [MEMBER, MEMBER6])
+@pytest.mark.parametrize("address", [MEMBER, pytest.param(MEMBER6, marks=pytest.mark.extended)])
 def test_a_connection_to_a_member_is_given_its_time(served, address):
     """HAProxy tries again (`retries 3`); each attempt has the time that was given."""
     full = served.full(address=address)
@@ -165,7 +167,7 @@ def test_what_comes_late_is_served(served, protocol):
 
 @pytest.mark.quiet
 @pytest.mark.feature("listener.timeout_client_data")
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_an_upgraded_connection_has_a_time_of_its_own(served, tenant, tls):
     """It outlives the client's and the member's timeout, and ends when its own is over."""
     peer = served.web()

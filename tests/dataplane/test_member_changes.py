@@ -20,6 +20,7 @@ MANY = 1000
 
 # On a busy machine an answer may take its time: that is not what these are about.
 LENIENT = {"timeout": 5, "max_retries_down": 5}
+EVERY_RUN = {"HTTP", "SOURCE_IP persistence", "HTTP_COOKIE and SOURCE_IP", "PROXYV2", "TLS", "HTTPS monitor"}
 POOLS = {
     "HTTP": {},
     "LEAST_CONNECTIONS": {"algorithm": "LEAST_CONNECTIONS"},
@@ -41,7 +42,10 @@ POOLS = {
 
 
 @pytest.mark.feature("member.batch", "member.address", "member.weight", "member.admin_state_up")
-@pytest.mark.parametrize("wanted", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(
+    "wanted",
+    [pytest.param(POOLS[one], id=one, marks=() if one in EVERY_RUN else pytest.mark.extended) for one in POOLS],
+)
 def test_members_change_without_a_reload(served, tenant, wanted):
     """Whatever the pool: one is added, changed, and taken away while requests go on, and none of them fails."""
     certificate = tenant.issue("member.internal")

@@ -162,7 +162,9 @@ def takes_over(pair: Pair, break_it, bound: float = 1.0):
     return asker
 
 
-@pytest.mark.parametrize("programs", [("haproxy",), ("haproxy", "keepalived")])
+@pytest.mark.parametrize(
+    "programs", [pytest.param(("haproxy",), marks=pytest.mark.extended), ("haproxy", "keepalived")]
+)
 def test_killed_processes(pair, programs):
     holder = pair.holder
     takes_over(pair, lambda node: node.kill(*programs))
@@ -171,7 +173,7 @@ def test_killed_processes(pair, programs):
     assert pair.settled(HEALED) is not holder
 
 
-@pytest.mark.parametrize("which", ["both", "child"])
+@pytest.mark.parametrize("which", ["both", pytest.param("child", marks=pytest.mark.extended)])
 def test_keepalived_that_died_alone(pair, which):
     """The VIPs stay until the other node has them, and go when keepalived is started again: nobody notices either."""
     third = "198.51.100.6"
@@ -386,7 +388,9 @@ def test_released_by_who_does_not_hold(pair):
     assert pair.standby.call("POST", "/v2/vrrp/expect", {"seconds": -1})[0] == 400
 
 
-@pytest.mark.parametrize("dual", [False, True], ids=["alone", "dual"])
+@pytest.mark.parametrize(
+    "dual", [pytest.param(False, id="alone", marks=pytest.mark.extended), pytest.param(True, id="dual")]
+)
 def test_nodes_that_speak_ipv6(pair, dual):
     """They take over, and hand over without cutting; alone or with VIPs of IPv4 beside, packets fit into the tunnel."""
     vips = (VIP6, VIP) if dual else (VIP6,)

@@ -360,6 +360,9 @@ def test_settings_of_the_namespace(wire):
     # A setting that this kernel's namespaces do not have would be left out without a word: here they have all.
     for key, wanted in {**sysctls._NEEDED, **sysctls._SETTINGS}.items():
         assert wire.inner.run(read, key) == wanted, key
+    wire.change(bundle(eth1()))
+    for key in ("ipv6/conf/eth1/accept_ra", "ipv6/conf/eth1/accept_redirects", "ipv4/conf/eth1/accept_redirects"):
+        assert wire.inner.run(read, key) == "0", key
 
 
 # -- failures -------------------------------------------------------------------------------------------------------

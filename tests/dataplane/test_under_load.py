@@ -15,7 +15,6 @@ from wanted import listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
 
-MEMBER_CHANGES, CERTIFICATES, RELOADS = 1000, 100, 100
 # Those that replaced workers may be at once; long connections are spread over fewer generations than that.
 WORKERS = 4
 # A request that is sent later than this after the answer must not reach a member that was removed.
@@ -73,8 +72,12 @@ def end_long(traffic: Traffic) -> dict[str, dict]:
 
 @pytest.mark.quiet
 @pytest.mark.feature("member.batch", "member.weight", "member.admin_state_up", "listener.default_tls_container_ref")
-def test_a_thousand_changes_disturb_nobody(served, traffic, tenant):
-    """1,000 member changes and 100 certificates without a new worker, then 100 reloads, all under the same load."""
+@pytest.mark.parametrize(
+    ("changes", "replaced", "reloads"),
+    [pytest.param(100, 10, 20, id="130"), pytest.param(1000, 100, 100, id="1200", marks=pytest.mark.extended)],
+)
+def test_many_changes_disturb_nobody(served, traffic, tenant, changes, replaced, reloads):
+    """Member changes and certificates without a new worker, then reloads, all under the same load."""
     members = quick_members("member", 8, 0)
     stable, changing = members[:4], members[4:]
     traffic.listen(members)
@@ -92,16 +95,16 @@ def test_a_thousand_changes_disturb_nobody(served, traffic, tenant):
     start_long(traffic, tenant, 3)
 
     with processes:
-        _change_members(prepared, changing, MEMBER_CHANGES)
+        _change_members(prepared, changing, changes)
         assert_nothing_failed(traffic.report(), "member changes")
-        _replace_certificates(prepared, itertools.cycle(certificates), CERTIFICATES)
+        _replace_certificates(prepared, itertools.cycle(certificates), replaced)
         assert_nothing_failed(traffic.report(), "certificates")
         unmoved = processes.workers
         assert (processes.most, len(unmoved)) == (1, 1), "members and certificates take no new worker"
         grown = processes.resident()
 
-        for number in range(RELOADS):
-            if number == RELOADS // 2:
+        for number in range(reloads):
+            if number == reloads // 2:
                 start_long(traffic, tenant, 6)
             _reload(prepared, 2 + number)
         traffic.goes_on(*SHORT)

@@ -16,7 +16,7 @@ from amphora_driver.sandbox.stack import Stack
 from amphora_driver.store import tables
 from amphora_driver.store.engine import Database
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 # A whole backend of its own in all that can be seen: it has images, and its amphorae lie elsewhere.
 SOURCE = """

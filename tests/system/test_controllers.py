@@ -65,7 +65,10 @@ def test_two_controllers_share_the_work(cloud, second_controller, database):
         assert len(cloud.amphorae(one)) == 1, "none was made twice"
 
 
-@pytest.mark.parametrize("moment", ["Record", "Boot", "Plug", "AwaitAgent", "Push"])
+EARLIER = [pytest.param(one, marks=pytest.mark.extended) for one in ("Record", "Boot", "Plug", "AwaitAgent")]
+
+
+@pytest.mark.parametrize("moment", [*EARLIER, "Push"])
 def test_a_controller_killed_in_the_middle_of_a_creation(cloud, stack, moment):
     log = stack.supervision.log("amphora-controller")
     begin = log.stat().st_size

@@ -10,7 +10,7 @@ from amphora_driver.sandbox import demo
 from amphora_driver.store import tables
 from amphora_driver.store.engine import Database
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,7 @@ def test_one_on_its_own_is_replaced_as_planned(lab, spare):
     noted("planned", "SINGLE", "yes" if spare else "no", None, row, clients)
 
 
+@pytest.mark.extended
 def test_a_pair_is_replaced_as_planned(lab):
     flavor = lab.flavor(loadbalancer_topology="ACTIVE_STANDBY", vrrp_advert_interval=FAST)
     balancer = lab.cloud.served("pair", flavor_id=flavor)
@@ -246,7 +247,7 @@ def test_one_on_its_own_dies(lab, spare):
     [
         pytest.param("holder", False, id="the holder"),
         pytest.param("standby", False, id="the standby", marks=pytest.mark.extended),
-        pytest.param("holder", True, id="the holder, with a spare"),
+        pytest.param("holder", True, id="the holder, with a spare", marks=pytest.mark.extended),
     ],
 )
 def test_one_of_a_pair_dies(lab, who, spare):

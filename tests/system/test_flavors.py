@@ -55,6 +55,7 @@ def seconds_of_silence(cloud, address, port=80):
     return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
+@pytest.mark.extended
 @pytest.mark.feature("lb.flavor")
 def test_a_flavors_timeout_is_what_a_silent_client_meets(cloud, flavor):
     quick = flavor("quick", {"timeout_client_data": 1000, "timeout_http_request": 30000})

@@ -96,6 +96,7 @@ def test_positions_follow_octavias_own(cloud, balancer):
     assert served == {"ACTIVE"}
 
 
+@pytest.mark.extended
 def test_the_first_that_matches_wins_whatever_its_action(cloud, balancer):
     """One policy, changed from action to action: what an earlier action had is gone, at Octavia's and here."""
     listener = cloud.listener_of(balancer)

@@ -61,7 +61,10 @@ def test_fully_populated_in_one_call(cloud):
     cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ONLINE")
 
 
-@pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS", "SOURCE_IP"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["ROUND_ROBIN", *(pytest.param(one, marks=pytest.mark.extended) for one in ("LEAST_CONNECTIONS", "SOURCE_IP"))],
+)
 def test_algorithms(cloud, algorithm):
     balancer = cloud.served(f"algorithm-{algorithm.lower()}")
     cloud.balancers.update_pool(cloud.pool_of(balancer), lb_algorithm=algorithm)

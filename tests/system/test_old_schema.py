@@ -16,7 +16,7 @@ from amphora_driver.store import migrate, schema
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import metadata
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 SERVICES = ("amphora-controller", "amphora-health-manager")
 OTHERS = ("octavia-api", "octavia-driver-agent")

@@ -139,6 +139,7 @@ def sees_for(lab, seconds):
     lab.cloud.until(ask, f"it sees for {seconds:.0f} s")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("calm")
 def test_nobody_is_taken_for_dead_because_the_database_was_away(lab, server):
     """Longer than an amphora may be silent; whoever is dead afterwards is found all the same."""
@@ -180,6 +181,7 @@ def test_the_database_goes_in_the_middle_of_a_creation(lab, balancer, server):
     lab.cloud.balancers.delete_load_balancer(made.id)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("calm")
 def test_octavias_agent_is_gone(lab, balancer):
     """Everything that happens meanwhile is done and remembered; Octavia hears how it is, not how it was."""

@@ -19,6 +19,12 @@ pytestmark = pytest.mark.root
 
 OURS, OCTAVIAS, TAKEN = 501, 400, 409
 """Status codes: not served by this provider; not a valid request; it collides with something."""
+OCTAVIAS_TABLES = {
+    **dict.fromkeys(
+        ("load_balancer", "listener", "pool", "member", "health_monitor", "l7policy", "l7rule"), "provisioning_status"
+    ),
+    "flavor_profile": "flavor_data",
+}
 TLS = {"protocol": "TERMINATED_HTTPS", "default_tls_container_ref": "one"}
 MASK = {"type": "SOURCE_IP", "persistence_timeout": 60}
 PATTERN = {"type": "PATH", "compare_type": "REGEX"}
@@ -163,6 +169,7 @@ class Place:
 
     def __init__(self, cloud):
         self.cloud = cloud
+        self._octavia = sa.create_engine(cloud.settings.octavia_database_url)
         self.balancer = cloud.served("refusing", ("member1",))
         self.listener, self.pool = cloud.listener_of(self.balancer), cloud.pool_of(self.balancer)
         self.bare = cloud.balancers.create_pool(
@@ -183,13 +190,15 @@ class Place:
         assert self._inventory() == before
 
     def _inventory(self):
-        """Everything Octavia shows with its status, and all our rows of what was asked for."""
-        shown = {
-            kind: sorted((one["id"], one.get("provisioning_status")) for one in self._list(kind))
-            for kind in ("loadbalancers", "listeners", "pools", "healthmonitors", "l7policies", "flavorprofiles")
-        }
-        for path in (f"pools/{self.pool.id}/members", f"l7policies/{self.policy.id}/rules"):
-            shown[path] = sorted((one["id"], one["provisioning_status"]) for one in self._list(path))
+        """Every object of Octavia's database with its status, and all our rows of what was asked for.
+
+        The API would need a call for each kind of object, before and after each of these refusals.
+        """
+        with self._octavia.connect() as connection:
+            shown = {
+                table: sorted(map(tuple, connection.execute(sa.text(f"SELECT id, {column} FROM {table}"))))
+                for table, column in OCTAVIAS_TABLES.items()
+            }
         work, wanted, request = tables.work.c, tables.wanted_object.c, tables.request.c
         queries = (
             sa.select(work.load_balancer_id, work.generation),
@@ -201,16 +210,17 @@ class Place:
         rows = self.cloud.database.read(lambda c: [sorted(map(tuple, c.execute(query))) for query in queries])
         return shown, rows
 
-    def _list(self, path):
-        answer = self.cloud.balancers.get(self.cloud.url(path)).json()
-        return answer[path.rpartition("/")[2]]
+    def close(self):
+        self._octavia.dispose()
 
 
 @pytest.fixture(scope="module")
 def place(settings, connection, database):
     keep_all(settings)
     cloud = Cloud(settings, connection, database)
-    yield Place(cloud)
+    made = Place(cloud)
+    yield made
+    made.close()
     cloud.clean()
 
 
@@ -302,6 +312,18 @@ def test_flavors(place, asked, sentence):
 
 
 def test_what_is_there_still_serves(place):
-    """After all these refusals: a policy without a rule never matches."""
+    """After all these refusals: a policy without a rule never matches. Octavia's API shows nothing that was refused."""
     assert place.cloud.answers(place.balancer.vip_address, 1) == {"member1": 1}
     assert place.cloud.active(place.balancer.id)
+    shown = {
+        kind: [one["id"] for one in place.cloud.balancers.get(place.cloud.url(kind)).json()[kind]]
+        for kind in ("loadbalancers", "listeners", "pools", "healthmonitors", "l7policies", "flavorprofiles")
+    }
+    assert {kind: len(ids) for kind, ids in shown.items() if kind != "pools"} == {
+        "loadbalancers": 1,
+        "listeners": 1,
+        "healthmonitors": 0,
+        "l7policies": 1,
+        "flavorprofiles": 0,
+    }
+    assert set(shown["pools"]) == {place.pool.id, place.bare.id}

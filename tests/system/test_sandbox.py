@@ -4,6 +4,7 @@
 import openstack.exceptions
 import pytest
 
+from amphora_driver.compute import process
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo_hosts, topology
 from amphora_driver.sandbox import settings as sandbox_settings
@@ -100,7 +101,9 @@ class TestVip:
         assert cloud.answers(balancer.vip_address, 2) == {"member2": 2}
 
 
-def test_down_and_up_again_serves_as_before(stack, cloud):
+def test_down_and_up_again_serves_as_before(stack, cloud, monkeypatch):
+    # From here on the programs start as in an operator's sandbox, without forks (tests/preloaded.py).
+    monkeypatch.setattr(stack.supervision, "spawn", process.spawn)
     balancer = cloud.served("lasting", ("member1",))
     amphorae = cloud.amphorae(balancer)
     assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}
@@ -110,3 +113,6 @@ def test_down_and_up_again_serves_as_before(stack, cloud):
     stack.up()
     cloud.until(lambda: cloud.answers(balancer.vip_address, 1) == {"member1": 1}, "served again", 30)
     assert cloud.amphorae(balancer) == amphorae
+    # The controller is a real program now: it boots an amphora with the real programs of an amphora.
+    second = cloud.served("made by real programs", ("member2",))
+    assert cloud.answers(second.vip_address, 2) == {"member2": 2}

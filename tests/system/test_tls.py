@@ -147,6 +147,7 @@ def test_certificates_come_change_and_go(cloud, kept):
     assert cloud.answers(address, 1) == {"member1": 1}
 
 
+@pytest.mark.extended
 def test_sni_alone_is_tls_too(cloud, kept):
     balancer, listener = secure(cloud, default_tls_container_ref=None, sni_container_refs=["two", "one"])
     assert shaken(cloud, balancer.vip_address) == ("two", "member1"), "the user's first, not the database's"

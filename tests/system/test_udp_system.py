@@ -166,7 +166,7 @@ def test_a_backup_and_a_check_elsewhere(cloud, settings, members, member_process
 # Where nothing is stored, nothing runs out: with nftables a client stays for good.
 @pytest.mark.feature_partly("pool.session_persistence.persistence_timeout")
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP", "pool.session_persistence.persistence_granularity")
-@pytest.mark.parametrize("kind", ["SINGLE", "ACTIVE_STANDBY"])
+@pytest.mark.parametrize("kind", [pytest.param("SINGLE", marks=pytest.mark.extended), "ACTIVE_STANDBY"])
 def test_a_fail_over_keeps_clients_with_their_members(cloud, settings, members, flavor, kind):
     kept = {"type": "SOURCE_IP", "persistence_timeout": 600, "persistence_granularity": "255.255.255.0"}
     three = [udp_member(cloud, one) for one in topology.MEMBERS]
@@ -224,17 +224,20 @@ def test_an_algorithm_that_no_engine_has_in_one_request(cloud):
     assert not list(cloud.balancers.load_balancers())
 
 
+@pytest.mark.extended
 def test_who_has_the_fewest_gets_the_next(cloud, settings, members):
     balancer = served(cloud, "udp-fewest", ("member1", "member2"), pool={"lb_algorithm": "LEAST_CONNECTIONS"})
     assert answers(settings, balancer.vip_address, 10) == {"member1": 5, "member2": 5}
 
 
+@pytest.mark.extended
 def test_whom_members_see(cloud, settings, members):
     balancer = served(cloud, "udp-hidden", ("member1",))
     (answer,) = datagrams.said(settings, balancer.vip_address)
     assert answer.startswith("member1 192.0.2."), "an amphora's address on the members' network"
 
 
+@pytest.mark.extended
 def test_members_see_clients_where_that_is_wished(cloud, settings, members, flavor):
     chosen = flavor("seen", {"client_address": "preserved"})
     balancer = served(cloud, "udp-seen", ("member1",), flavor_id=chosen.id)
@@ -247,6 +250,7 @@ def test_members_see_clients_where_that_is_wished(cloud, settings, members, flav
         )
 
 
+@pytest.mark.extended
 def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor):
     chosen = flavor("logged", {"connection_logging": True})
     balancer = served(cloud, "udp-logged", ("member1", "member2"), flavor_id=chosen.id)

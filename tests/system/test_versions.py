@@ -8,7 +8,7 @@ import pytest
 from drift_lab import drift_lab
 from sandbox_of_a_test import AGENT_PYTHON
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module", params=["history", "rebuilt"])

@@ -25,6 +25,8 @@ NOT_SERVED, TAKEN, INVALID = 501, 409, 400
 STREAM_PORT = 9000
 TINY = topology.identifier("zz-tiny")
 SHUT_OUT = "TimeoutError"
+# Bytes: more than a limited client can get in three seconds.
+_PLENTY = 30_000_000
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +246,18 @@ def test_security_groups(place, network):
 
 
 def rate(cloud, address):
-    """Bytes per second that a client gets, after what may be sent at once."""
+    """Bytes per second that a client gets, after what may be sent at once.
+
+    Without a limit the answer is there after some megabytes: more would only take both processors from other tests.
+    """
 
     def ask():
         with socket.create_connection((address, 81), timeout=20) as connection:
             until, taken = time.monotonic() + 1.0, 0
-            while time.monotonic() < until:
-                connection.recv(65536)
-            start = time.monotonic()
-            while time.monotonic() < start + 2.0:
+            while time.monotonic() < until and taken < _PLENTY:
+                taken += len(connection.recv(65536))
+            start, taken = time.monotonic(), 0
+            while time.monotonic() < start + 2.0 and taken < _PLENTY:
                 taken += len(connection.recv(65536))
             return taken / (time.monotonic() - start)
 
@@ -264,8 +269,9 @@ def test_qos_policy(place, network):
     cloud, balancer, addresses = place
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", egress_kbps=8_000)
     network.guards.define_policy(slow)
-    # TCP never fills what a policer lets through: half of it on a busy machine is plenty.
-    limited = pytest.approx(700_000, abs=500_000)
+    # TCP never fills what a policer lets through: a fifth of it on a busy machine is plenty. A segment that is sent
+    # again makes what came after it readable: up to a megabyte of an earlier second counts too.
+    limited = pytest.approx(1_000_000, abs=800_000)
     free = min(rate(cloud, address) for address in addresses)
     assert free > 3_000_000
 

@@ -24,14 +24,27 @@ from amphora_driver.sandbox import topology
 from amphora_driver.store import tables, wanted
 
 pytestmark = pytest.mark.root
-BOTH = pytest.mark.parametrize("name", ["steps", "post"])
+BOTH = pytest.mark.parametrize("name", [pytest.param("steps", marks=pytest.mark.extended), "post"])
 OFF = {"app-4", "off", "asleep", "asleep/PATH", "sleepless/PATH"}
 """What is switched off."""
 
 
+class Made(dict):
+    """The two load balancers by name, each made when a test asks for it first."""
+
+    def __init__(self, cloud):
+        super().__init__()
+        self._cloud = cloud
+
+    def __missing__(self, name):
+        make = {"post": whole_model.in_one_request, "steps": whole_model.step_by_step}[name]
+        self[name] = make(self._cloud, name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def place(settings, connection, database, tmp_path_factory):
-    """Members that repeat what they are asked, and the two load balancers in front of them, by name."""
+    """Members that repeat what they are asked, and the load balancers in front of them, by name."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "member.pem").write_text(authorities.ONE.pem)
     (folder / "authorities.pem").write_text(authorities.AUTHORITIES)
@@ -42,11 +55,7 @@ def place(settings, connection, database, tmp_path_factory):
         for host in ("member1", "member2"):
             stack.enter_context(answering(settings, host, whole_model.ECHO))
         stack.enter_context(answering(settings, "member3", whole_model.SEALED, **sealed))
-        made = {
-            "post": whole_model.in_one_request(cloud, "post"),
-            "steps": whole_model.step_by_step(cloud, "steps"),
-        }
-        yield cloud, made
+        yield cloud, Made(cloud)
         cloud.clean()
 
 
@@ -128,6 +137,7 @@ def test_octavia_and_we_have_recorded_the_same(place, name):
         assert tags == {one["name"]: sorted(one.get("tags", [])) for one in objects}
 
 
+@pytest.mark.extended
 def test_both_ways_make_the_same_configuration(place):
     cloud, made = place
     steps, post = (
@@ -263,6 +273,7 @@ def test_what_is_only_passed_through(place, name, tmp_path):
 def test_a_cascade_leaves_nothing(place):
     """The last one in this file: it takes the load balancers away."""
     cloud, made = place
+    assert made["post"]
     for balancer in made.values():
         cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
     for balancer in made.values():

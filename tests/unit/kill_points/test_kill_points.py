@@ -113,6 +113,7 @@ def test_a_death_at_each_point(deployment, passed, number):
             Run(deployment, OPERATIONS[number]).dies_once(point, passed(number), visit)
 
 
+@pytest.mark.extended
 @_TABLE
 def test_a_death_at_every_point_in_turn(deployment, passed, number):
     """In one run processes die at all points of the operation, each process at a later point than the one before.
