@@ -27,6 +27,7 @@ from wire import (
     addresses,
     announced,
     bundle,
+    came_up,
     comparable,
     eth1,
     eth2,
@@ -97,6 +98,7 @@ def test_what_is_as_wanted_is_not_touched(wire):
     wanted = bundle(eth1(), eth2(), allowed=((80, ["192.0.2.0/24", "2001:db8::/32"]),))
     wire.change(wanted)
     eventually(lambda: settled(wire, wanted), "it is as wanted")
+    eventually(lambda: came_up(wire), "the kernel has announced that the links came up")
     listening = wire.inner.run(hears_changes)
     try:
         again = Plumbing(wire.inner)  # an agent that has just started knows nothing

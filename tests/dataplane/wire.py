@@ -240,6 +240,12 @@ def settled(wire, wanted) -> bool:
     return False
 
 
+def came_up(wire) -> bool:
+    """Whether the kernel has done all that follows a link that comes up. It gives a link its own IPv6 address last."""
+    links = [link for link in wire.everything()["addr"] if link["ifname"] != "lo"]
+    return all(any(each["local"].startswith("fe80") for each in link["addr_info"]) for link in links)
+
+
 def addresses(wire) -> set[str]:
     link = next(link for link in wire.everything()["addr"] if link["ifname"] == "eth1")
     return {f"{a['local']}/{a['prefixlen']}" for a in link["addr_info"] if a["scope"] == "global"}

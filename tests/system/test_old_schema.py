@@ -72,8 +72,12 @@ def test_an_old_database_is_refused_upgraded_and_served(cloud, stack, settings, 
             assert "amphoractl database upgrade" in supervision.tail(name)
         supervision.start(programs["octavia-api"])
         supervision.wait_ready(programs["octavia-api"], 60.0)
-        with pytest.raises(HttpException, match=SENTENCE):
+        with pytest.raises(HttpException, match="could not use its database") as refused:
             cloud.balancers.update_listener(listener, name="renamed")
+        # The reference that the user is told leads the operator to the reason.
+        reference = str(refused.value).split("this reference: ")[1][:8]
+        log = supervision.log("octavia-api").read_text(encoding="utf-8")
+        assert any(reference in line and SENTENCE in line for line in log.splitlines())
         assert amphoractl(settings, "database", "status")["Schema"] == "0001"
         newest = schema.revisions()[-1]
         assert amphoractl(settings, "database", "upgrade") == {"Before": "0001", "After": newest}
