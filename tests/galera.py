@@ -33,10 +33,15 @@ def cluster(name, nodes=2):
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
+        # A server that starts deletes all temporary tables in its folder for them, those of other servers too.
+        for number in range(nodes):
+            (folder / f"tmp{number}").mkdir()
+            shutil.chown(folder / f"tmp{number}", _USER)
         shutil.chown(folder, _USER)
         subprocess.run(
             [
-                *("mariadb-install-db", "--no-defaults", f"--datadir={folder}/data0", f"--user={_USER}"),
+                *("mariadb-install-db", "--no-defaults", f"--datadir={folder}/data0", f"--tmpdir={folder}/tmp0"),
+                f"--user={_USER}",
                 *("--skip-test-db", "--auth-root-authentication-method=normal"),
             ],
             check=True,
@@ -64,6 +69,7 @@ def _node(folder, number, ports, join):
     gcomm, ist, sst = ports
     options = {
         "datadir": f"{folder}/data{number}",
+        "tmpdir": f"{folder}/tmp{number}",
         "socket": f"{folder}/socket{number}",
         "pid-file": f"{folder}/pid{number}",
         "binlog-format": "ROW",

@@ -47,8 +47,10 @@ class Server:
     def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
         self._folder = folder
-        # The first option has to be the first: MariaDB insists.
-        self._common = ["--no-defaults", f"--datadir={folder}/data", "--user=root"]
+        # A server that starts deletes all temporary tables in its folder for them, those of other servers too.
+        (folder / "tmp").mkdir()
+        # MariaDB takes `--no-defaults` as its first argument only.
+        self._common = ["--no-defaults", f"--datadir={folder}/data", f"--tmpdir={folder}/tmp", "--user=root"]
         self._environment = {**os.environ, **(environment or {})}
         self._process = None
 

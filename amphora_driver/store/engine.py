@@ -18,6 +18,7 @@ is not used; two nodes' writes collide when they are committed, which is an erro
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -49,7 +50,9 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # What else says that nobody is there to ask. MariaDB: Galera's node is not part of the cluster (1047, or 1180 during a
 # commit), the server ends (1053), it has ended the connection (1927); PostgreSQL: it ends, it starts, it has ended it.
 _AWAY_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-_ATTEMPTS = 12
+# Seconds in which a transaction is repeated after collisions: longer than an idle transaction holds its locks, and than
+# four hosts that write the same rows by way of two Galera nodes need.
+_REPEAT_SECONDS = 20.0
 # How often in a row nobody may be there: the first time it may be the pool's connections that are stale.
 _AWAY_ATTEMPTS = 2
 # Seconds for which it is asked again and again whether a transaction has happened whose commit was not answered.
@@ -169,7 +172,7 @@ class Database:
         doubts: list[_Doubt[T]] = []
         away = 0
         begun = time.monotonic()
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in itertools.count(1):
             try:
                 return self._once(work, doubts)
             except _Happened as happened:
@@ -177,15 +180,15 @@ class Database:
             except DBAPIError as error:
                 if _is_away(error):
                     away += 1
-                # Who has waited in vain for an answer already has waited enough.
-                there = away < _AWAY_ATTEMPTS and time.monotonic() - begun < self._patience
-                again = there if _is_away(error) else _retryable(error)
-                if attempt == _ATTEMPTS or not again:
+                # A process that has waited in vain for an answer once does not wait again.
+                passed = time.monotonic() - begun
+                there = away < _AWAY_ATTEMPTS and passed < self._patience
+                if not (there if _is_away(error) else _retryable(error) and passed < _REPEAT_SECONDS):
                     raise StoreError("write to the database", _words(error)) from error
                 LOG.info("the database asks to repeat a transaction (%s), attempt %d", _words(error), attempt)
             except PoolTimeoutError as error:
                 raise StoreError("write to the database", "every connection is in use") from error
-            time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2**attempt, 0.5))  # noqa: S311 - jitter, no secret
+            time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
