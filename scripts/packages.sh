@@ -18,11 +18,11 @@ install_packages() {
   install_quietly "${wanted[@]}" >"$home/apt.log" 2>&1 || die "Could not install ${wanted[*]}. See $home/apt.log."
 }
 
-# In a process of its own, whose traps hold however it ends but by SIGKILL.
+# A subshell: its traps remove the policy after every signal but SIGKILL.
 install_quietly() (
   local before
   before=$(enabled_units)
-  # invoke-rc.d(8) asks this file whether a service may start. A file of somebody else's is left alone.
+  # invoke-rc.d(8) asks this file whether a service may start. A file of another program stays as it is.
   if [[ ! -e $policy ]]; then
     trap 'rm -f "$policy"' EXIT
     trap 'exit 129' HUP
@@ -39,11 +39,11 @@ install_quietly() (
   [[ -z $new ]] || disable_units $new
 )
 
-# What a process that was killed has left: from then on no package would restart its service after an update.
+# Removes the policy of a killed process: it keeps all packages from restarting their services after an update.
 remove_stale_policy() {
   local process
   process=$(sed -n "s|^$policy_mark ||p" "$policy" 2>/dev/null) || true
-  # One that has ended, and was not waited for yet, does not install any more.
+  # A zombie process has ended.
   [[ -z $process ]] || grep -q '^State:[[:space:]]*[^Z]' "/proc/$process/status" 2>/dev/null || rm -f "$policy"
 }
 

@@ -110,10 +110,16 @@ class Bookkeeper:
         ledger: what amphorae said.
         interval: seconds between an amphora's heartbeats.
         due: called when a load balancer has become due, because an amphora lost what it served.
+        gone: called with the ids of amphorae that were heard and are not recorded any more.
     """
 
     def __init__(
-        self, database: Database, ledger: Ledger, interval: float = 3.0, due: Callable[[], None] = lambda: None
+        self,
+        database: Database,
+        ledger: Ledger,
+        interval: float = 3.0,
+        due: Callable[[], None] = lambda: None,
+        gone: Callable[[set[str]], None] = lambda _amphora_ids: None,
     ) -> None:
         self._database = database
         self._ledger = ledger
@@ -121,6 +127,7 @@ class Bookkeeper:
         self._leftovers = Leftovers(ledger.expiry)
         self._drifts = Drifts(interval)
         self._due = due
+        self._gone = gone
         self._accounts: dict[str, _Account] = {}
         # Heard, but what follows from that is not written down yet.
         self._unwritten: dict[str, Seen] = {}
@@ -301,6 +308,7 @@ class Bookkeeper:
         remembered = self._ledger.remembered()
         owners = self._database.read(amphorae.all_load_balancers)
         self._ledger.forget(remembered - owners.keys())
+        self._gone(remembered - owners.keys())
         self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}
         self._losses.keep(set(owners))
         self._drifts.keep(set(owners))

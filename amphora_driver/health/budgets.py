@@ -7,8 +7,6 @@ amphora that is over its budget loses datagrams of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 # Datagrams in a second, and at once. A report of ten thousand members is split into about a dozen; members that change
@@ -49,10 +47,10 @@ class Budgets:
         return True
 
     def charge(self, amphora_id: str, octets: int) -> None:
-        """Count what its datagram has unpacked to; what is too much is paid for by the next ones."""
-        self._accounts[amphora_id].octets -= octets
+        """Count the unpacked bytes of a datagram. Bytes above the budget are deducted from later datagrams."""
+        if (account := self._accounts.get(amphora_id)) is not None:
+            account.octets -= octets
 
-    def keep(self, amphora_ids: Iterable[str]) -> None:
-        """Drop all others."""
-        kept = set(amphora_ids)
-        self._accounts = {one: account for one, account in self._accounts.items() if one in kept}
+    def forget(self, amphora_id: str) -> None:
+        """Drop the account of an amphora that is gone. May be called from another thread."""
+        self._accounts.pop(amphora_id, None)

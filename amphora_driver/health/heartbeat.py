@@ -34,7 +34,7 @@ Datagram = bytes | bytearray | memoryview
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """A datagram whose signature is right: who sent it and when is known, what it says is not.
+    """A datagram with a verified signature. Its amphora and its order are known; its content is not read yet.
 
     Attributes:
         packed: part of the datagram, valid as long as that is.

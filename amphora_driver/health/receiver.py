@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError, HeartbeatRefused
 from amphora_driver.health.budgets import Budgets
@@ -41,10 +41,9 @@ _KEY_AGE = 300.0
 _UNKNOWN_AGE = 10.0
 _MOST_UNKNOWN = 10_000
 _MOST_WAITING = 1000
-# Amphorae named in such a line.
-_MOST_NAMED = 5
-# Seconds between two lines about refused datagrams in the log.
+# Seconds between two lines about refused datagrams in the log, and amphorae that such a line names.
 _LOG_INTERVAL = 60.0
+_MOST_NAMED = 5
 # A datagram of this process to itself: these bytes, and a number nobody else knows.
 _OWN_MAGIC = b"AHM1"
 _OWN_SIZE = 32
@@ -135,10 +134,12 @@ class Receiver:
         """Learn many keys at once, so that a health manager that starts need not look them up one by one."""
         self._keys.learn(keys)
 
-    def forget(self, amphora_id: str) -> None:
-        """An amphora is gone: its key is not valid any more."""
-        self._keys.forget(amphora_id)
-        self.misbehaved.pop(amphora_id, None)
+    def forget(self, amphora_ids: Iterable[str]) -> None:
+        """Drop the keys and the accounts of amphorae that are gone."""
+        for amphora_id in amphora_ids:
+            self._keys.forget(amphora_id)
+            self._budgets.forget(amphora_id)
+            self.misbehaved.pop(amphora_id, None)
 
     def hears(self, seconds: float = 1.0) -> bool:
         """Whether what is sent to the socket is received: sends something to itself, and waits for it. For one thread.

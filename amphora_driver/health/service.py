@@ -57,12 +57,6 @@ class HealthManager:
         self._database = Database(conf.store.connection, durable=False)
         self._vault = Vault.load(conf.store.encryption_key_file)
         self._ledger = Ledger(expiry=_BELIEVED_FOR * conf.health.interval)
-        self._bookkeeper = Bookkeeper(
-            self._database,
-            self._ledger,
-            conf.health.interval,
-            lambda: hints.tell(conf, doorbell.CONTROLLER),
-        )
         name = process_name()
         self._strays = Strays()
         self._receiver = Receiver(
@@ -72,6 +66,13 @@ class HealthManager:
             self._heard,
             on_unknown=self._heard_stray,
             is_newer=self._ledger.is_newer,
+        )
+        self._bookkeeper = Bookkeeper(
+            self._database,
+            self._ledger,
+            conf.health.interval,
+            lambda: hints.tell(conf, doorbell.CONTROLLER),
+            self._receiver.forget,
         )
         # Often enough that a pause is seen long before anybody is silent.
         every = min(processes.EVERY, conf.failover.silent_after / 5)

@@ -29,7 +29,7 @@ from msgspec import Meta
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool
 from amphora_driver.model.vocabulary import Kind, Operating
 
-# What an amphora may say, at most: it may be in a stranger's hands. Longer than anything an agent says.
+# Limits of a report, longer than anything an agent sends: an attacker may control the amphora.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two with a colon in between."""
 Word = Annotated[str, Meta(max_length=64)]

@@ -22,7 +22,7 @@ _MORE = 1
 
 @dataclass(frozen=True)
 class Ends:
-    """Who sends, and where to."""
+    """The addresses and interfaces of the packets."""
 
     source: str
     destination: str

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.root
 VIP = {4: "198.51.100.5", 6: "2001:db8:1::5"}
 OWN = {4: "198.51.100.11", 6: "2001:db8:1::11"}
 ALLOWED = {4: "198.51.100.12", 6: "2001:db8:1::12"}
-STRANGER = {4: "198.51.100.13", 6: "2001:db8:1::13"}
+FORBIDDEN = {4: "198.51.100.13", 6: "2001:db8:1::13"}
 SERVED = {4: fragments.SERVED4, 6: fragments.SERVED6}
 DROPPED = {4: fragments.DROPPED4, 6: fragments.DROPPED6}
 UNUSUAL = {4: {}, 6: fragments.UNUSUAL6}
@@ -95,7 +95,7 @@ def version(request):
 def restricted(request, wire, version):
     """A machine with these rules."""
     wire.change(bundle(eth1()))
-    for address in (ALLOWED[version], STRANGER[version]):
+    for address in (ALLOWED[version], FORBIDDEN[version]):
         more = "/64 dev far1 nodad" if version == 6 else "/24 dev far1"
         ip(f"-n {wire.prefix}-peer addr add {address}{more}")
     assert wire.inner.run(nftables.replace, firewall.render(restrictions(version, udp=request.param)))
@@ -121,7 +121,7 @@ def taken(wire, version: int, source: str, target: str, port: int) -> set[str]:
 def test_a_segment_in_pieces_obeys_the_rules(restricted, version, port, own):
     target = (OWN if own else VIP)[version]
     with serving(restricted, version, target, port):
-        assert taken(restricted, version, STRANGER[version], target, port) == set()
+        assert taken(restricted, version, FORBIDDEN[version], target, port) == set()
         assert taken(restricted, version, ALLOWED[version], target, port) - UNUSUAL[version].keys() == set(
             SERVED[version]
         )
@@ -134,7 +134,7 @@ def test_an_advertisement_in_pieces_obeys_the_rules(restricted, version):
         restricted.inner.run(socket.socket, FAMILY[version], socket.SOCK_RAW, VRRP) as heard,
     ):
         heard.settimeout(SECONDS)
-        for source in (STRANGER[version], ALLOWED[version]):
+        for source in (FORBIDDEN[version], ALLOWED[version]):
             for name, make in forms.items():
                 said = f"{source} {name}".encode().ljust(64)
                 link.send(make(Ends(source, OWN[version]), next(_numbers), VRRP, said))
@@ -143,6 +143,6 @@ def test_an_advertisement_in_pieces_obeys_the_rules(restricted, version):
         found = []
         while not (message := heard.recv(2048)).endswith(last):
             found.append(message[-64:].decode().strip())
-    assert {one for one in found if one.startswith(STRANGER[version])} == set()
+    assert {one for one in found if one.startswith(FORBIDDEN[version])} == set()
     served = {one.removeprefix(f"{ALLOWED[version]} ") for one in found}
     assert served - UNUSUAL[version].keys() - {"tiny"} == set(SERVED[version]) - {"tiny"}

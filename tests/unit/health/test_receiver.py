@@ -231,7 +231,7 @@ def test_forget_asks_again():
     with running() as made:
         made.send(datagram(1))
         made.wait(lambda: made.received)
-        made.receiver.forget(AMPHORA)
+        made.receiver.forget([AMPHORA])
         made.send(datagram(2))
         made.wait(lambda: len(made.received) == 2)
         assert made.asked == [AMPHORA, AMPHORA]

@@ -18,6 +18,7 @@ from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.errors import StoreError
+from amphora_driver.health import bookkeeper
 from amphora_driver.health.service import HealthManager
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.secret import Secret
@@ -148,3 +149,15 @@ def test_a_failed_flush_is_tried_again_without_another_heartbeat(conf, database,
         send(manager, datagram(1))
         until(lambda: operating(database) == "ONLINE")
         until(lambda: place(database) == (EPOCH, 1))
+
+
+def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):
+    monkeypatch.setattr(bookkeeper, "_TIDIED_EVERY", 0.0)
+    with running(conf) as manager:
+        send(manager, datagram(1), datagram(1))
+        until(lambda: place(database) == (EPOCH, 1))
+        budgets, misbehaved = manager._receiver._budgets._accounts, manager._receiver.misbehaved
+        assert list(budgets) == [AMPHORA] == list(misbehaved)
+        database.write(lambda c: amphorae.forget(c, AMPHORA))
+        # Another flush is needed: the health manager makes one in each second.
+        until(lambda: not budgets and not misbehaved)
