@@ -99,6 +99,10 @@ class UnknownObject(StoreError):
     """Nothing is recorded under this id."""
 
 
+class ContentRefused(StoreError):
+    """The database answered, and refused the values of a transaction. A repetition has the same result."""
+
+
 class SchemaMismatch(StoreError):
     """The database's schema is not the one this version works with."""
 

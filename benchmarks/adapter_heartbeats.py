@@ -128,11 +128,11 @@ class Heard:
     def udp_start(self, port, workers):  # noqa: ARG002 - one process hears, others stand by
         self._variants = 1
         self._left, self._gate, self._done = 0, threading.Event(), threading.Event()
-        self._receiver = Receiver("127.0.0.1", port, self._key, self._received)
+        self._receiver = Receiver("127.0.0.1", port, self._new_keys, self._received)
         threading.Thread(target=self._receiver.run, daemon=True).start()
 
-    def _key(self, amphora_id):
-        return self.database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora_id))
+    def _new_keys(self, known):
+        return self.database.read(lambda connection: amphorae.heartbeat_keys(connection, self._vault, known))
 
     def _received(self, heartbeat):
         # Everything waits in the socket until the clock runs.

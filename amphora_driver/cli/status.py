@@ -87,6 +87,8 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 def _schema(app: Any) -> Check:
     try:
         wrong = schema.mismatch(app.recorded_schema())
+        if wrong is None:
+            app.database.read(schema.check_text)
     except AmphoraDriverError as error:
         return failure("Database", str(error))
     if wrong is not None:

@@ -4,7 +4,7 @@
 Invariant: the store hears of changes only, and a batch that could not be written is computed again at the next one,
 whether or not its amphorae are heard again: nothing here is a queue that could overflow or be lost. What an amphora
 says counts for its own load balancer alone, and nothing it says can keep those of others from being written down.
-However many load balancers were heard, a flush is one reading and at most one writing transaction.
+However many load balancers were heard, a flush is one reading and at most one writing transaction (`batch.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from amphora_driver.errors import UnknownObject
 from amphora_driver.foreign_text import printable
 from amphora_driver.health import statistics
+from amphora_driver.health.batch import Batches, Entry
 from amphora_driver.health.drifts import Drifts
 from amphora_driver.health.leftovers import Leftovers
 from amphora_driver.health.losses import Losses
@@ -92,14 +93,12 @@ class _Word(msgspec.Struct, frozen=True):
     drifting: set[str]
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """What is to be written down for one load balancer, and what will be known to be written then."""
+class _News(msgspec.Struct, frozen=True):
+    """What is to be written for one load balancer, and what will be known to be written then."""
 
-    load_balancer_id: str
     account: _Account
     found: Statuses
-    news: list[statuses.Observation]
-    rows: tuple[statistics.Row, ...]
+    entry: Entry
 
 
 class Bookkeeper:
@@ -128,6 +127,7 @@ class Bookkeeper:
         self._drifts = Drifts(interval)
         self._due = due
         self._gone = gone
+        self._batches = Batches(database)
         self._accounts: dict[str, _Account] = {}
         # Heard, but what follows from that is not written down yet.
         self._unwritten: dict[str, Seen] = {}
@@ -148,7 +148,7 @@ class Bookkeeper:
         self._unwritten.update(self._ledger.take_heard())
         words = self._database.read(self._words) if self._unwritten else []
         now = time.monotonic()
-        changed = self._write([_entry(word) for word in words], last=last)
+        changed = self._write([news for word in words if (news := self._news(word)) is not None], last=last)
         self._note_losses(words, now)
         self._note_drifts(words, now)
         self._unwritten.clear()
@@ -232,7 +232,7 @@ class Bookkeeper:
         confirmed = {amphora_id: generation for word in words for amphora_id, generation in word.confirmed.items()}
         heard = {amphora_id: seen for amphora_id, seen in self._unwritten.items() if amphora_id in confirmed}
         marks = self._drifts.marks(heard, confirmed, {one for word in words for one in word.drifting})
-        broken, news = self._drifts.among(heard, confirmed, now), self._drifts.news(heard)
+        broken, news = self._drifts.among(heard, confirmed, now), self._drifts.news(heard, now)
         if not (broken or news or marks):
             return
 
@@ -256,7 +256,7 @@ class Bookkeeper:
         for one in broken:
             LOG.warning("amphora %s is given its configuration again: %s", one.amphora_id, _plain(_why(one)))
         self._drifts.settled(broken, now)
-        self._drifts.told(heard)
+        self._drifts.told(heard, now)
         if due:
             self._due()
 
@@ -275,30 +275,32 @@ class Bookkeeper:
                 agent_version=seen.agent_version,
             )
 
-    def _write(self, entries: list[_Entry], *, last: bool) -> bool:
-        rows = [row for entry in entries for row in entry.rows]
+    def _news(self, word: _Word) -> _News | None:
+        try:
+            return _news(word)
+        except (ValueError, ArithmeticError, LookupError) as error:
+            # A report that no rule foresees must not keep those of other load balancers from being written.
+            self._batches.refuse(word.load_balancer_id, error)
+            return None
+
+    def _write(self, news: list[_News], *, last: bool) -> bool:
+        entries = [one.entry for one in news if one.entry.rows or one.entry.news]
         now = time.monotonic()
         seen = list(self._seen.values()) if last or now - self._seen_at >= _SEEN_EVERY else []
-        if not (rows or seen or any(entry.news for entry in entries)):
+        if not (entries or seen):
             return False
-
-        def write(connection: sa.Connection) -> int:
-            statistics.store(connection, rows)
-            if seen:
-                amphorae.seen(connection, seen)
-            return sum(
-                statuses.observe(connection, entry.load_balancer_id, entry.news) for entry in entries if entry.news
-            )
-
-        differing = self._database.write(write)
-        for entry in entries:
+        written = self._batches.write(entries, seen)
+        for one in news:
+            entry = one.entry
+            if entry.load_balancer_id not in written.entries:
+                continue
             if entry.news:
-                entry.account.written = entry.found
-            statistics.remember(entry.account.flushed, entry.rows)
+                one.account.written = one.found
+            statistics.remember(one.account.flushed, entry.rows)
         if seen:
             self._seen.clear()
             self._seen_at = now
-        return bool(differing or rows)
+        return bool(written.differing or any(one.rows for one in entries if one.load_balancer_id in written.entries))
 
     def _tidy(self) -> None:
         """Once in a while, drop what is remembered of amphorae and load balancers that are gone."""
@@ -316,6 +318,7 @@ class Bookkeeper:
         self._accounts = {one: account for one, account in self._accounts.items() if one in served}
         for account in self._accounts.values():
             account.keep(owners)
+        self._batches.tidy()
         self._tidied_at = time.monotonic()
 
 
@@ -326,11 +329,11 @@ def _tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | No
         return None
 
 
-def _entry(word: _Word) -> _Entry:
+def _news(word: _Word) -> _News:
     """What differs from what was written down last."""
     account = word.account
     if account.tree is None:
-        return _Entry(word.load_balancer_id, account, {}, [], ())
+        return _News(account, {}, Entry(word.load_balancer_id))
     found = operating_statuses(account.tree, [word.reports[each] for each in word.trusted])
     written = account.written
     news = [
@@ -344,9 +347,9 @@ def _entry(word: _Word) -> _Entry:
         {listener.id: word.load_balancer_id for listener in account.tree.listeners},
         account.flushed,
     )
-    # Who is silent has no connections any more: what it counted stays.
+    # A silent amphora has no connections any more. Its other counters stay.
     ended = statistics.ended(account.flushed, word.reports)
-    return _Entry(word.load_balancer_id, account, found, news, (*batch.rows, *ended))
+    return _News(account, found, Entry(word.load_balancer_id, news, (*batch.rows, *ended)))
 
 
 def _why(one: Broken) -> str:

@@ -23,6 +23,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 1800.0
 # Words of docs/heartbeat.md after which its ports have to be attached again.
 _UNPLUGGED = "interface"
 _MOST_WORDS = 8
+# Seconds between two notes about one amphora: each is an UPDATE and a line of the log.
+_NEWS_PAUSE = 10.0
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -61,8 +63,9 @@ class Drifts:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._complaints: dict[str, _Complaint] = {}
-        self._told: dict[str, float] = {}
-        # Who has complained, until it is known that it is marked no more.
+        # The last note of each amphora: the moment that the amphora said, and when it was told.
+        self._told: dict[str, tuple[float, float]] = {}
+        # Amphorae that have complained, until their marks are known to be removed.
         self._complained: set[str] = set()
 
     def among(self, heard: Mapping[str, Seen], confirmed: Mapping[str, int], now: float) -> list[Broken]:
@@ -132,21 +135,29 @@ class Drifts:
                     complaint.pause = min(2 * complaint.pause, _LONGEST_PAUSE)
                 complaint.pushed = complaint.since = now
 
-    def news(self, heard: Mapping[str, Seen]) -> dict[str, News]:
+    def news(self, heard: Mapping[str, Seen], now: float) -> dict[str, News]:
         """What amphorae have found of themselves that was not told before, by amphora id.
 
-        After a restart that may be something old: the row knows.
+        After a restart that may be something old, which the row contains already. A finding that follows another one
+        within `_NEWS_PAUSE` is told with a later heartbeat.
+
+        Args:
+            now: on `time.monotonic()`'s clock.
         """
         found = {}
         for amphora_id, seen in heard.items():
             said = seen.drifted
-            if said is not None and said.what and self._told.get(amphora_id) != said.at:
+            at, told = self._told.get(amphora_id, (None, -_NEWS_PAUSE))
+            if said is not None and said.what and at != said.at and now - told >= _NEWS_PAUSE:
                 found[amphora_id] = News(_moment(said.at), _sentence(said.at, said.what, mended=said.mended))
         return found
 
-    def told(self, heard: Mapping[str, Seen]) -> None:
-        """It was written down."""
-        self._told |= {one: seen.drifted.at for one, seen in heard.items() if seen.drifted is not None}
+    def told(self, heard: Mapping[str, Seen], now: float) -> None:
+        """These heartbeats' news was written down."""
+        for one, seen in heard.items():
+            at, told = self._told.get(one, (None, -_NEWS_PAUSE))
+            if seen.drifted is not None and seen.drifted.at != at and now - told >= _NEWS_PAUSE:
+                self._told[one] = (seen.drifted.at, now)
 
     def keep(self, amphora_ids: set[str]) -> None:
         """Forget every amphora but these."""

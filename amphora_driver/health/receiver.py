@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The socket on which heartbeats arrive.
 
-Invariant: the loop that reads the socket waits for nothing but the socket. Keys come from memory; a key that is not
-there is looked up by another thread, one at a time and not more often than a limit allows, while what it is needed
-for waits in a short line. So neither a slow database nor a flood of made-up amphorae stops genuine heartbeats, and
-no flood makes the database work. What this process sends to itself to know that it hears is no heartbeat.
+Invariant: the loop that reads the socket waits for nothing but the socket. Keys come from memory (`keys.py`). Neither a
+slow database nor datagrams with invented ids stop genuine heartbeats or cause much work for the database. A datagram
+that this process sends to itself, as a proof that it receives, is no heartbeat.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
-import queue
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from amphora_driver.errors import AmphoraDriverError, ConfigurationError, HeartbeatRefused
+from amphora_driver.errors import ConfigurationError, HeartbeatRefused
 from amphora_driver.health.budgets import Budgets
 from amphora_driver.health.heartbeat import Heartbeat, Signed, amphora_id_of, read, unpack, verify
+from amphora_driver.health.keys import KeyRing, Keys
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
-
-Keys = Callable[[str], Secret | None]
 
 _LARGEST_DATAGRAM = 65536
 # What the kernel may hold for us while this process is not scheduled; it grants net.core.rmem_max at most.
@@ -36,11 +33,6 @@ _SOCKET_BUFFER = 32 << 20
 _SO_RCVBUFFORCE = 33
 # Datagrams read in one go before stop() and finished lookups get a look.
 _BURST = 256
-# Seconds for which a key is believed to be this amphora's, or an amphora to be unknown.
-_KEY_AGE = 300.0
-_UNKNOWN_AGE = 10.0
-_MOST_UNKNOWN = 10_000
-_MOST_WAITING = 1000
 # Seconds between two lines about refused datagrams in the log, and amphorae that such a line names.
 _LOG_INTERVAL = 60.0
 _MOST_NAMED = 5
@@ -57,10 +49,10 @@ class Receiver:
     Args:
         bind_address: IPv4 or IPv6 address.
         port: UDP port; 0 for any (see the attribute `port`).
-        keys: the heartbeat key of an amphora, None if there is no such amphora. Called in a thread of its own;
-            may raise, then it is asked again with a later heartbeat.
+        keys: reads the keys of all amphorae but those that it is given. Called in a thread of its own; may raise, then
+            it is called again after a later heartbeat.
         on_heartbeat: called with each genuine heartbeat, in the thread of `run`.
-        lookups: how many keys may be looked up in a second.
+        pause: seconds between two calls of `keys`.
         on_unknown: called with the id and the sender's address of what comes from an amphora that nobody knows, in the
             thread of `run`; for no more than a look, and not to be believed: nobody has signed that.
         is_newer: whether (epoch, sequence) is after all that this amphora has sent. Called before a datagram is
@@ -77,12 +69,12 @@ class Receiver:
         keys: Keys,
         on_heartbeat: Callable[[Heartbeat], None],
         *,
-        lookups: float = 200.0,
+        pause: float = 0.5,
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # By reason; "unknown", "busy" and "lookup" are about keys, "handler" is an error of on_heartbeat.
+        # By reason; "unknown", "busy" and "lookup" concern keys, "handler" is an error of on_heartbeat.
         self.refused: Counter[str] = Counter()
         # By amphora, of those whose signature was right.
         self.misbehaved: Counter[str] = Counter()
@@ -102,7 +94,7 @@ class Receiver:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._keys = _KeyRing(keys, self._wake, lookups)
+        self._keys = KeyRing(keys, self._wake, pause)
 
     def run(self) -> None:
         """Receive until `stop` is called, from whatever thread; closes the socket then."""
@@ -131,13 +123,14 @@ class Receiver:
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
-        """Learn many keys at once, so that a health manager that starts need not look them up one by one."""
+        """Learn keys that were read before `run`."""
         self._keys.learn(keys)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
         """Drop the keys and the accounts of amphorae that are gone."""
-        for amphora_id in amphora_ids:
-            self._keys.forget(amphora_id)
+        gone = set(amphora_ids)
+        self._keys.forget(gone)
+        for amphora_id in gone:
             self._budgets.forget(amphora_id)
             self.misbehaved.pop(amphora_id, None)
 
@@ -178,8 +171,9 @@ class Receiver:
             if self._stopping:
                 return
             self._drain_wakes()
-            while (datagram := self._keys.next_ready()) is not None:
-                self._take(memoryview(datagram), "", waited=True)
+            while (ready := self._keys.next_ready()) is not None:
+                datagram, address = ready
+                self._take(memoryview(datagram), address, waited=True)
             try:
                 for _ in range(_BURST):
                     size, sender = receive(buffer)
@@ -194,13 +188,13 @@ class Receiver:
         if self._is_own(datagram):
             return
         try:
-            key = self._keys.get(amphora_id_of(datagram), datagram, waited=waited)
+            key = self._keys.get(amphora_id_of(datagram), datagram, sender, waited=waited)
             if key is None:
                 return
             heartbeat = self._read(datagram, key)
         except HeartbeatRefused as refusal:
             self._refuse(refusal)
-            if refusal.reason == "unknown" and sender:
+            if refusal.reason == "unknown":
                 self._on_unknown(amphora_id_of(datagram), sender)
             return
         self.accepted += 1
@@ -257,132 +251,6 @@ class Receiver:
                 pass
         except BlockingIOError:
             return
-
-
-class _Entry:
-    __slots__ = ("key", "until")
-
-    def __init__(self, key: Secret | None, until: float) -> None:
-        self.key = key
-        self.until = until
-
-
-class _KeyRing:
-    """Keys in memory, and the thread that looks up the others."""
-
-    def __init__(self, keys: Keys, wake: Callable[[], None], per_second: float) -> None:
-        self._look_up = keys
-        self._wake = wake
-        self._pause = 1.0 / per_second
-        self._known: dict[str, _Entry] = {}
-        self._unknown: OrderedDict[str, float] = OrderedDict()
-        self._wanted: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
-        # One waiting datagram for each amphora whose key is being looked up: a later one says more than an earlier.
-        self._waiting: dict[str, bytes] = {}
-        self._ready: deque[bytes] = deque()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-
-    def get(self, amphora_id: str, datagram: memoryview, *, waited: bool) -> Secret | None:
-        """The key, or None if the datagram has been put in line until it is known.
-
-        Raises:
-            HeartbeatRefused: there is no such amphora, or too many keys are being looked up.
-        """
-        entry = self._known.get(amphora_id)
-        now = time.monotonic()
-        if entry is not None and entry.until > now:
-            return entry.key
-        with self._lock:
-            if entry is None and self._unknown.get(amphora_id, 0.0) > now:
-                raise _no_key(amphora_id, "no such amphora is recorded", "unknown")
-            if entry is None and waited:
-                raise _no_key(amphora_id, "its key could not be looked up", "lookup")
-            asked = self._ask(amphora_id)
-            if entry is not None:
-                # A key that is merely old is good until the database says otherwise: that may be what is away.
-                return entry.key
-            if not asked:
-                raise _no_key(amphora_id, "too many keys are being looked up", "busy")
-            self._waiting[amphora_id] = bytes(datagram)
-        return None
-
-    def _ask(self, amphora_id: str) -> bool:
-        if amphora_id not in self._waiting:
-            try:
-                self._wanted.put_nowait(amphora_id)
-            except queue.Full:
-                return False
-            self._waiting[amphora_id] = b""
-        return True
-
-    def next_ready(self) -> bytes | None:
-        """A datagram whose key has been looked up."""
-        return self._ready.popleft() if self._ready else None
-
-    def learn(self, keys: Mapping[str, Secret]) -> None:
-        """Remember these keys."""
-        until = time.monotonic() + _KEY_AGE
-        with self._lock:
-            for amphora_id, key in keys.items():
-                self._known[amphora_id] = _Entry(key, until)
-                self._unknown.pop(amphora_id, None)
-
-    def forget(self, amphora_id: str) -> None:
-        """Do not know this amphora's key any more."""
-        with self._lock:
-            self._known.pop(amphora_id, None)
-
-    def stop(self) -> None:
-        """End `run`."""
-        self._stopped.set()
-        try:
-            self._wanted.put_nowait(None)
-        except queue.Full:
-            # Then it is not waiting for work and sees the event first.
-            return
-
-    def run(self) -> None:
-        """Look up what is wanted, until `stop`."""
-        while not self._stopped.is_set():
-            amphora_id = self._wanted.get()
-            if amphora_id is None or self._stopped.is_set():
-                return
-            self._answer(amphora_id)
-            self._stopped.wait(self._pause)
-
-    def _answer(self, amphora_id: str) -> None:
-        failed = False
-        key: Secret | None = None
-        try:
-            key = self._look_up(amphora_id)
-        except AmphoraDriverError as error:
-            failed = True
-            LOG.warning("the heartbeat key of amphora %s is not known yet: %s", amphora_id, error)
-        except Exception:
-            failed = True
-            LOG.exception("the heartbeat key of amphora %s could not be looked up", amphora_id)
-        now = time.monotonic()
-        with self._lock:
-            if failed:
-                entry = self._known.get(amphora_id)
-                if entry is not None:
-                    entry.until = now + _UNKNOWN_AGE
-            elif key is not None:
-                self._known[amphora_id] = _Entry(key, now + _KEY_AGE)
-            else:
-                self._known.pop(amphora_id, None)
-                self._unknown[amphora_id] = now + _UNKNOWN_AGE
-                while len(self._unknown) > _MOST_UNKNOWN:
-                    self._unknown.popitem(last=False)
-            datagram = self._waiting.pop(amphora_id, b"")
-        if datagram:
-            self._ready.append(datagram)
-            self._wake()
-
-
-def _no_key(amphora_id: str, happened: str, reason: str) -> HeartbeatRefused:
-    return HeartbeatRefused(f"check a heartbeat of amphora {amphora_id}", happened, reason=reason)
 
 
 def _bind(address: str, port: int) -> socket.socket:

@@ -32,9 +32,13 @@ from amphora_driver.telemetry import logs, metrics
 from amphora_driver.telemetry.server import Telemetry
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.health.heartbeat import Heartbeat
+    from amphora_driver.health.ledger import Order
     from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -62,7 +66,7 @@ class HealthManager:
         self._receiver = Receiver(
             conf.health.bind_address,
             conf.health.bind_port,
-            self._key,
+            self._new_keys,
             self._heard,
             on_unknown=self._heard_stray,
             is_newer=self._ledger.is_newer,
@@ -87,16 +91,9 @@ class HealthManager:
     def run(self) -> None:
         """Receive until `stop`."""
         try:
-            keys, orders = self._database.read(
-                lambda connection: (
-                    amphorae.heartbeat_keys(connection, self._vault),
-                    amphorae.last_heard(connection),
-                )
-            )
-            self._ledger.resume(orders)
-            self._receiver.preload(keys)
+            self._receiver.preload(self._new_keys(frozenset()))
         except StoreError as error:
-            LOG.warning("starting without keys, each is looked up when its amphora speaks: %s", error)
+            LOG.warning("Could not read the heartbeat keys. They are read after the first heartbeat: %s", error)
         others = [
             threading.Thread(target=self._write, name="bookkeeper"),
             threading.Thread(target=self._hearing.run, args=(self._stopping,), name="hearing"),
@@ -129,16 +126,15 @@ class HealthManager:
         """Whether what was heard was written down a moment ago."""
         return time.monotonic() - self._written_at < _IDLE
 
-    def _key(self, amphora_id: str) -> Secret | None:
-        key, orders = self._database.read(
-            lambda connection: (
-                amphorae.heartbeat_key(connection, self._vault, amphora_id),
-                amphorae.last_heard(connection, [amphora_id]),
-            )
-        )
-        if key is not None:
-            self._ledger.resume(orders)
-        return key
+    def _new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
+        def read(connection: sa.Connection) -> tuple[dict[str, Secret], dict[str, Order]]:
+            keys = amphorae.heartbeat_keys(connection, self._vault, known)
+            return keys, amphorae.last_heard(connection, list(keys))
+
+        keys, orders = self._database.read(read)
+        # Before a key is used: a replay of what another process took is refused.
+        self._ledger.resume(orders)
+        return keys
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         if self._ledger.accept(heartbeat, time.monotonic()):

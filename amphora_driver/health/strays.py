@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats under ids that nobody has, until they are written down.
+"""Heartbeats with ids that are not recorded, until they are written down.
 
-Invariant: bounded, whatever is sent: so many ids are remembered and no more, and they are written seldom. One that was
-heard only for a moment is not worth a row: an amphora that was just removed still speaks for a while.
+Invariant: bounded, whatever is sent. At most `MOST` ids are remembered, `MOST_OF_ADDRESS` of them from one address, so
+that one sender cannot hide the others. Rows are written seldom. An id that is heard only for a moment gets no row: an
+amphora that was just removed sends for a while.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from amphora_driver.store.zombies import MOST, Stray
+from amphora_driver.store.zombies import MOST, MOST_OF_ADDRESS, Stray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +47,15 @@ class Strays:
         self._told_at = float("-inf")
 
     def hear(self, amphora_id: str, address: str, now: float) -> None:
-        """One was heard at a moment of `time.monotonic()`'s clock; nobody listens where too many are remembered."""
+        """Note that an id was heard at a moment of `time.monotonic()`'s clock, if there is room for it."""
         with self._lock:
             known = self._heard.get(amphora_id)
-            if known is None and len(self._heard) >= MOST:
+            if known is None and (len(self._heard) >= MOST or self._many_of(address)):
                 return
             self._heard[amphora_id] = (now if known is None else known[0], now, address)
+
+    def _many_of(self, address: str) -> bool:
+        return Counter(sender for _, _, sender in self._heard.values())[address] >= MOST_OF_ADDRESS
 
     def due(self, now: float) -> list[Stray]:
         """Those to be written down now: heard for long enough, and again since they were told; mostly none."""

@@ -24,6 +24,7 @@ from amphora_driver.store.tables import AT_ONCE, amphora, amphora_seen, status, 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from amphora_driver.secret import Secret
     from amphora_driver.store.vault import Vault
@@ -320,12 +321,15 @@ def heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> S
     return None if sealed is None else vault.open(sealed)
 
 
-def heartbeat_keys(connection: sa.Connection, vault: Vault) -> dict[str, Secret]:
-    """The keys of all amphorae, by amphora id; one that cannot be opened is left out."""
+def heartbeat_keys(connection: sa.Connection, vault: Vault, known: AbstractSet[str] = frozenset()) -> dict[str, Secret]:
+    """The keys of all amphorae but those that are known, by amphora id. A key that cannot be opened is left out."""
+    new = sorted(set(connection.execute(sa.select(amphora.c.id)).scalars()) - known)
     keys = {}
-    for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key)):
-        with contextlib.suppress(StoreError):
-            keys[row.id] = vault.open(row.heartbeat_key)
+    for start in range(0, len(new), _CHUNK):
+        some = amphora.c.id.in_(new[start : start + _CHUNK])
+        for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key).where(some)):
+            with contextlib.suppress(StoreError):
+                keys[row.id] = vault.open(row.heartbeat_key)
     return keys
 
 
@@ -354,9 +358,14 @@ def all_load_balancers(connection: sa.Connection) -> dict[str, str]:
 def last_heard(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
     """(epoch, sequence) of the last heartbeat written down, of these amphorae or of all."""
     statement = sa.select(amphora_seen.c.amphora_id, amphora_seen.c.epoch, amphora_seen.c.sequence)
-    if amphora_ids is not None:
-        statement = statement.where(amphora_seen.c.amphora_id.in_(amphora_ids))
-    return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
+    if amphora_ids is None:
+        return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
+    found = {}
+    for start in range(0, len(amphora_ids), _CHUNK):
+        some = amphora_seen.c.amphora_id.in_(amphora_ids[start : start + _CHUNK])
+        for row in connection.execute(statement.where(some)):
+            found[row.amphora_id] = (row.epoch, row.sequence)
+    return found
 
 
 def seen(connection: sa.Connection, heard: Sequence[Heard]) -> None:

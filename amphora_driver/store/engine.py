@@ -32,7 +32,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from amphora_driver.errors import ConfigurationError, StoreError
+from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 from amphora_driver.store import clock, schema, sqlite
 from amphora_driver.telemetry import metrics
 
@@ -69,6 +69,7 @@ _TURN_SECONDS = 15.0
 _CONNECTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 # Seconds for which a schema that was ours is believed to be it still.
 _FITS_SECONDS = 10.0
+_WRITE = "write to the database"
 _MARK = "amphora_recognised_by"
 # What MariaDB says with every answer, if it is so (SERVER_STATUS_IN_TRANS).
 _IN_TRANSACTION = 1
@@ -184,10 +185,11 @@ class Database:
                 passed = time.monotonic() - begun
                 there = away < _AWAY_ATTEMPTS and passed < self._patience
                 if not (there if _is_away(error) else _retryable(error) and passed < _REPEAT_SECONDS):
-                    raise StoreError("write to the database", _words(error)) from error
+                    refused = isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError))
+                    raise (ContentRefused if refused else StoreError)(_WRITE, _words(error)) from error
                 LOG.info("the database asks to repeat a transaction (%s), attempt %d", _words(error), attempt)
             except PoolTimeoutError as error:
-                raise StoreError("write to the database", "every connection is in use") from error
+                raise StoreError(_WRITE, "every connection is in use") from error
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
 

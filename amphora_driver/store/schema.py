@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from amphora_driver.errors import ConfigurationError, SchemaMismatch, StoreError
+from amphora_driver.store.fleet_tables import metadata
 
 if TYPE_CHECKING:
     from amphora_driver.store.engine import Database
@@ -54,6 +55,31 @@ def check(connection: sa.Connection) -> None:
         raise SchemaMismatch(_WANTED, *reason)
 
 
+def check_text(connection: sa.Connection) -> None:
+    """Return if the database can hold every character that users and amphorae may send.
+
+    MariaDB refuses a transaction with a character beyond the BMP where a table is in utf8mb3, its default for long. The
+    other databases always hold them.
+
+    Raises:
+        SchemaMismatch: tables are not in utf8mb4; the sentence says what to do.
+    """
+    if connection.dialect.name != "mysql":
+        return
+    tables = sa.table("tables", *map(sa.column, ("table_schema", "table_name", "table_collation")))
+    tables.schema = "information_schema"
+    narrow = connection.scalars(
+        sa.select(tables.c.table_name)
+        .where(tables.c.table_schema == sa.func.database(), tables.c.table_name.in_(sorted(metadata.tables)))
+        .where(tables.c.table_collation.not_like("utf8mb4%"))
+        .order_by(tables.c.table_name)
+    ).all()
+    if narrow:
+        happened = f"its tables {', '.join(narrow)} are not in utf8mb4"
+        remedy = "Run for each of them: ALTER TABLE name CONVERT TO CHARACTER SET utf8mb4."
+        raise SchemaMismatch(_WANTED, happened, remedy)
+
+
 def mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
     """What is wrong with a database that stands there, and what to do; None if nothing is.
 
@@ -81,7 +107,7 @@ def fits(database: Database) -> bool:
     A database that is away is no reason: its schema is looked at when it is back.
     """
     try:
-        database.read(lambda _connection: None)
+        database.read(check_text)
     except (SchemaMismatch, ConfigurationError) as error:
         LOG.critical("%s", error)
         return False

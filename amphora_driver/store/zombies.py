@@ -8,6 +8,7 @@ of ours is, by the rule for everything that belongs to nobody.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST = 100
-# Seconds after which one that is not heard any more is forgotten.
+# Rows of one sender's address. An amphora has an address of its own.
+MOST_OF_ADDRESS = 5
+# Seconds after which an id that is not heard any more is forgotten, and after which its row makes room for another one.
 _FORGOTTEN_AFTER = 86_400.0
+_REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
 _ONLY_REPORTED = (
     "only reported: no compute backend of ours lists its machine. It may be another deployment's, or one that a "
@@ -41,21 +45,37 @@ class Stray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def note(connection: sa.Connection, strays: Sequence[Stray], now: float) -> int:
-    """Write down who was heard; returns how many there was no room for."""
+    """Write down which ids were heard; returns the number of ids without room."""
     connection.execute(zombie.delete().where(zombie.c.last_at < now - _FORGOTTEN_AFTER))
     ids = sorted(one.amphora_id for one in strays)
     known = set(connection.execute(sa.select(zombie.c.amphora_id).where(zombie.c.amphora_id.in_(ids))).scalars())
-    # Whose row came meanwhile is nobody's zombie.
+    # The row of an amphora may have come meanwhile.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
-    room = MOST - int(connection.execute(sa.select(sa.func.count()).select_from(zombie)).scalar_one())
-    left_out = 0
+    new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
         if one.amphora_id in known:
             heard = {"address": one.address[:_LONGEST_ADDRESS], "last_at": one.last_at}
             connection.execute(zombie.update().where(zombie.c.amphora_id == one.amphora_id).values(**heard))
         elif one.amphora_id not in owned:
-            left_out += room <= 0
-            room -= _insert(connection, one) if room > 0 else 0
+            new.append(one)
+    return _insert_all(connection, new, now) if new else 0
+
+
+def _insert_all(connection: sa.Connection, new: Sequence[Stray], now: float) -> int:
+    rows = connection.execute(sa.select(zombie.c.amphora_id, zombie.c.address, zombie.c.last_at)).all()
+    addresses = Counter(row.address for row in rows)
+    replaceable = sorted((row.last_at, row.amphora_id) for row in rows if row.last_at < now - _REPLACED_AFTER)
+    room = MOST - len(rows)
+    left_out = 0
+    for one in new:
+        if room <= 0 and replaceable:
+            connection.execute(zombie.delete().where(zombie.c.amphora_id == replaceable.pop(0)[1]))
+            room += 1
+        if room <= 0 or addresses[one.address] >= MOST_OF_ADDRESS:
+            left_out += 1
+        elif _insert(connection, one):
+            room -= 1
+            addresses[one.address] += 1
     return left_out
 
 
@@ -65,7 +85,7 @@ def _insert(connection: sa.Connection, one: Stray) -> bool:
         with connection.begin_nested():
             connection.execute(zombie.insert().values(**values))
     except IntegrityError:
-        # Another health manager heard it for the first time in this very moment.
+        # Another health manager has inserted the same id at the same time.
         return False
     return True
 

@@ -94,6 +94,11 @@ class Meters:
         self.flush_seconds = self._histogram(
             "amphora_health_flush_seconds", "How long it took to write down what was heard.", _STEP
         )
+        self.refusals = Counter(
+            "amphora_health_refused",
+            "Rows of one load balancer or amphora that the database refused; the log has the id.",
+            registry=self.registry,
+        )
         self.octavia_seconds = Histogram(
             "amphora_octavia_seconds",
             "How long a call of Octavia's took; a barrier's is how long its transaction was waited for.",
@@ -238,6 +243,10 @@ class Meters:
         finally:
             self.flush_seconds.observe(time.monotonic() - begun)
 
+    def refused(self) -> None:
+        """The rows of one load balancer or amphora could not be written."""
+        self.refusals.inc()
+
     def heartbeats_from(self, source: Heartbeats | None) -> None:
         """Who counts heartbeats; None: nobody any more."""
         self.heartbeats.source = source
@@ -259,6 +268,7 @@ confirmed = OURS.confirmed
 transaction = OURS.transaction
 failover_ended = OURS.failover_ended
 flush = OURS.flush
+refused = OURS.refused
 octavia = OURS.octavia
 reported = OURS.reported
 heartbeats_from = OURS.heartbeats_from

@@ -21,16 +21,21 @@ def place(tmp_path):
     return tmp_path
 
 
+def as_on_a_terminal():
+    """A background run ignores SIGINT, a run under nohup SIGHUP. Children inherit that, and bash cannot trap them."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def bash(place, script):
     environment = {**os.environ, "PATH": f"{place}:{os.environ['PATH']}"}
     words = ["bash", "-c", f"{SOURCED} policy={place}/policy; {script}"]
-    # A run in the background of a script ignores SIGINT, and so would its children.
     return subprocess.Popen(
         words,
         env=environment,
         start_new_session=True,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - this process has one thread
+        preexec_fn=as_on_a_terminal,  # noqa: PLW1509 - this process has one thread
     )
 
 

@@ -69,14 +69,25 @@ def test_what_was_found_is_told_once():
     drifts = Drifts(INTERVAL)
     said = heard(10.0, drifted=Drifted(at=1000000000.0, what=("eth1 is down",), mended=True))
     when = "2001-09-09 01:46:40 UTC"
-    assert drifts.news(said) == {"am": News(when, f"{when}, mended by its agent: eth1 is down")}
-    drifts.told(said)
-    assert drifts.news(said) == {}
-    assert drifts.news(heard(10.0)) == {}
+    assert drifts.news(said, 5.0) == {"am": News(when, f"{when}, mended by its agent: eth1 is down")}
+    drifts.told(said, 5.0)
+    assert drifts.news(said, 20.0) == {}
+    assert drifts.news(heard(10.0), 20.0) == {}
     strange = heard(11.0, drifted=Drifted(at=1e300, what=("x",), mended=False))
-    assert drifts.news(strange) == {"am": News("some time", "some time, could not be mended by its agent: x")}
+    assert drifts.news(strange, 20.0) == {"am": News("some time", "some time, could not be mended by its agent: x")}
     drifts.keep(set())
-    assert drifts.news(said) != {}
+    assert drifts.news(said, 20.0) != {}
+
+
+def test_findings_that_follow_each_other_are_told_seldom():
+    drifts = Drifts(INTERVAL)
+    told = []
+    for number in range(100):
+        said = heard(number / 10, drifted=Drifted(at=float(number), what=(f"number {number}",), mended=True))
+        told += [each.sentence for each in drifts.news(said, number / 10).values()]
+        drifts.told(said, number / 10)
+    assert len(told) == 1
+    assert drifts.news(said, 10.0)["am"].sentence.endswith("number 99"), "the last one is not lost"
 
 
 def marks(drifts, at, *words, marked=(), generation=8):

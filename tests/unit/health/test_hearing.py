@@ -18,7 +18,7 @@ from amphora_driver.store.fleet_tables import process
 @contextmanager
 def receiving(host="127.0.0.1", **options):
     received = []
-    made = Receiver(host, 0, lambda _: None, received.append, **options)
+    made = Receiver(host, 0, lambda _: {}, received.append, **options)
     thread = threading.Thread(target=made.run)
     thread.start()
     try:
@@ -37,7 +37,7 @@ def test_what_it_sends_itself_comes_back(host):
 
 
 def test_without_the_thread_that_receives_it_does_not_hear():
-    receiver = Receiver("127.0.0.1", 0, lambda _: None, lambda _: None)
+    receiver = Receiver("127.0.0.1", 0, lambda _: {}, lambda _: None)
     try:
         assert not receiver.hears(0.05)
     finally:

@@ -15,7 +15,7 @@ from amphora_driver.health.strays import Strays
 from amphora_driver.store import zombies
 from amphora_driver.store.fleet_tables import zombie
 from amphora_driver.store.tables import amphora, orphan
-from amphora_driver.store.zombies import MOST, Stray
+from amphora_driver.store.zombies import MOST, MOST_OF_ADDRESS, Stray
 
 STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
@@ -48,8 +48,8 @@ def test_it_is_told_seldom_and_only_if_it_was_heard_again():
 def test_memory_is_bounded_and_room_is_made():
     heard = strays()
     for index in range(10 * MOST):
-        heard.hear(f"a{index}", "x", 100.0)
-        heard.hear(f"a{index}", "x", 116.0)
+        heard.hear(f"a{index}", f"x{index}", 100.0)
+        heard.hear(f"a{index}", f"x{index}", 116.0)
     assert len(heard.due(116.0)) == MOST
     assert len(heard.due(300.0)) == 0, "nobody of them was heard any more"
     heard.hear("genuine", "x", 300.0)
@@ -57,9 +57,19 @@ def test_memory_is_bounded_and_room_is_made():
     assert [one.amphora_id for one in heard.due(321.0)] == ["genuine"]
 
 
+def test_one_sender_does_not_hide_another_one():
+    heard = strays()
+    for index in range(10 * MOST):
+        heard.hear(f"a{index}", "203.0.113.66", 100.0)
+        heard.hear(f"a{index}", "203.0.113.66", 116.0)
+    heard.hear("b", "203.0.113.9", 100.0)
+    heard.hear("b", "203.0.113.9", 116.0)
+    assert [one.amphora_id for one in heard.due(116.0)] == [*(f"a{index}" for index in range(MOST_OF_ADDRESS)), "b"]
+
+
 def test_the_receiver_tells_of_them_with_the_senders_address():
     told = []
-    receiver = Receiver("127.0.0.1", 0, lambda _: None, lambda _: None, on_unknown=lambda *one: told.append(one))
+    receiver = Receiver("127.0.0.1", 0, lambda _: {}, lambda _: None, on_unknown=lambda *one: told.append(one))
     thread = threading.Thread(target=receiver.run)
     thread.start()
     try:
@@ -76,8 +86,8 @@ def test_the_receiver_tells_of_them_with_the_senders_address():
     assert set(told) == {(STRANGER, "127.0.0.1")}
 
 
-def stray(name, at=1000.0):
-    return Stray(amphora_id=name, address="203.0.113.9", first_at=at - 20, last_at=at)
+def stray(name, at=1000.0, address="203.0.113.9"):
+    return Stray(amphora_id=name, address=address, first_at=at - 20, last_at=at)
 
 
 def rows(database):
@@ -85,13 +95,29 @@ def rows(database):
 
 
 def test_rows_are_bounded(database):
-    many = [stray(f"a{index}") for index in range(MOST + 20)]
+    many = [stray(f"a{index}", address=f"203.0.113.{index}") for index in range(MOST + 20)]
     assert database.write(lambda c: zombies.note(c, many, 1000.0)) == 20
     assert len(rows(database)) == MOST
     assert database.write(lambda c: zombies.note(c, [stray("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
     assert database.write(lambda c: zombies.note(c, [stray("late", later)], later)) == 0, "old ones make room"
     assert list(rows(database)) == ["late"]
+
+
+def test_rows_of_one_address_are_bounded(database):
+    many = [stray(f"a{index}") for index in range(20)]
+    assert database.write(lambda c: zombies.note(c, many, 1000.0)) == 20 - MOST_OF_ADDRESS
+    assert database.write(lambda c: zombies.note(c, [stray("z")], 1000.0)) == 1
+    assert database.write(lambda c: zombies.note(c, [stray("z", address="203.0.113.10")], 1000.0)) == 0
+    assert len(rows(database)) == MOST_OF_ADDRESS + 1
+
+
+def test_a_row_that_is_not_heard_any_more_makes_room(database):
+    many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MOST)]
+    database.write(lambda c: zombies.note(c, many, 1000.0))
+    late = stray("late", 1302.0)
+    assert database.write(lambda c: zombies.note(c, [late], 1302.0)) == 0
+    assert set(rows(database)) == {f"a{index}" for index in range(1, MOST)} | {"late"}
 
 
 def test_one_that_is_heard_again_keeps_its_row(database):

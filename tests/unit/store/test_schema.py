@@ -4,7 +4,8 @@
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from amphora_driver.store import migrate
+from amphora_driver.store import migrate, schema
+from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import metadata
 
 
@@ -12,6 +13,26 @@ def test_migrations_make_exactly_the_tables(database):
     with database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
+
+
+def test_a_mariadb_that_cannot_hold_every_character_is_refused_at_the_start(mariadb_url, caplog):
+    database = Database(mariadb_url)
+    assert schema.fits(database)
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb3")
+    try:
+        assert not schema.fits(database)
+        assert "tables orphan are not in utf8mb4. Run for each of them: ALTER TABLE" in caplog.text
+    finally:
+        with database.engine.begin() as connection:
+            connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb4")
+    assert schema.fits(database)
+    database.dispose()
+
+
+def test_the_other_databases_hold_every_character(database, postgresql_url):
+    assert schema.fits(database)
+    assert schema.fits(Database(postgresql_url))
 
 
 def test_upgrading_again_changes_nothing(database):

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A database that refuses the rows of one load balancer takes all others."""
+
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from amphora_driver.errors import ContentRefused, StoreError
+from amphora_driver.health import batch, bookkeeper
+from amphora_driver.health.bookkeeper import Bookkeeper
+from amphora_driver.health.heartbeat import Heartbeat
+from amphora_driver.health.ledger import Ledger
+from amphora_driver.health.status import ListenerReport, Report
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.vocabulary import ListenerProtocol
+from amphora_driver.store import amphorae
+from amphora_driver.store.intents import Intents
+from amphora_driver.store.tables import amphora_seen, listener_statistics, status
+
+MANY = 20
+BAD = 13
+# What makes a database refuse the statuses of one listener, as it would refuse a value that it cannot hold.
+TRIGGERS = {
+    "sqlite": """CREATE TRIGGER refusing BEFORE UPDATE ON status WHEN NEW.object_id = 'li13'
+        BEGIN SELECT RAISE(ABORT, 'refused'); END""",
+    "postgresql": """CREATE FUNCTION refuse() RETURNS trigger AS $$
+        BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = 'data_exception'; END $$ LANGUAGE plpgsql;
+        CREATE TRIGGER refusing BEFORE UPDATE ON status FOR EACH ROW
+        WHEN (NEW.object_id = 'li13') EXECUTE FUNCTION refuse()""",
+    "mysql": """CREATE TRIGGER refusing BEFORE UPDATE ON status FOR EACH ROW
+        IF NEW.object_id = 'li13' THEN SET NEW.object_id = NULL; END IF""",
+}
+UNDO = {"postgresql": "DROP TRIGGER refusing ON status; DROP FUNCTION refuse()"}
+
+
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
+
+
+def tree(number):
+    lb = f"lb{number}"
+    listener = Listener(id=f"li{number}", loadbalancer_id=lb, protocol=ListenerProtocol.TCP, protocol_port=80)
+    return LoadBalancer(id=lb, project_id="demo", vip=VIP, listeners=(listener,))
+
+
+@pytest.fixture
+def house(any_database, monkeypatch):
+    monkeypatch.setattr(bookkeeper, "_SEEN_EVERY", 0.0)
+    intents = Intents(any_database, lambda node: None)
+    for number in range(MANY):
+        intents.create_load_balancer(tree(number), read_back=False)
+        any_database.write(
+            lambda c, number=number: amphorae.record(c, f"am{number}", f"lb{number}", "standalone", b"key")
+        )
+    dialect = any_database.engine.dialect.name
+    run(any_database, TRIGGERS[dialect])
+    yield any_database
+    run(any_database, UNDO.get(dialect, "DROP TRIGGER refusing"))
+
+
+def run(database, statements):
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql(statements)
+
+
+def say(ledger, sequence, count):
+    for number in range(MANY):
+        report = Report(1, {f"li{number}": ListenerReport("OPEN", 1, count, count, 0, count)}, {}, f"am{number}")
+        assert ledger.accept(Heartbeat(f"am{number}", 7, sequence, report), time.monotonic())
+
+
+def read(database, column, key):
+    return dict(map(tuple, database.read(lambda c: c.execute(sa.select(key, column)).all())))
+
+
+def test_the_rows_of_one_load_balancer_are_refused_and_all_others_written(house, caplog):
+    ledger = Ledger()
+    books = Bookkeeper(house, ledger)
+    others = {f"li{number}" for number in range(MANY)} - {f"li{BAD}"}
+    for sequence in (1, 2, 3):
+        say(ledger, sequence, 5 * sequence)
+        books.flush()
+        counted = read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)
+        assert counted == dict.fromkeys(others, 5 * sequence)
+        places = read(house, amphora_seen.c.sequence, amphora_seen.c.amphora_id)
+        assert places == {f"am{number}": sequence for number in range(MANY)}, "a refused row says nothing of the place"
+    told = read(house, status.c.operating, status.c.object_id)
+    assert {f"lb{number}" for number in range(MANY) if told[f"lb{number}"] == "ONLINE"} == {
+        f"lb{number}" for number in range(MANY) if number != BAD
+    }
+    assert books._batches.refused == {f"lb{BAD}": 3}
+    assert caplog.text.count("Could not write what amphorae say of lb13") == 1, "once in a while"
+
+
+def test_a_load_balancer_that_was_refused_is_written_apart(house):
+    ledger = Ledger()
+    books = Bookkeeper(house, ledger)
+    transactions = []
+    books._batches._database = Counting(house, transactions)
+    for sequence in (1, 2):
+        transactions.clear()
+        say(ledger, sequence, 5 * sequence)
+        books.flush()
+    # All others together, the refused one, and the place of its amphora with the others.
+    assert len(transactions) == 2
+
+
+class Counting:
+    def __init__(self, database, transactions):
+        self._database, self._transactions = database, transactions
+
+    def write(self, work):
+        self._transactions.append(work)
+        return self._database.write(work)
+
+
+def test_a_database_that_is_away_is_no_refusal(house):
+    class Away:
+        def write(self, _work):
+            raise StoreError("write to the database", "it is away")
+
+    away = batch.Batches(Away())
+    with pytest.raises(StoreError):
+        away.write([batch.Entry("lb1")], [])
+    assert not away.refused
+    with pytest.raises(ContentRefused):
+        house.write(lambda c: c.execute(status.update().where(status.c.object_id == "li13").values(operating="ERROR")))
+
+
+def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
+    judge = bookkeeper.operating_statuses
+
+    def strange(tree, reports):
+        if tree.id == f"lb{BAD}":
+            raise KeyError("a word that no rule knows")
+        return judge(tree, reports)
+
+    monkeypatch.setattr(bookkeeper, "operating_statuses", strange)
+    ledger = Ledger()
+    books = Bookkeeper(house, ledger)
+    say(ledger, 1, 5)
+    books.flush()
+    assert len(read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
+    assert books._batches.refused == {f"lb{BAD}": 1}
