@@ -22,7 +22,17 @@ from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
 from amphora_driver import config, points
 from amphora_driver.backends import Catalogue
-from amphora_driver.capabilities import certificates, flavors, membership, options, profile, tls, virtual_servers, zones
+from amphora_driver.capabilities import (
+    certificates,
+    effort,
+    flavors,
+    membership,
+    options,
+    profile,
+    tls,
+    virtual_servers,
+    zones,
+)
 from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
@@ -124,7 +134,8 @@ def _answering(method: F) -> F:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            with effort.one_request():
+                return method(*args, **kwargs)
         except UnsupportedOption as error:
             raise exceptions.UnsupportedOptionError(**_fault(error)) from error
         except Conflict as error:

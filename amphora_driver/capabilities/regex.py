@@ -20,11 +20,11 @@ import ctypes
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
 from weakref import finalize
 
 import msgspec
 
+from amphora_driver.capabilities.effort import ONE_PATTERN, Exhausted, spend
 from amphora_driver.capabilities.refusal import refuse
 from amphora_driver.errors import ConfigurationError
 
@@ -50,11 +50,13 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# The trial: a text of some 64 characters and a hundred times the steps that HAProxy gives. Patterns up to the fourth
-# power of the length pass (64^4 / 4! is less than a million), exponential ones do not.
-_TRIAL_STEPS = 1_000_000
+# The trial: a text of some 64 characters, and in the end a hundred times the steps that HAProxy gives. Patterns up to
+# the fourth power of the length pass (64^4 / 4! is less than a million) if few probes need as much, exponential ones do
+# not.
+_TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-_TRIALS = 800
+# Octets of all texts for one pattern. The limit of steps is for one place of a text, so the length counts too.
+_TRIAL_OCTETS = 64 << 10
 
 # The whole pattern as a part of itself; it would take our own additions along.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
@@ -85,56 +87,98 @@ def not_matching(pattern: str, facts: Facts) -> str:
     return f"(*LIMIT_MATCH={STEPS + LONGEST})(?n)\\A{short}(?!{places})[\\s\\S]*"
 
 
-@lru_cache(maxsize=4096)
+class _Refusal(msgspec.Struct, frozen=True):
+    """Why a pattern is refused, and what to do instead."""
+
+    reason: str
+    remedy: str = "Correct the regular expression."
+
+
 def check(option: str, pattern: str, *, caseless: bool = False) -> Facts:
     """Check a pattern of a user.
 
     Args:
-        option: whose it is, for the message.
+        option: the option that has this value, for the message.
         pattern: Perl-compatible, as HAProxy's PCRE2 reads it.
         caseless: upper and lower case are the same.
 
     Raises:
-        UnsupportedOption: it is not a pattern, or one whose effort explodes.
+        UnsupportedOption: it is not a pattern; or its effort explodes; or the check takes more steps than a pattern
+            or a request may have (`effort.py`).
         ConfigurationError: PCRE2 is not installed here.
     """
-    remedy = "Correct the regular expression."
+    try:
+        found = _judged(pattern, caseless)
+    except Exhausted:
+        reason = "the regular expressions of this request take too many steps to check"
+        refuse(option, pattern, reason, "Send its rules in several requests.")
+    if isinstance(found, _Refusal):
+        refuse(option, pattern, found.reason, found.remedy)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _judged(pattern: str, caseless: bool) -> Facts | _Refusal:
+    """What is known of a pattern. Refusals are remembered too: a repetition must not cost the same again."""
     if _UNREADABLE.search(pattern):
-        refuse(option, pattern, "it contains a character that HAProxy cannot read", remedy)
+        return _Refusal("it contains a character that HAProxy cannot read")
     fold = _CASELESS if caseless else 0
     flags = _NO_AUTO_CAPTURE | fold
     try:
         code = _Code(pattern, flags)
     except _Fault as fault:
-        refuse(option, pattern, str(fault), remedy)
+        return _Refusal(str(fault))
     if _WHOLE.search(pattern):
-        refuse(option, pattern, "it contains itself as a whole", "Name a group and refer to that.")
+        return _Refusal("it contains itself as a whole", "Name a group and refer to that.")
     try:
         # Settings count at the very start only: behind anything else they are an error.
         _Code(f"(?:){pattern}", flags)
     except _Fault as fault:
-        refuse(option, pattern, f"settings at its start are not the user's: {fault}", "Leave them out.")
+        return _Refusal(f"settings at its start are not the user's: {fault}", "Leave them out.")
     facts = Facts(at_start=code.at_start, empty=_Code(matching(pattern), flags).run(b"") >= 0)
     try:
         _Code(not_matching(pattern, facts), fold)
     except _Fault as fault:
-        refuse(option, pattern, f"it cannot be part of another: {fault}", r"Leave out \K, and comments at its end.")
-    trial = _Code(f"(*LIMIT_MATCH={_TRIAL_STEPS}){pattern}", flags)
-    for probe in islice(_probes(pattern), _TRIALS):
-        if trial.run(probe.encode()) == _ERROR_MATCHLIMIT:
-            refuse(option, pattern, f"its effort explodes, with {probe[:12]!r}... for example", _FASTER)
-    return facts
+        return _Refusal(f"it cannot be part of another: {fault}", r"Leave out \K, and comments at its end.")
+    return _tried(code, pattern) or facts
+
+
+def _tried(code: _Code, pattern: str) -> _Refusal | None:
+    """Search texts that may take long, each with a limit that grows: most need a small part of the last one.
+
+    Raises:
+        Exhausted: the request has no steps left.
+    """
+    steps = octets = 0
+    for probe in _probes(pattern):
+        text = probe.encode()
+        octets += len(text)
+        if octets > _TRIAL_OCTETS:
+            return None
+        for limit in _TRIAL_STEPS:
+            steps += limit
+            if steps > ONE_PATTERN:
+                return _Refusal("it takes too many steps to check", _FEWER)
+            spend(limit, len(text))
+            if code.run(text, limit) != _ERROR_MATCHLIMIT:
+                break
+        else:
+            return _Refusal(f"its effort explodes, with {probe[:12]!r}... for example", _FASTER)
+    return None
 
 
 # -- texts that a pattern may have trouble with ---------------------------------------------
 
 _FASTER = "Do not repeat what is itself a repetition, or alternatives that begin alike."
+_FEWER = "Use fewer repetitions, above all of '.', or a shorter expression."
 _UNREADABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _QUANTIFIER = r"[*+?]|\{\d*,?\d*\}"
 _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
+# A group that is called elsewhere is repeated without a quantifier.
+_RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?\d|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"
 
@@ -142,14 +186,34 @@ _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"
 def _probes(pattern: str) -> Iterator[str]:
     """Short texts that begin like the pattern, then repeat something of it, and then do not go on like it."""
     pieces = [(found.lastgroup, found.group()) for found in _PIECE.finditer(pattern)]
-    repeated = sum(kind == "quantifier" for kind, _ in pieces)
-    if not repeated or (repeated == 1 and not re.search(rf"\)(?:{_QUANTIFIER})", pattern)):
+    quantifiers = sum(kind == "quantifier" for kind, _ in pieces)
+    if not quantifiers or (quantifiers == 1 and not re.search(rf"\)(?:{_QUANTIFIER})", pattern)):
         return
-    whole = "".join(_sample(kind, text) for kind, text in pieces)
-    for start in range(len(whole)):
+    samples = [_sample(kind, text) for kind, text in pieces]
+    whole = "".join(samples)
+    marks = [mark for mark, sample in zip(_repeated(pattern, pieces), samples, strict=True) for _ in sample]
+    for start in (place for place, mark in enumerate(marks) if mark):
         for width in range(1, min(3, len(whole) - start) + 1):
             unit = whole[start : start + width]
             yield f"{whole[:start]}{unit * (_TRIAL_LENGTH // width)}\x01{whole}\x01"
+
+
+def _repeated(pattern: str, pieces: list[tuple[str | None, str]]) -> list[bool]:
+    """For each piece, whether a quantifier applies to it or to a group around it: only such pieces can explode."""
+    if _RECURSION.search(pattern):
+        return [True] * len(pieces)
+    marks, begins = [False] * len(pieces), []
+    for place, (kind, text) in enumerate(pieces):
+        quantified = place + 1 < len(pieces) and pieces[place + 1][0] == "quantifier"
+        if kind == "group" and not text.endswith(")"):
+            begins.append(place)
+        elif text == ")" and kind == "other" and begins:
+            begin = begins.pop()
+            if quantified:
+                marks[begin : place + 1] = [True] * (place + 1 - begin)
+        elif quantified:
+            marks[place] = True
+    return marks
 
 
 def _sample(kind: str | None, text: str) -> str:
@@ -201,13 +265,22 @@ class _Code:
     def at_start(self) -> bool:
         return bool(self._info(_INFO_ALLOPTIONS) & _ANCHORED) or self._info(_INFO_FIRSTCODETYPE) == _FIRST_IS_START
 
-    def run(self, text: bytes) -> int:
-        """PCRE2's answer: negative for "no match" and for all that went wrong."""
-        found = self._pcre.pcre2_match_data_create_from_pattern_8(self._code, None)
+    def run(self, text: bytes, limit: int | None = None) -> int:
+        """PCRE2's answer: negative for "no match" and for all that went wrong.
+
+        Args:
+            limit: steps from each place of the text; the pattern's own limit counts too.
+        """
+        pcre = self._pcre
+        found = pcre.pcre2_match_data_create_from_pattern_8(self._code, None)
+        context = None if limit is None else pcre.pcre2_match_context_create_8(None)
         try:
-            return int(self._run(self._code, text, len(text), 0, 0, found, None))
+            if limit is not None:
+                pcre.pcre2_set_match_limit_8(context, limit)
+            return int(self._run(self._code, text, len(text), 0, 0, found, context))
         finally:
-            self._pcre.pcre2_match_data_free_8(found)
+            pcre.pcre2_match_data_free_8(found)
+            pcre.pcre2_match_context_free_8(context)
 
     def _info(self, what: int) -> int:
         value = ctypes.c_uint32()
@@ -239,6 +312,9 @@ def _library() -> ctypes.CDLL:
         ("jit_match", ctypes.c_int, match),
         ("match_data_create_from_pattern", pointer, [pointer, pointer]),
         ("match_data_free", None, [pointer]),
+        ("match_context_create", pointer, [pointer]),
+        ("match_context_free", None, [pointer]),
+        ("set_match_limit", ctypes.c_int, [pointer, number]),
         ("pattern_info", ctypes.c_int, [pointer, number, pointer]),
         ("get_error_message", ctypes.c_int, [ctypes.c_int, text, size]),
     ):

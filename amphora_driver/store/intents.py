@@ -183,6 +183,10 @@ class Intents:
             fields: the new values.
             contents: what came of the secrets these fields name; the rest is read from Octavia after its commit.
         """
+        if kind is Kind.L7RULE:
+            # The check of a regular expression must not hold the locks of the transaction, where its result is cached.
+            rule = self._database.read(lambda connection: wanted.load(connection, kind, object_id))
+            self._check(from_octavia.changed(rule, fields))
 
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, object_id)

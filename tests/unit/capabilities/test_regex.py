@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from amphora_driver.capabilities import regex
+from amphora_driver.capabilities import effort, regex
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
 
 
@@ -84,11 +83,73 @@ def test_what_pcre2_refuses(pattern, said):
     ],
 )
 def test_effort_that_explodes(pattern):
-    begin = time.monotonic()
     with pytest.raises(UnsupportedOption, match="explodes"):
         regex.check("it", pattern)
-    # One trial that reaches its limit takes some milliseconds; the bound is for a busy machine.
-    assert time.monotonic() - begin < 5
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Limits of all searches that were made with one: what they cost at most."""
+    regex._judged.cache_clear()
+    run, limits = regex._Code.run, []
+
+    def counted(code, text, limit=None):
+        if limit is not None:
+            limits.append(limit)
+            counted.octets += len(text)
+        return run(code, text, limit)
+
+    counted.octets = 0
+
+    monkeypatch.setattr(regex._Code, "run", counted)
+    yield limits
+    regex._judged.cache_clear()
+
+
+EXPENSIVE = [f".*.*.*.*=(?:{'z' * length})?(k)*" for length in (100, 150, 236)]
+
+
+@pytest.mark.parametrize("pattern", EXPENSIVE)
+def test_a_check_has_a_total_budget(steps, pattern):
+    """Each search of these patterns is allowed, and hundreds of them take seconds."""
+    with pytest.raises(UnsupportedOption, match="too many steps to check"):
+        regex.check("it", pattern)
+    assert 0 < sum(steps) <= effort.ONE_PATTERN
+
+
+def test_a_refusal_is_cached(steps):
+    for _ in range(3):
+        with pytest.raises(UnsupportedOption, match="too many steps"):
+            regex.check("it", EXPENSIVE[0])
+    cost = sum(steps)
+    with pytest.raises(UnsupportedOption, match="explodes"):
+        regex.check("it", "(a+)+$")
+    with pytest.raises(UnsupportedOption, match=r"another option.*explodes"):
+        regex.check("another option", "(a+)+$")
+    assert cost <= effort.ONE_PATTERN
+    assert sum(steps) - cost <= 2 * max(regex._TRIAL_STEPS)
+
+
+def check_all(patterns):
+    for pattern in patterns:
+        regex.check("it", pattern)
+
+
+def test_a_request_has_a_budget(steps):
+    patterns = [f"{number}[^q]{{0,50}}[^q]{{0,50}}=(?:{'x' * 50})?(k)*" for number in range(100)]
+    with effort.one_request():
+        with pytest.raises(UnsupportedOption, match=r"this request take too many steps.*several requests"):
+            check_all(patterns)
+        regex.check("it", patterns[0])
+        regex.check("it", "foo")
+    assert sum(steps) <= effort.ONE_REQUEST
+    assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * effort.ONE_REQUEST_OCTETS
+    checked = len(steps)
+    # None of them is refused for what others needed.
+    for pattern in patterns:
+        with effort.one_request():
+            regex.check("it", pattern)
+    assert len(steps) > checked
 
 
 @pytest.mark.parametrize(
@@ -156,7 +217,7 @@ def test_where_there_is_no_answer_neither_is_found():
 def test_without_the_library(monkeypatch):
     """Nothing is said about any pattern, and it is an operator's error, not an object's."""
     regex._library.cache_clear()
-    regex.check.cache_clear()
+    regex._judged.cache_clear()
     monkeypatch.setattr(regex, "LIBRARY", "libnothing-at-all.so.0")
     try:
         with pytest.raises(ConfigurationError, match="libnothing-at-all"):

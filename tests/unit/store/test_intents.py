@@ -4,9 +4,17 @@
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.capabilities import l7, regex
 from amphora_driver.errors import UnknownObject
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool, Vip
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol, PoolProtocol
+from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool, Vip
+from amphora_driver.model.vocabulary import (
+    Kind,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    PoolProtocol,
+)
 from amphora_driver.store import wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import request, status, wanted_object, work
@@ -70,3 +78,30 @@ def test_what_is_not_recorded_is_refused(intents, database):
     with pytest.raises(UnknownObject):
         intents.fail_over("nothing")
     assert generations(database, "lb") == [1]
+
+
+def test_a_regular_expression_is_searched_before_the_transaction_begins(database, monkeypatch):
+    """The transaction holds the lock of its load balancer, in SQLite the lock of all writers."""
+    intents = Intents(database, lambda node: isinstance(node, L7Rule) and l7.pattern(node) and None)
+    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    intents.create(
+        Kind.LISTENER, Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=1)
+    )
+    intents.create(Kind.L7POLICY, L7Policy(id="po", listener_id="li", action=L7Action.REJECT, position=1))
+    rule = L7Rule(id="ru", l7policy_id="po", type=L7RuleType.PATH, compare_type=L7Compare.REGEX, value="^/a.*b")
+    intents.create(Kind.L7RULE, rule)
+    run, write = regex._Code.run, database.write
+    searched, writing = [], []
+
+    def written(work):
+        writing.append(True)
+        try:
+            return write(work)
+        finally:
+            writing.pop()
+
+    monkeypatch.setattr(regex._Code, "run", lambda *words: searched.append(bool(writing)) or run(*words))
+    monkeypatch.setattr(database, "write", written)
+    intents.update(Kind.L7RULE, "ru", {"value": "^/a.*b.*c"})
+    assert searched
+    assert not any(searched)
