@@ -21,6 +21,7 @@ from amphora_driver import config
 from amphora_driver.errors import AmphoraDriverError, Conflict
 from amphora_driver.network.interface import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
+from amphora_driver.sandbox.local_requests import refusal
 from amphora_driver.store.engine import Database
 
 _SINGULAR = {
@@ -126,6 +127,16 @@ class Answers:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     answers: Answers
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        reason = refusal(self.headers.get("Host"), self.headers.get("Origin"))
+        if reason is not None:
+            # The body is not read: the connection cannot have another request.
+            self.close_connection = True
+            self._answer(403, _error(reason))
+        return reason is None
 
     def do_GET(self) -> None:
         parts, query = self._request()

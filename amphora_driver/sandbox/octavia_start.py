@@ -14,15 +14,16 @@ import fcntl
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from oslo_config import cfg
 from sqlalchemy import engine, event, orm, pool
 from wsme import types as wsme_types  # type: ignore[import-untyped]
 
+from amphora_driver.sandbox.local_requests import Application, only_local
+
 _PROJECT = "sandbox"
-_Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class _Writers(threading.local):
@@ -80,7 +81,7 @@ def prepare() -> None:
     event.listen(pool.Pool, "checkin", _checkin)
 
 
-def api() -> _Application:
+def api() -> Application:
     """The WSGI application for gunicorn."""
     prepare()
     from octavia.api import app  # noqa: PLC0415 - only after `prepare`
@@ -96,7 +97,7 @@ def api() -> _Application:
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
 
-    return with_project
+    return only_local(with_project)
 
 
 def driver_agent() -> int:

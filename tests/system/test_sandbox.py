@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one-machine stack itself: started twice without harm, and telling the clients the truth about networks."""
 
+import http.client
+
 import openstack.exceptions
 import pytest
 
@@ -55,6 +57,15 @@ def test_the_management_network_is_not_routed(cloud):
 
 def test_members_serve_sizes(cloud):
     assert cloud.get("192.0.2.12", "/size/5", demo_hosts.MEMBER_PORT) == (200, "xxxxx")
+
+
+def test_the_apis_refuse_requests_of_web_pages(settings):
+    for port in (settings.octavia_port, settings.network_port):
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("POST", "/v2/lbaas/loadbalancers", "{}", {**headers, "Content-Type": "application/json"})
+            assert connection.getresponse().status == 403
+            connection.close()
 
 
 class TestNetworkApi:
