@@ -308,8 +308,11 @@ class Reporter:
         reports = _one_call([one for one in found if self._due(one)])
         if not reports:
             return False
-        # One that has more to say than fits into a call lets the others go first next time.
+        # A load balancer with more statuses than one call takes lets the others go first next time.
         self._turn = reports[-1].load_balancer_id
+        # Octavia cannot tell an old status from a new one: a process that was stopped meanwhile reads them again.
+        if not self._speaks():
+            return True
         try:
             with self._tells("statuses"):
                 self.library.update_loadbalancer_status(document(reports))

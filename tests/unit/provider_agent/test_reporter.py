@@ -273,6 +273,28 @@ def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter,
     assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
 
 
+def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
+    intents, database, reporter, octavia, monkeypatch
+):
+    intents.create_load_balancer(TREE, read_back=False)
+    reporter.turn()
+    serve(database, 1)
+    octavia.statuses.clear()
+    read = statuses.due
+
+    def read_and_stop(connection, *arguments):
+        found = read(connection, *arguments)
+        # Meanwhile another process has the duty, and has sent newer ones.
+        connection.execute(duty.update().values(owner="another", leased_until=time.time() + 90))
+        reporter._held_until = 0.0
+        return found
+
+    monkeypatch.setattr(statuses, "due", read_and_stop)
+    monkeypatch.setattr(database, "read", database.write)
+    reporter.turn()
+    assert octavia.statuses == []
+
+
 def test_the_duty_stays_where_something_is_being_said(intents, database, conf, reporter, octavia, monkeypatch):
     """Octavia may take half a minute: it would hear this after what the next one says."""
     monkeypatch.setattr(processes, "EVERY", 0.05)
