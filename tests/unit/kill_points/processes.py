@@ -102,6 +102,7 @@ class _Health:
         # The ledger gets the heartbeats directly.
         self._manager._receiver.close()
         self._manager._database = self._manager._bookkeeper._database = deployment.database
+        self._manager._bookkeeper._batches._database = deployment.database
         self._manager._ledger.resume(deployment.database.read(amphorae.last_heard))
         self._registry = processes.Registry(deployment.database, name, processes.Kind.HEALTH_MANAGER)
 
