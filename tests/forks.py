@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that import programs once for all workers of a run, and fork each program that a test starts.
 
-Importing is most of the processor time of a start. Such a process ends when the run ends, and its forks live on.
+Importing is most of the processor time of a start. Such a process ends when the run ends, and ends the forks that are
+left by then: a run that was killed leaves no program that restarts its workers for ever.
 `preloaded.py` forks the programs of a sandbox, `preloaded_agent.py` forks amphorae. Only the standard library is
 imported here: the interpreter of the agents has nothing of the tests.
 """
@@ -105,6 +106,7 @@ def serve(become) -> None:
     # The kernel reaps the forks: no fork of this process is waited for here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ended = os.pidfd_open(run)
+    forks: dict[int, int] = {}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(place)
     listener.listen(64)
@@ -113,21 +115,43 @@ def serve(become) -> None:
     while True:
         readable, _, _ = select.select([listener, ended], [], [])
         if ended in readable:
+            end_all(forks)
             return
         asking, _ = listener.accept()
         message, descriptors, _, _ = socket.recv_fds(asking, _MOST_BYTES, 1)
         pid = os.fork()
         if pid == 0:
-            os.close(ended)
+            for one in (ended, *forks.values()):
+                os.close(one)
             listener.close()
             asking.close()
             _begin(become, json.loads(message), descriptors)
+        drop_ended(forks)
+        # It may have ended, and nothing waits for it.
+        with suppress(ProcessLookupError):
+            forks[pid] = os.pidfd_open(pid)
         # A request that is interrupted has no reader any more.
         with suppress(OSError):
             asking.send(str(pid).encode())
         asking.close()
         for one in descriptors:
             os.close(one)
+
+
+def drop_ended(forks: dict[int, int]) -> None:
+    """Close the descriptors of forks that have ended."""
+    ended = select.select(forks.values(), [], [], 0)[0] if forks else []
+    for pid in [pid for pid, descriptor in forks.items() if descriptor in ended]:
+        os.close(forks.pop(pid))
+
+
+def end_all(forks: dict[int, int]) -> None:
+    """End the forks that are left, each with its process group."""
+    drop_ended(forks)
+    for pid in forks:
+        # The fork has not ended, so no other process has its number.
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _begin(become, request, descriptors) -> None:
