@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in an image: packages of the distribution and of Python, as the tree itself says.
 
-Invariant: read from the finished tree, never from what was asked for.
+Invariant: read from the finished tree, never from what was asked for. A tree does not have the files it was installed
+from: their digests are those of apt's index, which an element noted, and of the wheels that the build gave to the tree.
 """
 
 from __future__ import annotations
 
 import email
+import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _ENVIRONMENT = "opt/amphora-agent"
+# Lines of name, version, architecture and SHA-256; elements/amphora/finalise.d/90-amphora-digests writes it.
+_DEB_DIGESTS = "usr/share/amphora/deb-digests"
 
 
 @dataclass(frozen=True, order=True)
@@ -21,6 +26,7 @@ class Package:
     Attributes:
         kind: "deb" or "pypi", as in package URLs.
         source: the name and version of what a deb was built from; the same as its own where nothing is said.
+        sha256: of the file it was installed from, in hexadecimal; empty where that is not known.
     """
 
     kind: str
@@ -29,10 +35,26 @@ class Package:
     architecture: str = ""
     source: tuple[str, str] = ("", "")
     licence: str = ""
+    sha256: str = ""
 
 
-def debs(status: str) -> tuple[Package, ...]:
-    """The installed packages of a dpkg status file (deb822)."""
+def digest(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    found = hashlib.sha256()
+    with file.open("rb") as data:
+        while block := data.read(2**20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def debs(status: str, digests: str = "") -> tuple[Package, ...]:
+    """The installed packages.
+
+    Args:
+        status: dpkg's status file (deb822).
+        digests: what the element noted of them.
+    """
+    known = {tuple(line.split()[:3]): line.split()[3] for line in digests.splitlines()}
     found = []
     for paragraph in re.split(r"\n\s*\n", status):
         fields: dict[str, str] = dict(re.findall(r"^([A-Za-z-]+): *(.*)$", paragraph, re.MULTILINE))
@@ -40,25 +62,46 @@ def debs(status: str) -> tuple[Package, ...]:
             continue
         name, version = fields["Package"], fields["Version"]
         source, _, of = fields.get("Source", name).partition(" ")
-        found.append(Package("deb", name, version, fields["Architecture"], (source, of.strip("()") or version)))
+        architecture = fields["Architecture"]
+        sha256 = known.get((name, version, architecture), "")
+        built_from = (source, of.strip("()") or version)
+        found.append(Package("deb", name, version, architecture, built_from, sha256=sha256))
     return tuple(sorted(found))
 
 
-def distributions(place: Path) -> tuple[Package, ...]:
-    """The Python distributions of an environment."""
+def wheels(folder: Path) -> dict[tuple[str, str], str]:
+    """SHA-256 of the wheels of a folder, by canonical name and version."""
+    split = ((wheel, *wheel.name.split("-")[:2]) for wheel in folder.glob("*.whl"))
+    return {(canonical(name), version): digest(wheel) for wheel, name, version in split}
+
+
+def canonical(name: str) -> str:
+    """The name of a Python distribution as indexes write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def distributions(place: Path, digests: Mapping[tuple[str, str], str]) -> tuple[Package, ...]:
+    """The Python distributions of an environment, with the digests of their wheels."""
     found = []
     for metadata in place.glob("lib/python*/site-packages/*.dist-info/METADATA"):
         headers = email.message_from_string(metadata.read_text(encoding="utf-8"))
-        name = re.sub(r"[-_.]+", "-", headers["Name"]).lower()
+        name, version = canonical(headers["Name"]), headers["Version"]
         licence = headers["License-Expression"] or ""
-        found.append(Package("pypi", name, headers["Version"], licence=licence))
+        found.append(Package("pypi", name, version, licence=licence, sha256=digests.get((name, version), "")))
     return tuple(sorted(found))
 
 
-def packages(tree: Path) -> tuple[Package, ...]:
-    """Everything in a tree that came as a package."""
+def packages(tree: Path, given: Path | None = None) -> tuple[Package, ...]:
+    """Everything in a tree that came as a package.
+
+    Args:
+        tree: the root of the file system.
+        given: the folder of the wheels it was installed from; without it digests of Python are not known.
+    """
     status = (tree / "var/lib/dpkg/status").read_text(encoding="utf-8")
-    return debs(status) + distributions(tree / _ENVIRONMENT)
+    noted = tree / _DEB_DIGESTS
+    digests = noted.read_text(encoding="ascii") if noted.exists() else ""
+    return debs(status, digests) + distributions(tree / _ENVIRONMENT, wheels(given) if given else {})
 
 
 def version_of(tree: Path) -> str:

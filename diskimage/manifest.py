@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an image is, beside it: its manifest.
 
-Invariant: a manifest is enough to ask for the same packages again (`pins`, `constraints`), and to tell whether one got
+Invariant: a manifest is enough to ask for the same packages again (`pins`, `requirements`), and to tell whether one got
 them (`differences`).
 
-    python3 -m diskimage.manifest write TREE OUTPUT.manifest NAME RELEASE ARCH COMMIT BUILT ELEMENTS FILE...
-    python3 -m diskimage.manifest pins MANIFEST | constraints MANIFEST | summary MANIFEST | compare MANIFEST TREE
+    python3 -m diskimage.manifest write TREE WHEELS OUTPUT.manifest NAME RELEASE ARCH COMMIT BUILT ELEMENTS FILE...
+    python3 -m diskimage.manifest pins MANIFEST | requirements MANIFEST | summary MANIFEST | compare MANIFEST TREE
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diskimage.contents import Package, packages
+from diskimage.contents import Package, digest, packages
 
-FORMAT = 1
+FORMAT = 2
 _AGENT = "octavia-amphora-driver"
 
 
 def document(
     tree: Path,
+    wheels: Path,
     *,
     name: str,
     release: str,
@@ -38,11 +38,12 @@ def document(
 
     Args:
         tree: what is in the image.
+        wheels: the folder of what its Python was installed from.
         commit: of these sources, with "-dirty" where they were changed since.
         built: when, RFC 3339.
         files: the images that were made of the tree.
     """
-    found = packages(tree)
+    found = packages(tree, wheels)
     versions = {one.name: one.version for one in found}
     return {
         "format": FORMAT,
@@ -58,11 +59,13 @@ def document(
         "tree_bytes": size(tree),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": digest(file)} for file in files},
         "packages": [
-            {"name": one.name, "version": one.version, "architecture": one.architecture}
+            {"name": one.name, "version": one.version, "architecture": one.architecture, "sha256": one.sha256}
             for one in found
             if one.kind == "deb"
         ],
-        "python": [{"name": one.name, "version": one.version} for one in found if one.kind == "pypi"],
+        "python": [
+            {"name": one.name, "version": one.version, "sha256": one.sha256} for one in found if one.kind == "pypi"
+        ],
     }
 
 
@@ -74,15 +77,6 @@ def size(tree: Path) -> int:
         if path.is_file() and not path.is_symlink():
             seen[found.st_dev, found.st_ino] = found.st_size
     return sum(seen.values())
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    found = hashlib.sha256()
-    with file.open("rb") as data:
-        while block := data.read(2**20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -105,9 +99,13 @@ def pins(manifest: dict[str, Any]) -> str:
     return "\n".join(blocks)
 
 
-def constraints(manifest: dict[str, Any]) -> str:
-    """The same for pip."""
-    return "".join(f"{one['name']}=={one['version']}\n" for one in manifest["python"] if one["name"] != _AGENT)
+def requirements(manifest: dict[str, Any]) -> str:
+    """The same for pip, with the digests of the files."""
+    return "".join(
+        f"{one['name']}=={one['version']} --hash=sha256:{one['sha256']}\n"
+        for one in manifest["python"]
+        if one["name"] != _AGENT
+    )
 
 
 def differences(manifest: dict[str, Any], found: Sequence[Package]) -> list[str]:
@@ -133,16 +131,17 @@ def summary(manifest: dict[str, Any]) -> str:
     )
 
 
-_TEXTS = {"pins": pins, "constraints": constraints, "summary": summary}
+_TEXTS = {"pins": pins, "requirements": requirements, "summary": summary}
 
 
 def main(words: Sequence[str]) -> None:
     """Console entry."""
     verb, *rest = words
     if verb == "write":
-        tree, output, name, release, architecture, commit, built, elements, *files = rest
+        tree, wheels, output, name, release, architecture, commit, built, elements, *files = rest
         found = document(
             Path(tree),
+            Path(wheels),
             name=name,
             release=release,
             architecture=architecture,

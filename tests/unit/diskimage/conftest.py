@@ -29,6 +29,11 @@ Architecture: amd64
 Version: 2.12-9
 """
 
+DIGESTS = f"""\
+haproxy 3.0.11-1+deb13u5 amd64 {"ab" * 32}
+libstdc++6 14.2.0-20 amd64 {"cd" * 32}
+"""
+
 
 @pytest.fixture
 def tree(tmp_path):
@@ -44,6 +49,7 @@ def tree(tmp_path):
         (place / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{more}\nA text.\n")
     for name, text in (
         ("var/lib/dpkg/status", STATUS),
+        ("usr/share/amphora/deb-digests", DIGESTS),
         ("etc/machine-id", ""),
         ("usr/lib/os-release", 'ID=debian\nVERSION_ID="13"\nVERSION="13 (trixie)"\n'),
         ("etc/shadow", "root:!*:20000:0:99999:7:::\nhaproxy:!:20000::::::\n"),

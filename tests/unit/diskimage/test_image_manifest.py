@@ -10,6 +10,10 @@ import pytest
 from diskimage import contents, manifest, sbom
 
 
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
 @pytest.fixture
 def image(tmp_path):
     file = tmp_path / "a.qcow2"
@@ -18,10 +22,21 @@ def image(tmp_path):
 
 
 @pytest.fixture
-def written(tree, image, tmp_path):
+def wheels(tmp_path):
+    """What the build gave to the image."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    (folder / "flask-3.1.3-py3-none-any.whl").write_bytes(b"flask")
+    (folder / "flask-3.1.2-py3-none-any.whl").write_bytes(b"another flask")
+    (folder / "octavia_amphora_driver-0.1.0-py3-none-any.whl").write_bytes(b"agent")
+    return folder
+
+
+@pytest.fixture
+def written(tree, wheels, image, tmp_path):
     output = tmp_path / "a.manifest"
-    words = (tree, output, "a", "trixie", "amd64", "c0ffee", "2026-11-22T00:00:00Z", "debian-minimal amphora", image)
-    manifest.main(["write", *map(str, words)])
+    words = ("a", "trixie", "amd64", "c0ffee", "2026-11-22T00:00:00Z", "debian-minimal amphora", image)
+    manifest.main(["write", *map(str, (tree, wheels, output, *words))])
     return output
 
 
@@ -48,7 +63,17 @@ def test_a_manifest_says_what_the_image_is(written):
 def test_the_same_packages_can_be_asked_for(written):
     found = manifest.read(written)
     assert "Package: libstdc++6\nPin: version 14.2.0-19\nPin-Priority: 1001\n" in manifest.pins(found)
-    assert manifest.constraints(found) == "flask==3.1.3\n"
+    assert manifest.requirements(found) == f"flask==3.1.3 --hash=sha256:{sha256(b'flask')}\n"
+
+
+def test_a_manifest_has_the_digest_of_each_file_that_was_installed(written):
+    found = json.loads(written.read_text())
+    assert {one["name"]: one["sha256"] for one in found["python"]} == {
+        "flask": sha256(b"flask"),
+        "octavia-amphora-driver": sha256(b"agent"),
+    }
+    # The index had another version of the library when its digests were noted.
+    assert {one["name"]: one["sha256"] for one in found["packages"]} == {"haproxy": "ab" * 32, "libstdc++6": ""}
 
 
 def test_other_packages_are_noticed(written, tree):
@@ -67,15 +92,15 @@ def test_other_packages_are_noticed(written, tree):
 
 def test_something_else_is_not_a_manifest(tmp_path):
     file = tmp_path / "x"
-    for text in ("[]", "{}", '{"format": 2}'):
+    for text in ("[]", "{}", '{"format": 1}'):
         file.write_text(text)
         with pytest.raises(ValueError, match="not a manifest"):
             manifest.read(file)
 
 
-def test_every_package_is_in_the_bill_of_materials(tree, image, tmp_path):
+def test_every_package_is_in_the_bill_of_materials(tree, wheels, image, tmp_path):
     output = tmp_path / "a.spdx.json"
-    sbom.main([str(tree), str(output), "a", "2026-11-22T00:00:00Z", str(image)])
+    sbom.main([str(tree), str(wheels), str(output), "a", "2026-11-22T00:00:00Z", str(image)])
     found = json.loads(output.read_text())
     assert found["spdxVersion"] == "SPDX-2.3"
     by_name = {one["name"]: one for one in found["packages"]}
@@ -87,6 +112,9 @@ def test_every_package_is_in_the_bill_of_materials(tree, image, tmp_path):
         "pkg:pypi/octavia-amphora-driver@0.1.0",
     ]
     assert by_name["libstdc++6"]["sourceInfo"] == "built package from: gcc-14 14.2.0-19"
+    assert by_name["haproxy"]["checksums"] == [{"algorithm": "SHA256", "checksumValue": "ab" * 32}]
+    assert by_name["flask"]["checksums"] == [{"algorithm": "SHA256", "checksumValue": sha256(b"flask")}]
+    assert "checksums" not in by_name["libstdc++6"]
     assert by_name["debian"]["versionInfo"] == "13"
     assert by_name["debian"]["primaryPackagePurpose"] == "OPERATING-SYSTEM"
     assert by_name["flask"]["licenseDeclared"] == "BSD-3-Clause"
