@@ -394,6 +394,9 @@ ROTATION = [
         min=1.0,
         help="Seconds after which a load balancer whose amphorae are not replaced has failed; the rotation pauses.",
     ),
+    cfg.IntOpt(
+        "image_days", default=90, min=0, help="Age of an image in days, from which status check warns; 0: never."
+    ),
 ]
 AUDIT = [
     cfg.FloatOpt(

@@ -7,6 +7,10 @@ rows go in, findings come out.
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import re
+from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ GONE_AFTER = 5 * processes.EVERY
 # Ids that are named in one finding.
 _NAMED = 5
 _MONTH = 30 * 86400.0
+_DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
 # The part of its life after which a certificate should have been renewed long since: it is at half.
 _LATE = 0.75
 _KINDS = {
@@ -286,6 +291,34 @@ def of_agents(machines: Sequence[Any], installed: str) -> Check:
         words = f"{len(other)} of {len(ready)} amphorae have another version than {installed}: {versions}"
         return warning("Agents", f"{words}. Run: amphoractl rotate, after the controllers are upgraded.")
     return well("Agents", f"{installed} in all {len(ready)} amphorae that were heard")
+
+
+def of_images(machines: Sequence[Any], now: float, days: int) -> Check:
+    """The age of the images that amphorae were booted from, by the date that the name of an image has in it.
+
+    Args:
+        machines: rows of `recorded.amphorae`.
+        now: seconds since 1970.
+        days: the age that is too old; 0 for none.
+    """
+    today = dt.datetime.fromtimestamp(now, dt.timezone.utc).date()
+    ages = {one.image: (today - day).days for one in machines if (day := _day(one.image)) is not None}
+    old = Counter(one.image for one in machines if days and ages.get(one.image, 0) > days)
+    undated = sum(one.image not in ages for one in machines)
+    rest = f"; the age of {undated} amphorae's images is not known" if undated else ""
+    if old:
+        names = named(f"{image} ({number})" for image, number in sorted(old.items()))
+        words = f"{sum(old.values())} of {len(machines)} amphorae run an image older than {days} days: {names}{rest}"
+        return warning("Images", f"{words}. Build and test a new image, run: amphoractl rotate --image NAME.")
+    return well("Images", f"the oldest is {max(ages.values())} days old{rest}" if ages else f"none has a date{rest}")
+
+
+def _day(image: str | None) -> dt.date | None:
+    """The first date in the name of an image."""
+    for year, month, day in _DATE.findall(image or ""):
+        with contextlib.suppress(ValueError):  # 2026-13-01 is no date
+            return dt.date(int(year), int(month), int(day))
+    return None
 
 
 def of_authorities(ends: Mapping[str, float], now: float) -> Check:

@@ -133,6 +133,7 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Drift": lambda: checks.of_drift(rows.machines),
         "Zombies": lambda: checks.of_zombies(rows.zombies),
         "Agents": lambda: checks.of_agents(rows.machines, processes.version()),
+        "Images": lambda: checks.of_images(rows.machines, now, conf.rotation.image_days),
         "Octavia's records": lambda: checks.of_resyncs(rows.resyncs, now, patience),
     }
     yield from checks.of_work(rows.balancers, now, patience)

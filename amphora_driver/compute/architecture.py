@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kinds of machines there are images for, and what each of them is under qemu.
 
-Invariant: values only. An image says itself which it is, in the manifest beside it.
+Invariant: values only. An image says itself which it is, and when it was built, in the manifest beside it.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
 
 import msgspec
@@ -55,12 +56,22 @@ ARCHITECTURES = {one.name: one for one in (AMD64, ARM64)}
 
 class _Manifest(msgspec.Struct):
     architecture: str = ""
+    built: dt.datetime | None = None
+
+
+def _beside(image: Path) -> _Manifest:
+    try:
+        return msgspec.json.decode(image.with_suffix(_MANIFEST).read_bytes(), type=_Manifest)
+    except (OSError, msgspec.DecodeError):
+        return _Manifest()
 
 
 def of_image(image: Path) -> Architecture:
     """What the manifest beside an image says; amd64 where there is none that can be read."""
-    try:
-        said = msgspec.json.decode(image.with_suffix(_MANIFEST).read_bytes(), type=_Manifest).architecture
-    except (OSError, msgspec.DecodeError):
-        said = ""
-    return ARCHITECTURES.get(said, AMD64)
+    return ARCHITECTURES.get(_beside(image).architecture, AMD64)
+
+
+def built(image: Path) -> dt.date | None:
+    """The day on which an image was built, by the manifest beside it; None where there is none that can be read."""
+    time = _beside(image).built
+    return None if time is None else time.date()

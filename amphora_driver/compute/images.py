@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from amphora_driver.compute.architecture import built
 from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
@@ -70,12 +71,13 @@ class Images:
         return Image(tag=tag, disk=disk, kernel=kernel, initrd=initrd, arguments=words)
 
     def digest(self, image: Image) -> str:
-        """What tells it from every other image.
+        """What tells it from every other image: its tag, the day on which it was built where that is known, a digest.
 
         Raises:
             OSError: a file cannot be read.
         """
-        seen = (image.arguments, *((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, image.files)))
+        day = built(image.disk)
+        seen = (day, image.arguments, *((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, image.files)))
         with self._lock:
             known = self._known.get(image.tag)
             if known is None or known[0] != seen:
@@ -84,7 +86,7 @@ class Images:
                     with path.open("rb") as file:
                         while block := file.read(2**20):
                             made.update(block)
-                known = (seen, f"{image.tag}-{made.hexdigest()[:_DIGITS]}")
+                known = (seen, "-".join(map(str, filter(None, (image.tag, day, made.hexdigest()[:_DIGITS])))))
                 self._known[image.tag] = known
             return known[1]
 

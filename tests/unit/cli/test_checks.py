@@ -175,6 +175,31 @@ def test_amphorae(check, more, result, words):
     assert (found.result, words in found.details) == (result, True), found.details
 
 
+@pytest.mark.parametrize(
+    ("images", "days", "result", "words"),
+    [
+        ([], 90, OK, "none has a date"),
+        ([None, "agent-0123456789abcdef"], 90, OK, "the age of 2 amphorae's images is not known"),
+        # NOW is 1970-01-12.
+        (["amphora-1970-01-01"], 11, OK, "the oldest is 11 days old"),
+        (
+            ["amphora-1970-01-01"],
+            10,
+            WARNING,
+            "1 of 1 amphorae run an image older than 10 days: amphora-1970-01-01 (1)",
+        ),
+        (["a-1969-12-01-0123456789abcdef", "b-1970-01-11", "b-1970-01-11", "c"], 30, WARNING, "1 of 4 amphorae run"),
+        (["a-1969-12-01", "c"], 30, WARNING, "a-1969-12-01 (1); the age of 1 amphorae's images is not known. Build"),
+        (["a-1969-12-01"], 0, OK, "the oldest is 42 days old"),
+        (["a-1970-13-01", "a-11970-01-011"], 1, OK, "none has a date"),
+    ],
+)
+def test_images(images, days, result, words):
+    found = checks.of_images([machine(image=image) for image in images], NOW, days)
+    assert (found.result, words in found.details) == (result, True), found.details
+    assert ("amphoractl rotate --image" in found.details) is (result is WARNING)
+
+
 def test_zombies():
     assert checks.of_zombies([]).result is OK
     found = checks.of_zombies([Row(amphora_id="z")])

@@ -36,7 +36,7 @@ NAMES = (
         "Fail-overs",
         "Rotations",
     ),
-    *("Drift", "Zombies", "Agents", "Octavia's records"),
+    *("Drift", "Zombies", "Agents", "Images", "Octavia's records"),
 )
 
 

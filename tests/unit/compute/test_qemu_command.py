@@ -157,6 +157,16 @@ def test_an_image_is_told_from_another_by_its_contents(images):
     assert known.digest(known.find("amphora")) not in {first, second}
 
 
+def test_the_name_of_an_image_has_the_day_it_was_built(images):
+    known = Images(images)
+    undated = known.digest(known.find("amphora"))
+    for built, day in (("2026-08-09T23:59:59Z", "-2026-08-09-"), ("2026-08-10T00:00:00Z", "-2026-08-10-")):
+        (images / "amphora.manifest").write_text(f'{{"architecture": "amd64", "built": "{built}"}}')
+        assert known.digest(known.find("amphora")) == undated.replace("-", day)
+    (images / "amphora.manifest").write_text('{"built": "yesterday"}')
+    assert known.digest(known.find("amphora")) == undated
+
+
 def test_a_kernel_beside_an_image_is_booted_with_its_arguments(images):
     assert Images(images).find("amphora").arguments is None
     (images / "amphora.kernel").write_bytes(b"kernel")

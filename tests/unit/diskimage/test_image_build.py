@@ -14,6 +14,7 @@ from diskimage import agent_source
 ROOT = Path(__file__).parents[3]
 SCRIPTS = [
     ROOT / "diskimage/build",
+    ROOT / "diskimage/check-updates",
     ROOT / "diskimage/source.sh",
     *sorted(ROOT.glob("diskimage/elements/*/*.d/*")),
     *sorted(ROOT.glob("diskimage/elements/*/static/usr/libexec/amphora/*")),
