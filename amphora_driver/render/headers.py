@@ -62,7 +62,10 @@ def appends_forwarded_for(listener: Listener) -> bool:
 
 
 def strict_transport_security(listener: Listener) -> Quoted | None:
-    """The value of Strict-Transport-Security; None if it is not sent."""
+    """The value of Strict-Transport-Security; None if it is not sent.
+
+    Each directive ends with a semicolon, as in the header of Octavia's own provider.
+    """
     age = listener.hsts_max_age
     if age is None:
         return None
@@ -71,4 +74,4 @@ def strict_transport_security(listener: Listener) -> Quoted | None:
         parts.append("includeSubDomains")
     if listener.hsts_preload:
         parts.append("preload")
-    return quoting.text("; ".join(parts), "the HSTS header", listener.id)
+    return quoting.text(" ".join(f"{part};" for part in parts), "the HSTS header", listener.id)

@@ -187,20 +187,20 @@ HSTS = "Strict-Transport-Security"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "directives"),
+    ("wanted", "header"),
     [
-        ({"hsts_max_age": 31536000}, ["max-age=31536000"]),
-        ({"hsts_max_age": 0}, ["max-age=0"]),
-        ({"hsts_max_age": 60, "hsts_include_subdomains": True}, ["max-age=60", "includeSubDomains"]),
-        ({"hsts_max_age": 60, "hsts_preload": True}, ["max-age=60", "preload"]),
+        ({"hsts_max_age": 31536000}, "max-age=31536000;"),
+        ({"hsts_max_age": 0}, "max-age=0;"),
+        ({"hsts_max_age": 60, "hsts_include_subdomains": True}, "max-age=60; includeSubDomains;"),
+        ({"hsts_max_age": 60, "hsts_preload": True}, "max-age=60; preload;"),
         (
             {"hsts_max_age": 60, "hsts_include_subdomains": True, "hsts_preload": True},
-            ["max-age=60", "includeSubDomains", "preload"],
+            "max-age=60; includeSubDomains; preload;",
         ),
         ({}, None),
     ],
 )
-def test_strict_transport_security(served, tenant, wanted, directives):
+def test_strict_transport_security(served, tenant, wanted, header):
     """Once and as wanted, whoever answers: the member, or HAProxy itself."""
     secrets = {"cert": tenant.issue("www.example.com").pem}
     web = served.web()
@@ -214,8 +214,7 @@ def test_strict_transport_security(served, tenant, wanted, directives):
         served.push(load_balancer(tls_listener, listener(80), members), secrets)
         reply = served.visitor.fetch(path, port=443, tls=trusting(tenant))
         assert reply.status == status
-        said = reply.header(HSTS)
-        assert (said and [each.strip() for each in said.split(";")]) == directives
+        assert reply.header(HSTS) == header
         # A browser has to ignore it on plain HTTP (RFC 6797), and it is not said there.
         assert served.visitor.fetch(port=80).values(HSTS) == []
 
@@ -227,5 +226,5 @@ def test_a_members_own_strict_transport_security_is_replaced(served, tenant):
         load_balancer(terminated(hsts_max_age=60), terminated(444), pool("pool", member(web))),
         {"cert": tenant.issue("www.example.com").pem},
     )
-    assert served.visitor.fetch(port=443, tls=trusting(tenant)).values(HSTS) == ["max-age=60"]
+    assert served.visitor.fetch(port=443, tls=trusting(tenant)).values(HSTS) == ["max-age=60;"]
     assert served.visitor.fetch(port=444, tls=trusting(tenant)).values(HSTS) == ["max-age=1"]

@@ -245,7 +245,7 @@ def test_tls_with_and_without_a_clients_certificate(place, name, tmp_path):
         return visitor.ask(path, port=443, context=identity(tmp_path, certificate))
 
     status, headers, body = ask("/")
-    assert (status, headers["strict-transport-security"]) == (200, "max-age=31536000; includeSubDomains; preload")
+    assert (status, headers["strict-transport-security"]) == (200, "max-age=31536000; includeSubDomains; preload;")
     assert headers["set-cookie"].endswith("Secure") or "Secure" in headers["set-cookie"].split("; ")
     asked = json.loads(body)["headers"]
     assert (asked["x-forwarded-proto"], asked["x-ssl-client-has-cert"]) == ("https", "0")

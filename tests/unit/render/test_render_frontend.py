@@ -219,12 +219,12 @@ def test_proto_without_tls():
 @pytest.mark.parametrize(
     ("hsts", "value"),
     [
-        ({"hsts_max_age": 0}, "max-age=0"),
-        ({"hsts_max_age": 5, "hsts_include_subdomains": True}, "max-age=5; includeSubDomains"),
-        ({"hsts_max_age": 5, "hsts_preload": True}, "max-age=5; preload"),
+        ({"hsts_max_age": 0}, "max-age=0;"),
+        ({"hsts_max_age": 5, "hsts_include_subdomains": True}, "max-age=5; includeSubDomains;"),
+        ({"hsts_max_age": 5, "hsts_preload": True}, "max-age=5; preload;"),
         (
             {"hsts_max_age": 5, "hsts_preload": True, "hsts_include_subdomains": True},
-            "max-age=5; includeSubDomains; preload",
+            "max-age=5; includeSubDomains; preload;",
         ),
     ],
 )
