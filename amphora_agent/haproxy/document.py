@@ -25,7 +25,7 @@ backend {own}metrics
     timeout queue 10s
     timeout server 10s
     # What else the responder answers is for HAProxy alone.
-    http-request deny deny_status 404 unless {{ path /metrics }}
+    http-request deny deny_status 404 unless {{ path / /metrics }}
     server responder 127.0.0.1:{port} maxconn 4
 """
 RESPONDER_PORT = 9101

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small HTTP server for HAProxy alone: `GET /metrics` and `GET /ping/<member id>`.
+"""A small HTTP server for HAProxy alone: `GET /`, `GET /metrics` and `GET /ping/<member id>`.
 
 Invariant: it listens on the loopback of the inner namespace and nowhere else. One thread does all but writing
 metrics: a ping that waits costs a socket, not a thread, and is forgotten when HAProxy closes it. If anything goes
@@ -34,6 +34,8 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
+# Prometheus never asks for it: it is for a person who opens the listener's address in a browser.
+_FRONT = "The metrics of this load balancer are at /metrics"
 # An open connection, and what it has said so far.
 Waiting = tuple[socket.socket, bytes]
 # Opens sockets in the namespace that HAProxy is in.
@@ -292,10 +294,12 @@ class _Desk:
             self._answer(exchange, 400, "no request of HTTP/1")
             return
         method, (path, *_), version = words[0], words[1].split("?"), words[2]
-        if path not in ("/metrics", "/version") and not path.startswith(_PING):
+        if path not in ("/", "/metrics", "/version") and not path.startswith(_PING):
             self._answer(exchange, 404, "there is only /metrics")
         elif method != "GET":
             self._answer(exchange, 405, "GET is all there is", "Allow: GET\r\n")
+        elif path == "/":
+            self._answer(exchange, 200, _FRONT)
         elif path == "/metrics":
             self._on_scrape(self._drop(exchange), version)
         elif path == "/version":

@@ -72,10 +72,19 @@ def test_what_is_counted(served, vip):
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
 def test_nothing_else_is_served_there(served):
     served.push(load_balancer(prometheus(), listener(80), pool("pool", member(served.web()))))
-    for path in ("/", "/metrics/", "/ping/x", "/v2/info", "/metrics2"):
+    for path in ("//", "/metrics/", "/ping/x", "/v2/info", "/metrics2"):
         assert served.visitor.fetch(path, port=9100).status in (403, 404)
     assert served.visitor.fetch("/metrics", port=9100, method="POST", body=b"x").status in (400, 403, 404, 405, 501)
     assert served.visitor.fetch("/metrics", port=9100).status == 200
+
+
+@pytest.mark.feature("listener.protocol.PROMETHEUS")
+def test_the_front_page_names_the_metrics(served):
+    served.push(load_balancer(prometheus()))
+    reply = served.visitor.fetch("/", port=9100)
+    assert reply.status == 200
+    assert b"/metrics" in reply.body
+    assert served.visitor.fetch("/", port=9100, method="POST", body=b"x").status == 404
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.allowed_cidr")

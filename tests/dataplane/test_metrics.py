@@ -105,10 +105,14 @@ def test_a_scrape_says_what_dashboards_look_for(amphora, client, address, versio
 def test_a_prometheus_listener_serves_metrics_and_nothing_else(amphora, client):
     pings = {MEMBER_IDS["m1"]: "198.51.100.101"}
     assert amphora.push(1, text(listener(["m1"]), PROMETHEUS), pings=pings)[0] == 200
-    for path in ("/", f"/ping/{MEMBER_IDS['m1']}", "/metrics/", "//metrics", "/metrics/../ping/x"):
+    for path in ("//", f"/ping/{MEMBER_IDS['m1']}", "/metrics/", "//metrics", "/metrics/../ping/x", "/version"):
         assert client(scrape, path=path)[0] == 404, path
     assert client(scrape, path="/metrics?scope=global")[0] == 200
+    status, kind, said = client(scrape, path="/")
+    assert (status, kind.split(";")[0], said.count("\n")) == (200, "text/plain", 1)
+    assert "/metrics" in said
     assert client(scrape, method="POST")[0] == 405
+    assert client(scrape, path="/", method="POST")[0] == 405
     for address in (VIP, "198.51.100.11"):
         with pytest.raises(ConnectionRefusedError):
             client(socket.create_connection, (address, 9101), 2)

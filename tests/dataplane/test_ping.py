@@ -152,7 +152,8 @@ def test_who_answers_is_there(network, responder, member6, address):
     [
         (b"GET /ping/unknown HTTP/1.1\r\n\r\n", 404),
         (b"GET /ping/ HTTP/1.1\r\n\r\n", 404),
-        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET // HTTP/1.1\r\n\r\n", 404),
+        (b"POST / HTTP/1.1\r\n\r\n", 405),
         (b"POST /ping/x HTTP/1.1\r\n\r\n", 405),
         (b"GET /metrics HTTP/2.0\r\n\r\n", 400),
         (b"\x16\x03\x01\r\n\r\n", 400),

@@ -102,7 +102,7 @@ def test_a_cookie_cannot_be_kept_where_nobody_reads_it():
 
 def test_prometheus_serves_metrics_and_nothing_else():
     found = lines(tree("PROMETHEUS", None))
-    assert the(found, "http-request") == "http-request deny deny_status 404 unless { method GET } { path /metrics }"
+    assert the(found, "http-request") == "http-request deny deny_status 404 unless { method GET } { path / /metrics }"
     assert the(found, "default_backend") == "default_backend amphora:metrics"
     assert render(tree("PROMETHEUS", None)).text.count("backend ") == 0 + 1
 
