@@ -106,11 +106,14 @@ class _Shared:
         oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
+        elif isinstance(node, Listener) and node.virtual and (pool := balancer.pool(node.default_pool_id)) is not None:
+            virtual_servers.check_families(pool, balancer.vips)
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.virtual:
             virtual_servers.check_engines(node, self.catalogue.engines(chosen.compute))
-            virtual_servers.check_families(node, balancer.vips)
+            if balancer.has_in_front(node):
+                virtual_servers.check_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
             name = chosen.network or str(self.conf.network.driver)
             options.check_vip_options(node, name, self.catalogue.network(name).supports)

@@ -170,7 +170,12 @@ def check_families(pool: Pool, vips: Iterable[Vip]) -> None:
     """Make sure that every member of a UDP or SCTP pool can get clients.
 
     Packets keep their family on the way, so that members of IPv6 serve clients of IPv6 VIPs only. Where an address of
-    the VIPs is not known yet, nothing is said.
+    the VIPs is not known yet, nothing is said. A pool without a listener has no clients: its members may be of any
+    family until a listener would serve it.
+
+    Args:
+        pool: the default pool of a listener, with the members to look at.
+        vips: of its load balancer.
 
     Raises:
         UnsupportedOption: naming the first member whose family no VIP has.

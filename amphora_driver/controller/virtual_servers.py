@@ -132,7 +132,9 @@ def virtual_servers(
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
         known = pool.id not in failed
-        examine = partial(_behind, pool, load_balancer.vips, failed, engines, refused)
+        # Members of any family may be in a pool that no listener serves.
+        met = load_balancer.vips if load_balancer.has_in_front(pool) else None
+        examine = partial(_behind, pool, met, failed, engines, refused)
         behind[pool.id] = refusals.attempt(examine, pool.id, refused) if known else None
     vips = tuple(_known(load_balancer.vips))
     chosen = settings(load_balancer.profile, defaults)
@@ -250,12 +252,15 @@ def _pool_of(listener: Listener, load_balancer: LoadBalancer) -> Pool | None:
 
 def _behind(
     pool: Pool,
-    vips: tuple[Vip, ...],
+    vips: tuple[Vip, ...] | None,
     failed: Collection[str],
     engines: Collection[str] | None,
     refused: list[ModelError],
 ) -> _Behind:
     """What of a pool can be served. What is wrong with a member or the monitor is noted, and takes nothing along.
+
+    Args:
+        vips: those whose clients the pool serves; None if no listener serves it.
 
     Raises:
         UnsupportedOption: the pool itself cannot.
@@ -283,10 +288,11 @@ def _behind(
     )
 
 
-def _member(member: Member, pool: Pool, vips: tuple[Vip, ...]) -> VirtualMember:
+def _member(member: Member, pool: Pool, vips: tuple[Vip, ...] | None) -> VirtualMember:
     _check_id(member.id)
     options.check_member(member)
-    capabilities.check_families(msgspec.structs.replace(pool, members=(member,)), vips)
+    if vips is not None:
+        capabilities.check_families(msgspec.structs.replace(pool, members=(member,)), vips)
     at = member.monitor_address
     return VirtualMember(
         id=member.id,

@@ -239,6 +239,10 @@ class LoadBalancer(Shape, frozen=True):
         """The pool with this id, or None."""
         return next((pool for pool in self.pools if pool.id == pool_id), None)
 
+    def has_in_front(self, pool: Pool) -> bool:
+        """Whether the pool is the default pool of a listener, enabled or not."""
+        return any(listener.default_pool_id == pool.id for listener in self.listeners)
+
 
 def without_addresses(tree: LoadBalancer) -> LoadBalancer:
     """The same whose VIPs are still to be had: addresses somebody asked for are none yet."""

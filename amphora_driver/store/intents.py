@@ -60,7 +60,7 @@ class Intents:
         database: where to.
         check: raises `UnsupportedOption` for an object that cannot be served; called with what the object *becomes*,
             and with what it hangs under where only both together say whether it can.
-        fits: the same for a listener or pool that cannot be had with its load balancer's profile and VIPs.
+        fits: the same for a listener or pool that its load balancer, as `wanted.around` has it, cannot serve.
     """
 
     def __init__(self, database: Database, check: Check, fits: Fits | None = None) -> None:
@@ -166,7 +166,10 @@ class Intents:
             _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
                 listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
-                wanted.update(connection, generation, [msgspec.structs.replace(listener, default_pool_id=node.id)])
+                served = msgspec.structs.replace(listener, default_pool_id=node.id)
+                if nodes[1:]:
+                    self._check_fit(connection, load_balancer_id, served)
+                wanted.update(connection, generation, [served])
                 around.append((Kind.LISTENER, for_listener))
             new = [(wanted.kind_of(one), one.id) for one in nodes]
             self._finish(connection, load_balancer_id, generation, around, f"create {_WORDS[kind]}", node.id, new=new)
@@ -193,7 +196,7 @@ class Intents:
             before = wanted.load(connection, kind, object_id)
             after = from_octavia.changed(before, fields)
             self._check(after)
-            self._check_fit(connection, load_balancer_id, after)
+            self._check_fit(connection, load_balancer_id, after, getattr(before, "default_pool_id", None))
             if isinstance(after, L7Policy) and after.position != before.position:
                 after = _make_room(connection, generation, after)
             wanted.update(connection, generation, [after])
@@ -291,12 +294,14 @@ class Intents:
         if pool.virtual:
             self._check_fit(connection, load_balancer_id, pool)
 
-    def _check_fit(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
+    def _check_fit(
+        self, connection: sa.Connection, load_balancer_id: str, node: Node, known: str | None = None
+    ) -> None:
         """Only listeners and pools depend on the load balancer: calls about anything else do not read it."""
         if self._fits and isinstance(node, LoadBalancer):
             self._fits(node, node)
         elif self._fits and isinstance(node, (Listener, Pool)):
-            self._fits(node, wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id))
+            self._fits(node, wanted.around(connection, load_balancer_id, node, known))
 
     def _finish(
         self,

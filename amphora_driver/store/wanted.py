@@ -253,6 +253,38 @@ def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, s
     return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
 
 
+def around(
+    connection: sa.Connection, load_balancer_id: str, node: Listener | Pool, known_pool: str | None = None
+) -> LoadBalancer:
+    """A load balancer, and of its children those that virtual servers serve together with one of them.
+
+    Others are not read: they say nothing about whether a listener or pool fits.
+
+    Args:
+        node: a listener, or a pool with the members that are looked at.
+        known_pool: a pool that is not to be read, since it fitted behind this listener before.
+
+    Returns:
+        The load balancer with the default pool of a listener and all its members, or with the listeners of a pool.
+
+    Raises:
+        UnknownObject: the load balancer is not recorded, or it is removed.
+    """
+    found: LoadBalancer = load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    if isinstance(node, Pool):
+        users = users_of_pool(connection, node.id) if node.virtual and node.members else []
+        fronts = [load(connection, kind, one) for kind, one, _ in users if kind is Kind.LISTENER]
+        return msgspec.structs.replace(found, listeners=tuple(fronts))
+    if not node.virtual or node.default_pool_id in (None, known_pool):
+        return found
+    body = connection.execute(_ONE, {"of": node.default_pool_id, "of_kind": Kind.POOL.value}).scalar()
+    if body is None:
+        return found
+    pool: Pool = _DECODERS[Kind.POOL].decode(body)
+    members = children(connection, pool.id, Kind.MEMBER)
+    return msgspec.structs.replace(found, pools=(msgspec.structs.replace(pool, members=tuple(members.values())),))
+
+
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """The whole load balancer with everything that is wanted of it, children in the order they were made.
 

@@ -341,3 +341,11 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     pushed = expected.body(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
     assert expected.bodies(recorded, conf, None) == {amphora.id: pushed}
     assert json.loads(pushed)["virtual_servers"][0]["members"][0]["id"] == M2
+
+
+def test_no_family_is_wrong_in_a_pool_without_a_listener():
+    spare = replace(POOL, id=P2, members=(replace(MEMBERS[0], id=ident(3, 9), pool_id=P2, address="2001:db8::1"),))
+    made = virtual_servers(replace(TREE, pools=(POOL, spare)))
+    assert made.refused == ()
+    both = virtual_servers(replace(TREE, listeners=(replace(FRONT, default_pool_id=P2), WEB), pools=(POOL, spare)))
+    assert [one.object_id for one in both.refused] == [ident(3, 9)]

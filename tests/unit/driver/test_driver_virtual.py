@@ -2,12 +2,15 @@
 """UDP and SCTP at Octavia's door: what is written down, and what is refused before it is."""
 
 import pytest
+import sqlalchemy as sa
 from octavia_lib.api.drivers import data_models, exceptions
 from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET6, listener, load_balancer, member, pool
 
+from amphora_driver import driver
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.store import wanted
 
+OTHER = "40000000-0000-4000-8000-000000000001"
 LEAST, KEPT = "LEAST_CONNECTIONS", {"type": "SOURCE_IP"}
 POLICY = {"l7policy_id": MONITOR, "listener_id": LISTENER, "action": "REJECT", "position": 1, "project_id": "demo"}
 
@@ -61,6 +64,45 @@ def test_members_no_packet_would_reach(virtual, database):
         lambda: virtual.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")]), "2001:db8::3", "IPv6"
     )
     assert tree(database) == before
+
+
+def test_a_pool_without_a_listener_takes_members_of_any_family(virtual, database):
+    protocol = str(tree(database).pools[0].protocol)
+    virtual.pool_create(pool(pool_id=MONITOR, listener_id=None, protocol=protocol))
+    spare = {"pool_id": MONITOR, "address": "2001:db8::1"}
+    virtual.member_create(member(1, **spare))
+    virtual.member_batch_update(MONITOR, [member(1, **spare), member(2, pool_id=MONITOR)])
+    before = tree(database)
+    changed = data_models.Listener(listener_id=LISTENER, default_pool_id=MONITOR)
+    refused(lambda: virtual.listener_update(listener(), changed), "2001:db8::1", "every VIP is IPv4")
+    other = listener(listener_id=OTHER, protocol=protocol, protocol_port=54, default_pool_id=MONITOR)
+    refused(lambda: virtual.listener_create(other), "2001:db8::1", "every VIP is IPv4")
+    assert tree(database) == before
+    virtual.member_delete(member(1, **spare))
+    virtual.listener_update(listener(), changed)
+    refused(lambda: virtual.member_create(member(1, **spare)), "2001:db8::1", "every VIP is IPv4")
+    # The other pool has no listener any more.
+    virtual.member_create(member(3, address="2001:db8::3"))
+
+
+def test_an_update_reads_no_members_of_a_pool_that_stays(virtual):
+    virtual.member_create(member(1))
+    said = []
+    engine = driver._shared().database.engine
+    sa.event.listen(engine, "before_cursor_execute", lambda *args: said.append((args[2], args[3])))
+    virtual.listener_update(listener(), data_models.Listener(listener_id=LISTENER, name="other", default_pool_id=POOL))
+    assert said
+    assert not [one for one, values in said if POOL in str(values) and "parent_id = " in one]
+
+
+def test_a_new_pool_with_members_of_a_family_without_vips(virtual, database):
+    protocol = str(tree(database).pools[0].protocol)
+    spare = member(1, pool_id=MONITOR, address="2001:db8::1")
+    virtual.listener_create(listener(listener_id=OTHER, protocol=protocol, protocol_port=54))
+    whole = pool(pool_id=MONITOR, listener_id=OTHER, protocol=protocol, members=[spare])
+    refused(lambda: virtual.pool_create(whole), "2001:db8::1", "every VIP is IPv4")
+    whole.listener_id = None
+    virtual.pool_create(whole)
 
 
 def test_members_of_both_families_behind_vips_of_both(provider):
