@@ -25,6 +25,7 @@ from amphora_driver.controller.tickets import SEED_LENGTH
 from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.foreign_text import printable
+from amphora_driver.health.unmeasured import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from amphora_driver.controller import plan as planning
     from amphora_driver.controller.steps import Backends
     from amphora_driver.controller.turn import Turn
+    from amphora_driver.health.status import Statuses
     from amphora_driver.model.secrets import SecretName
     from amphora_driver.render.tls import File
 
@@ -255,7 +257,9 @@ class Pushing:
 
     def _confirmed(self, connection: sa.Connection, wanted: planning.Wanted) -> None:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
-        statuses.confirm(connection, of, wanted.generation, failed)
+        known = Unmeasured({}, {}) if wanted.tree is None else unmeasured(wanted.tree, failed)
+        certain, first = _observations(known.certain), _observations(known.first)
+        statuses.confirm(connection, of, wanted.generation, failed, certain, first)
         if wanted.replacing and not wanted.gone:
             failovers.served(connection, of, self._database.now(), but=self._turn.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
@@ -323,6 +327,13 @@ class Pushing:
         except StoreError:
             return False
         return True
+
+
+def _observations(found: Statuses) -> list[statuses.Observation]:
+    return [
+        statuses.Observation(object_id=one, kind=known.kind, operating=known.status, reason=known.reason)
+        for one, known in found.items()
+    ]
 
 
 def _culprits(refusal: AgentRefused, served: Served) -> dict[str, str]:

@@ -147,7 +147,7 @@ def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -
     """
     result: Statuses = {}
     alive = load_balancer.admin_state_up
-    used = _used_pools(load_balancer.listeners)
+    used = used_pools(load_balancer.listeners)
     views = _member_views(reports)
     for listener in load_balancer.listeners:
         _listener(listener, reports, result, parent_up=alive)
@@ -160,7 +160,7 @@ def operating_statuses(load_balancer: LoadBalancer, reports: Sequence[Report]) -
     return result
 
 
-def _used_pools(listeners: Iterable[Listener]) -> set[str]:
+def used_pools(listeners: Iterable[Listener]) -> set[str]:
     """Pools that an enabled listener may send requests to."""
     used: set[str] = set()
     for listener in listeners:

@@ -64,6 +64,12 @@ _OBSERVE = (
         version=status.c.version + 1,
     )
 )
+# A health manager may have written what it measured since the status was read.
+_WAS = sa.bindparam("was", type_=sa.String)
+_CONCLUDE = _OBSERVE.where(sa.or_(status.c.operating == _WAS, sa.and_(status.c.operating.is_(None), _WAS.is_(None))))
+_RECORDED_OF = sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
+    status.c.load_balancer_id == sa.bindparam("of")
+)
 
 
 def _settling(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
@@ -168,11 +174,20 @@ def expect(
         connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
-def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, failed: Mapping[str, str]) -> None:
+def confirm(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    generation: int,
+    failed: Mapping[str, str],
+    certain: Sequence[Observation] = (),
+    first: Sequence[Observation] = (),
+) -> None:
     """Every amphora serves `generation`: what waited for it becomes ACTIVE or DELETED, what failed becomes ERROR.
 
     Args:
         failed: reasons by object id, for objects that could not be served while the rest is.
+        certain: operating statuses that no measurement changes; Octavia gets them in the same report as ACTIVE.
+        first: operating statuses of objects that may not have been measured yet.
     """
     common = {"of": load_balancer_id, "upto": generation, "now": time.time()}
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -185,6 +200,8 @@ def confirm(connection: sa.Connection, load_balancer_id: str, generation: int, f
         connection.execute(_WELL_BUT, {**common, "ids": list(failed)})
     else:
         connection.execute(_WELL, common)
+    if certain or first:
+        _conclude(connection, load_balancer_id, certain, first)
 
 
 def fail(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
@@ -289,6 +306,34 @@ def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Seque
     if differing:
         connection.execute(_OBSERVE, differing)
     return len(differing)
+
+
+def _conclude(
+    connection: sa.Connection, load_balancer_id: str, certain: Sequence[Observation], first: Sequence[Observation]
+) -> None:
+    """Write operating statuses that follow from a confirmation, where nothing else was written meanwhile.
+
+    A first status replaces none that was measured: OFFLINE is none, since a disabled or unused object is not measured.
+    """
+    rows = connection.execute(_RECORDED_OF, {"of": load_balancer_id})
+    recorded = {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
+    unmeasured = (None, Operating.OFFLINE.value)
+    wanted = [*certain, *(one for one in first if recorded.get(one.object_id) in unmeasured)]
+    now = time.time()
+    differing = [
+        {
+            "at": one.object_id,
+            "was": recorded[one.object_id],
+            "new_operating": one.operating.value,
+            "new_reason": one.reason or None,
+            "new_since": now,
+        }
+        # One order for everybody, so that two writers wait for each other instead of deadlocking.
+        for one in sorted(wanted, key=lambda one: one.object_id)
+        if one.object_id in recorded and recorded[one.object_id] != one.operating.value
+    ]
+    if differing:
+        connection.execute(_CONCLUDE, differing)
 
 
 def _forget(connection: sa.Connection, load_balancer_id: str) -> None:

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A load balancer from its creation to its deletion, through Octavia's real API."""
 
+from contextlib import closing, contextmanager
+
 import pytest
+import sqlalchemy as sa
 
 from amphora_driver.sandbox import topology
+from amphora_driver.store import tables
 
 pytestmark = pytest.mark.root
+
+KINDS = ("load_balancer", "listener", "pool", "member", "health_monitor", "l7policy", "l7rule")
 
 
 def statuses(cloud, balancer):
@@ -59,6 +65,95 @@ def test_fully_populated_in_one_call(cloud):
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1, "member3": 1})
     cloud.online(balancer.id)
     cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ONLINE")
+
+
+@contextmanager
+def history(cloud):
+    """Every update of a status in Octavia's database: both statuses and the time, by the object's name or id."""
+    engine = sa.create_engine(cloud.settings.octavia_database_url)
+
+    def write(*texts):
+        with engine.begin() as connection:
+            for text in texts:
+                connection.exec_driver_sql(text)
+
+    def read():
+        with engine.begin() as connection:
+            found = {}
+            for row in connection.exec_driver_sql("SELECT * FROM told ORDER BY rowid"):
+                found.setdefault(row[0], []).append(tuple(row[1:]))
+            return found
+
+    with closing(engine.raw_connection()) as raw:
+        names = {kind: [row[1] for row in raw.execute(f"PRAGMA table_info({kind})")] for kind in KINDS}
+    write("CREATE TABLE told (object, provisioning, operating, moment)")
+    write(
+        *(
+            f"CREATE TRIGGER told_{kind} AFTER UPDATE ON {kind} BEGIN INSERT INTO told VALUES"
+            f" ({'coalesce(new.name, new.id)' if 'name' in names[kind] else 'new.id'},"
+            " new.provisioning_status, new.operating_status, new.updated_at); END"
+            for kind in KINDS
+        )
+    )
+    try:
+        yield read
+    finally:
+        write(*(f"DROP TRIGGER told_{kind}" for kind in KINDS), "DROP TABLE told")
+        engine.dispose()
+
+
+def heard_for(cloud, seconds):
+    """Wait until amphorae have been heard for so many seconds."""
+    newest, begun = sa.select(sa.func.max(tables.amphora_seen.c.seen_at)), cloud.database.now()
+    cloud.until(lambda: cloud.database.read(lambda c: c.execute(newest).scalar()) > begun + seconds, "heartbeats")
+
+
+def test_the_first_active_is_final(cloud):
+    """No later report changes an operating status that no amphora measures, or the time of its object."""
+    plain = {"name": "plain", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN"}
+    members = [cloud.member("member1"), cloud.member("member2", admin_state_up=False)]
+    checked = {**plain, "name": "checked", "healthmonitor": {"name": "check", "type": "TCP"}}
+    checked["healthmonitor"] |= {"delay": 1, "timeout": 1, "max_retries": 1}
+    rule = {"type": "PATH", "compare_type": "EQUAL_TO", "value": "/x"}
+    policy = {"name": "policy", "action": "REJECT", "rules": [rule]}
+    with history(cloud) as told:
+        balancer = cloud.load_balancer(
+            "first",
+            listeners=[
+                {
+                    "name": "one",
+                    "protocol": "HTTP",
+                    "protocol_port": 80,
+                    "default_pool": {**plain, "members": members},
+                    "l7policies": [policy],
+                },
+                {
+                    "name": "two",
+                    "protocol": "HTTP",
+                    "protocol_port": 81,
+                    "default_pool": {**checked, "members": [cloud.member("member3")]},
+                },
+                {"name": "off", "protocol": "HTTP", "protocol_port": 82, "admin_state_up": False},
+            ],
+        )
+        heard_for(cloud, 1.0)
+        later = cloud.balancers.create_l7_policy(
+            name="later", listener_id=cloud.balancers.find_listener("one").id, action="REJECT"
+        )
+        cloud.active(balancer.id)
+        added = cloud.balancers.create_l7_rule(later, **rule)
+        cloud.active(balancer.id)
+        heard_for(cloud, 1.0)
+        found = told()
+    online = {"first", "one", "two", "plain", "checked", "check", "policy", "later", added.id}
+    expected = {**dict.fromkeys(online, "ONLINE"), "member1": "NO_MONITOR", "member2": "OFFLINE", "off": "OFFLINE"}
+    assert expected.keys() - found.keys() == set()
+    for name, operating in expected.items():
+        served = [one for one in found[name] if one[0] == "ACTIVE"]
+        assert {one[1] for one in served} == {operating}, (name, found[name])
+    # What only the first request has named got no other report.
+    for name in expected.keys() - {"first", "one", "later"}:
+        assert len([one for one in found[name] if one[0] == "ACTIVE"]) == 1, (name, found[name])
 
 
 @pytest.mark.parametrize(

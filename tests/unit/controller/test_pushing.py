@@ -266,7 +266,8 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     rows = {row[0]: row[1:] for row in house.database.read(lambda c: c.execute(sa.select(*columns)).all())}
     reason = "its amphorae are older than UDP and SCTP: rotate them (amphoractl rotate)"
     assert rows == {
-        **dict.fromkeys((LB, LISTENER, SECOND), ("ACTIVE", None)),
+        LB: ("ACTIVE", "served by an amphora"),
+        **dict.fromkeys((LISTENER, SECOND), ("ACTIVE", "its amphorae confirmed it")),
         **dict.fromkeys((THIRD, FOURTH), ("ERROR", reason)),
     }
     house.agents.answers.clear()

@@ -147,6 +147,70 @@ def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, 
     assert said(database) == [("li", Provisioning.ACTIVE, None)]
 
 
+def observation(operating, object_id="li", kind=Kind.LISTENER):
+    return statuses.Observation(object_id=object_id, kind=kind, operating=operating)
+
+
+def confirmed(database, generation, certain=(), first=()):
+    database.write(lambda c: statuses.confirm(c, "lb", generation, {}, certain, first))
+
+
+def test_what_a_confirmation_decides_is_said_with_it(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    commit(database)
+    lb = observation(Operating.ONLINE, "lb", Kind.LOAD_BALANCER)
+    confirmed(database, 2, [observation(Operating.ONLINE), observation(Operating.ONLINE, "unknown")], [lb])
+    first = due(database)
+    assert [(one.object_id, one.provisioning, one.operating) for one in first] == [
+        ("li", Provisioning.ACTIVE, Operating.ONLINE),
+        ("lb", Provisioning.ACTIVE, Operating.ONLINE),
+    ]
+    database.write(lambda c: statuses.taken(c, first))
+    confirmed(database, 2, [observation(Operating.ONLINE)], [lb])
+    assert due(database) == [], "said once"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, "ONLINE"), ("OFFLINE", "ONLINE"), ("ONLINE", "ONLINE"), ("DEGRADED", "DEGRADED"), ("ERROR", "ERROR")],
+)
+def test_a_first_status_replaces_none_that_was_measured(intents, database, before, after):
+    intents.create(Kind.LISTENER, LISTENER)
+    if before:
+        database.write(lambda c: statuses.observe(c, "lb", [observation(Operating(before))]))
+    confirmed(database, 2, first=[observation(Operating.ONLINE)])
+    rows = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())
+    assert dict(map(tuple, rows))["li"] == after
+
+
+def test_what_is_measured_meanwhile_stays(intents, database):
+    """The status changes between the reading and the writing of a confirmation."""
+    intents.create(Kind.LISTENER, LISTENER)
+
+    def meanwhile(connection, _cursor, text, *_more):
+        if text.startswith("UPDATE status") and "reason=" in text and "settled" not in text and not done:
+            done.append(text)
+            connection.execute(status.update().where(status.c.object_id == "li").values(operating="ERROR"))
+
+    done = []
+    sa.event.listen(database.engine, "before_cursor_execute", meanwhile)
+    confirmed(database, 2, first=[observation(Operating.ONLINE)])
+    assert done
+    now = database.read(lambda c: c.execute(sa.select(status.c.operating).where(status.c.object_id == "li")).scalar())
+    assert now == "ERROR"
+
+
+def test_what_is_deleted_has_no_status(intents, database):
+    intents.create(Kind.LISTENER, LISTENER)
+    serve(database, 2)
+    commit(database)
+    database.write(lambda c: statuses.taken(c, due_now(c)))
+    intents.delete(Kind.LISTENER, "li")
+    commit(database)
+    confirmed(database, 3, [observation(Operating.ONLINE)])
+    assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
+
+
 def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(intents, database):
     """What failed is in ERROR, its user deletes it, and only then a job for the generation before ends."""
     intents.create(Kind.LISTENER, LISTENER)
