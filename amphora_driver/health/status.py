@@ -36,7 +36,7 @@ Word = Annotated[str, Meta(max_length=64)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
 # Also what every database can hold.
-Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*$")]
+Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
 class ListenerReport(msgspec.Struct, frozen=True):

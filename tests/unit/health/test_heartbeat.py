@@ -183,6 +183,7 @@ def typical():
     "said",
     [
         {"agent_version": "a\x00b"},
+        {"agent_version": "0.1.0\n"},
         {"agent_version": "\U0001f600"},
         {"agent_version": "1" * 65},
         {"listeners": {"l" * 81: {"status": "OPEN"}}},
