@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 TCP, VRRP = 6, 112
-_HOP_BY_HOP, _ROUTING, _FRAGMENT, _DESTINATION = 0, 43, 44, 60
+HOP_BY_HOP, ROUTING, FRAGMENT, DESTINATION = 0, 43, 44, 60
 # Six bytes of padding (RFC 8200, section 4.2), which with the two of the header are its smallest size.
-_PADDING = b"\x01\x04\x00\x00\x00\x00"
+PADDING = b"\x01\x04\x00\x00\x00\x00"
 # Without segments left a routing header is passed over, whatever its type (RFC 8200, section 4.4).
-_NO_SEGMENTS = b"\xfd\x00\x00\x00\x00\x00"
-_MORE = 1
+NO_SEGMENTS = b"\xfd\x00\x00\x00\x00\x00"
+MORE = 1
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def _checksum(data: bytes) -> int:
 # -- IPv6 --------------------------------------------------------------------------------------------------------------
 
 
-def _packet6(ends: Ends, first: int, payload: bytes) -> bytes:
+def packet6(ends: Ends, first: int, payload: bytes) -> bytes:
     return struct.pack("!IHBB", 6 << 28, len(payload), first, 64) + ends.packed + payload
 
 
-def _chained(headers: list[tuple[int, bytes]], protocol: int, payload: bytes) -> tuple[int, bytes]:
+def chained(headers: list[tuple[int, bytes]], protocol: int, payload: bytes) -> tuple[int, bytes]:
     """Extension headers of eight bytes in front of a payload; returns the number of the first one, and all bytes."""
     for number, rest in reversed(headers):
         payload = bytes([protocol, 0]) + rest + payload
@@ -82,13 +82,13 @@ def _fragments6(
     """
     made = []
     for begin, end in cuts:
-        more = _MORE if end < len(payload) else 0
+        more = MORE if end < len(payload) else 0
         header = struct.pack("!BBHI", protocol, 0, begin | more, number)
-        made.append(_packet6(ends, *_chained(before, _FRAGMENT, header + payload[begin:end])))
+        made.append(packet6(ends, *chained(before, FRAGMENT, header + payload[begin:end])))
     return made
 
 
-_OPTIONS = (_DESTINATION, _PADDING)
+_OPTIONS = (DESTINATION, PADDING)
 _Made6 = Callable[[Ends, int, int, bytes], list[bytes]]
 
 
@@ -96,9 +96,9 @@ def _form6(
     *cuts: tuple[int, int], before: tuple[tuple[int, bytes], ...] = (), inside: tuple[tuple[int, bytes], ...] = ()
 ) -> _Made6:
     def make(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
-        first, payload = _chained(list(inside), protocol, data)
+        first, payload = chained(list(inside), protocol, data)
         if not cuts:
-            return [_packet6(ends, *_chained(list(before), first, payload))]
+            return [packet6(ends, *chained(list(before), first, payload))]
         ended = [(begin, min(end, len(payload))) for begin, end in cuts]
         return _fragments6(ends, number, first, payload, ended, list(before))
 
@@ -108,16 +108,16 @@ def _form6(
 def _nested(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
     """A fragment header inside of what is fragmented: reassembled once, it is a fragment again."""
     inner = struct.pack("!BBHI", protocol, 0, 0, number) + data
-    return _fragments6(ends, number + 1, _FRAGMENT, inner, [(0, 32), (32, len(inner))], [])
+    return _fragments6(ends, number + 1, FRAGMENT, inner, [(0, 32), (32, len(inner))], [])
 
 
 _END = 1 << 16
 SERVED6: dict[str, _Made6] = {
     "whole": _form6(),
-    "hop-by-hop options": _form6(before=((_HOP_BY_HOP, _PADDING),)),
-    "routing header": _form6(before=((_ROUTING, _NO_SEGMENTS),)),
+    "hop-by-hop options": _form6(before=((HOP_BY_HOP, PADDING),)),
+    "routing header": _form6(before=((ROUTING, NO_SEGMENTS),)),
     "destination options": _form6(before=(_OPTIONS,)),
-    "many headers": _form6(before=((_HOP_BY_HOP, _PADDING), _OPTIONS, (_ROUTING, _NO_SEGMENTS)), inside=(_OPTIONS,)),
+    "many headers": _form6(before=((HOP_BY_HOP, PADDING), _OPTIONS, (ROUTING, NO_SEGMENTS)), inside=(_OPTIONS,)),
     "atomic": _form6((0, _END)),
     "two": _form6((0, 24), (24, _END)),
     "three": _form6((0, 24), (24, 32), (32, _END)),
@@ -126,7 +126,7 @@ SERVED6: dict[str, _Made6] = {
     "options inside": _form6((0, 32), (32, _END), inside=(_OPTIONS,)),
     "ends inside the headers": _form6((0, 8), (8, _END), inside=(_OPTIONS, _OPTIONS)),
     "ends inside the headers, out of order": _form6((8, _END), (0, 8), inside=(_OPTIONS, _OPTIONS)),
-    "routing inside": _form6((0, 8), (8, _END), inside=((_ROUTING, _NO_SEGMENTS), _OPTIONS)),
+    "routing inside": _form6((0, 8), (8, _END), inside=((ROUTING, NO_SEGMENTS), _OPTIONS)),
 }
 """Forms in which a client that is allowed is served."""
 DROPPED6: dict[str, _Made6] = {
@@ -143,8 +143,8 @@ UNUSUAL6: dict[str, _Made6] = {
     "nested": _nested,
     # Linux (6.18) loses these where it reassembles in front of the rules: nf_defrag_ipv6 leaves the transport header
     # behind the headers in front of the fragment header, and the headers are read from there.
-    "options before": _form6((0, 24), (24, _END), before=((_HOP_BY_HOP, _PADDING), _OPTIONS)),
-    "routing before": _form6((0, 24), (24, _END), before=((_ROUTING, _NO_SEGMENTS),)),
+    "options before": _form6((0, 24), (24, _END), before=((HOP_BY_HOP, PADDING), _OPTIONS)),
+    "routing before": _form6((0, 24), (24, _END), before=((ROUTING, NO_SEGMENTS),)),
     "options before, ends inside the headers": _form6((0, 8), (8, _END), before=(_OPTIONS,), inside=(_OPTIONS,) * 2),
 }
 """Forms that may be lost, and must not be a way around the rules."""
@@ -154,7 +154,7 @@ UNUSUAL6: dict[str, _Made6] = {
 _Made4 = Callable[[Ends, int, int, bytes], list[bytes]]
 
 
-def _packet4(ends: Ends, number: int, protocol: int, payload: bytes, flags: int, options: bytes) -> bytes:
+def packet4(ends: Ends, number: int, protocol: int, payload: bytes, flags: int, options: bytes) -> bytes:
     words = 5 + len(options) // 4
     size = words * 4 + len(payload)
     head = struct.pack("!BBHHHBBH", 0x40 | words, 0, size, number, flags, 64, protocol, 0) + ends.packed + options
@@ -166,7 +166,7 @@ def _form4(*cuts: tuple[int, int], options: bytes = b"") -> _Made4:
         made = []
         for begin, end in cuts or ((0, _END),):
             more = 0x2000 if end < len(data) else 0
-            made.append(_packet4(ends, number, protocol, data[begin:end], begin // 8 | more, options))
+            made.append(packet4(ends, number, protocol, data[begin:end], begin // 8 | more, options))
         return made
 
     return make

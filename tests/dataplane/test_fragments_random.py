@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random packets against the rules of the firewall: what is answered is what a model of reassembly says.
+
+    AMPHORA_FRAGMENTS_SEED=7 ./run-tests tests/dataplane/test_fragments_random.py
+
+tries other packets. The packets of a failure and their seed are in its message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from contextlib import closing
+
+import pytest
+from fragments import Ends
+from random_fragments import Fate, Sample, mixed, sample
+from restricted import ALLOWED, FORBIDDEN, RST, SYN_ACK, VIP, Link, restrict, serving
+
+pytestmark = pytest.mark.root
+
+SEED = int(os.environ.get("AMPHORA_FRAGMENTS_SEED", "1"))
+# The kernel keeps fragments of packets that are never complete for up to a minute, and has room for those of about
+# 4,000 packets in a namespace. Then it drops all fragments.
+_PACKETS = 1500
+RESTRICTED, OPEN = 80, 81
+# Packets on their way at once: the kernel forgets fragments that 64 others of their sender follow.
+_TOGETHER = 3
+# Packets for one answer that says that all before were taken; with their fragments fewer than a queue of the kernel's.
+_BATCH = 30
+
+
+@pytest.fixture(params=[4, 6], ids=["IPv4", "IPv6"])
+def version(request):
+    return request.param
+
+
+def answers(found: Sample, version: int) -> set[int | None]:
+    """The flags of TCP with which a packet may be answered; None for silence."""
+    served = found.allowed or found.port == OPEN
+    answer = SYN_ACK if served else RST | 0x10
+    return {Fate.WHOLE: {answer}, Fate.LOST: {None}, Fate.EITHER: {answer, None}}[found.fate(version)]
+
+
+@pytest.mark.parametrize("udp", [False, True], ids=["TCP alone", "UDP too"])
+@pytest.mark.parametrize(
+    "seed", [SEED, *(pytest.param(SEED + more, marks=pytest.mark.extended) for more in range(1, 11))]
+)
+def test_random_packets_obey_the_rules(wire, version, udp, seed):
+    restrict(wire, version, udp=udp)
+    chance, ports = random.Random(seed), itertools.count(10000)
+    ends = {allowed: Ends(each[version], VIP[version]) for allowed, each in ((True, ALLOWED), (False, FORBIDDEN))}
+    wrong, seen = [], set()
+    with (
+        closing(Link(wire, version)) as link,
+        serving(wire, version, VIP[version], RESTRICTED),
+        serving(wire, version, VIP[version], OPEN),
+    ):
+        for _ in range(_PACKETS // _BATCH):
+            batch = [sample(chance, version, next(ports), (RESTRICTED, RESTRICTED, OPEN)) for _ in range(_BATCH)]
+            for begin in range(0, _BATCH, _TOGETHER):
+                together = batch[begin : begin + _TOGETHER]
+                link.send(mixed(chance, [one.packets(ends[one.allowed]) for one in together]))
+            last = Sample(next(ports), allowed=True, port=RESTRICTED)
+            link.send(last.packets(ends[True]))
+            replies = link.replies(last.number)
+            for one in batch:
+                expected, found = answers(one, version), replies.get(one.number)
+                seen.add((one.fate(version), one.allowed, one.port, found))
+                if found not in expected:
+                    wrong.append(f"{one} was answered by {found}, not by one of {expected}")
+    assert not wrong, f"seed {seed}, {len(wrong)} of {_PACKETS} packets:\n" + "\n".join(wrong[:5])
+    # Each kind of packet was among them.
+    for allowed, port in itertools.product((True, False), (RESTRICTED, OPEN)):
+        answer = SYN_ACK if allowed or port == OPEN else RST | 0x10
+        assert {(Fate.WHOLE, allowed, port, answer), (Fate.LOST, allowed, port, None)} <= seen
