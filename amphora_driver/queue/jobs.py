@@ -371,9 +371,9 @@ _FINISH_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Whoever has something to write down lives, and has got somewhere.
-_GUARD = work.update().where(*_MINE).values(epoch=sa.bindparam("under"), deaths=0)
-_GUARD_APPLIED = work.update().where(*_MINE).values(applied=sa.bindparam("new_applied", type_=sa.BigInteger), deaths=0)
+# A process that writes is alive and has made progress. The count is what Galera certifies: see `tables.work`.
+_GUARD = work.update().where(*_MINE).values(writes=work.c.writes + 1, deaths=0)
+_GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
 _HOLD = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
 _CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at).where(
     work.c.load_balancer_id == sa.bindparam("of")

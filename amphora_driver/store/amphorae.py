@@ -130,7 +130,7 @@ _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 # Of one moment, and at once; every column costs. Where both have one of the same name, the amphora's is not asked for.
 _UNASKED = {
-    *("project_id", "reread", "tickets_due", "owner", "leased_until", "free_at", "error"),
+    *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "free_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason"),
     *("image", "audited_at", "drift", "drifts"),
 }

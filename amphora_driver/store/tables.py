@@ -102,6 +102,9 @@ work = Table(
     Column("tickets_due", Double, nullable=True),
     Column("owner", String(128), nullable=True),
     Column("epoch", BigInteger, nullable=False, default=0),
+    # Every write under the lease adds one. MariaDB replicates no row whose values stay the same, and without the row
+    # Galera notices no collision with a claim on another node.
+    Column("writes", BigInteger, nullable=False, default=0, server_default="0"),
     Column("leased_until", Double, nullable=True),
     Column("free_at", Double, nullable=False, default=0.0),
     Column("attempts", Integer, nullable=False, default=0),

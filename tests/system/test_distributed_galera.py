@@ -7,24 +7,28 @@ Locks are each node's own there; what collides is noticed when it is committed.
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 
 import galera
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.vocabulary import Kind
-from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import migrate
+from amphora_driver.queue.jobs import Jobs, guard
+from amphora_driver.store import amphorae, migrate
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import request, work
+from amphora_driver.store.tables import amphora, request, work
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 BALANCERS = [f"lb{number}" for number in range(6)]
 CALLS = 60
 # Seconds for everything on a busy machine; on a quiet one it takes about two.
 PATIENCE = 120.0
+# Changed rows of a table without any key: the second node searches the whole table for each of them.
+LONG_ROWS = 3000
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -126,3 +130,66 @@ def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
         # Every call counts once: four hosts' calls and the creation.
         assert generations == dict.fromkeys(BALANCERS, 4 * CALLS // len(BALANCERS) + 1)
         assert node.read(lambda c: c.scalar(sa.select(sa.func.count(request.c.id)))) == 4 * CALLS + len(BALANCERS)
+
+
+def scalar(database, statement):
+    with database.engine.connect() as connection:
+        return connection.exec_driver_sql(statement).first()[-1]
+
+
+def waiting_write_sets(database):
+    return int(scalar(database, "SHOW STATUS LIKE 'wsrep_local_recv_queue'"))
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def lagging(here, there):
+    """The first node applies a long write set of the second one, one after the other; later write sets wait."""
+    with there.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("CREATE TABLE filler (a INT) ENGINE=InnoDB")
+        connection.exec_driver_sql(f"INSERT INTO filler SELECT seq FROM seq_1_to_{LONG_ROWS}")
+    until(lambda: scalar(here, "SELECT COUNT(*) FROM filler") == LONG_ROWS)
+    with here.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("SET GLOBAL wsrep_slave_threads=1")
+    with there.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("UPDATE filler SET a = -a")
+    assert scalar(here, "SELECT MIN(a) FROM filler") == 1, "the long write set is not applied yet"
+    yield
+    until(lambda: scalar(here, "SELECT MAX(a) FROM filler") == -1)
+    with there.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("DROP TABLE filler")
+
+
+def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
+    """The node has received the claim of the other one and not applied it: the lease looks valid there."""
+    here, there = nodes
+    intents = Intents(here, lambda node: None)
+    intents.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
+    here.write(lambda c: amphorae.record(c, "late-amphora", "late", "SINGLE", b"key"))
+    # A lease of no length has ended when the next controller looks.
+    former = Jobs(here, "former", 0.0).claim("late")
+    until(lambda: there.read(lambda c: c.scalar(sa.select(work.c.owner).filter_by(load_balancer_id="late"))))
+    seen = []
+
+    def late(connection):
+        guard(connection, former)
+        seen.append(waiting_write_sets(here))
+        connection.execute(amphora.update().where(amphora.c.id == "late-amphora").values(reason="late"))
+
+    with lagging(here, there):
+        lease = Jobs(there, "new", 60.0).claim("late")
+        assert lease.epoch == former.epoch + 1
+        until(lambda: waiting_write_sets(here))
+        with pytest.raises(LeaseLost):
+            here.write(late)
+    assert seen[0] >= 1, "the guard found the lease as it was before the claim"
+    for node in nodes:
+        row = node.read(lambda c: c.execute(sa.select(work).filter_by(load_balancer_id="late")).one())
+        assert (row.owner, row.epoch) == ("new", lease.epoch)
+        assert node.read(lambda c: c.scalar(sa.select(amphora.c.reason).filter_by(id="late-amphora"))) is None
