@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def filled(
-    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault, *, tickets: int = 1
+    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
     """The files with their contents, in the same order.
 
@@ -32,7 +32,6 @@ def filled(
         files: as the renderer names them.
         sealed: what is kept of the load balancer's secrets.
         vault: what opens them.
-        tickets: which TLS ticket keys are in use.
 
     Returns:
         The files, and reasons by object id for listeners and pools that lack one.
@@ -45,8 +44,6 @@ def filled(
             continue
         opened = _open(file.secret, sealed, vault)
         if isinstance(opened, Secret):
-            if file.secret.purpose is Purpose.TICKETS:
-                opened = ticket_keys(opened, tickets)
             found.append(BundleFile(name=file.name, content=opened))
         else:
             lost.setdefault(file.secret.object_id, opened)
@@ -75,9 +72,11 @@ def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -
         return _why(name, one)
     try:
         opened = vault.open(one.content)
+        if name.purpose is Purpose.TICKETS:
+            return ticket_keys(opened)
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
-    if name.purpose is not Purpose.TICKETS and not opened.reveal().isascii():
+    if not opened.reveal().isascii():
         # Noticed later, it would be an error of Python's with the whole secret in it.
         return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
     return opened

@@ -42,7 +42,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         networks: those it needs.
         failed: what is known not to be servable: reasons by object id.
         secrets: sealed.
-        tickets: which TLS ticket keys it uses; None if it never needed any.
+        tickets: how often its TLS ticket keys were made or rotated; None if it never needed any.
         priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
         engines: what its amphorae can forward UDP and SCTP with; None where nobody knows.
     """
@@ -110,7 +110,7 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
             raise ModelError(f"compare load balancer {tree.id}", "it has no TLS ticket keys yet")
         refused = (*rendered.refused, *virtual.refused)
         failed |= {one.object_id: str(one) for one in refused if one.object_id}
-        files, lost = contents.filled(rendered.files, recorded.secrets, vault, tickets=recorded.tickets or 1)
+        files, lost = contents.filled(rendered.files, recorded.secrets, vault)
         if not lost:
             break
         if lost.keys() <= failed.keys():

@@ -11,9 +11,10 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from amphora_driver.controller import tickets
 from amphora_driver.controller.renewal import attended
 from amphora_driver.controller.sweeping import Sweeper
-from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import claims, failovers, generations, processes, rotations
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from amphora_driver.backends import Catalogue
     from amphora_driver.controller.renewal import Certificates
     from amphora_driver.store.engine import Database
+    from amphora_driver.store.vault import Vault
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
@@ -41,6 +43,7 @@ class Housekeeping:
         database: where the claims are.
         backends: where the network backends are that the VIPs were taken from.
         owner: name of this process.
+        vault: opens and seals what TLS ticket keys are made from.
         certificates: has certificates renewed, and rotations of authorities move on.
     """
 
@@ -50,9 +53,11 @@ class Housekeeping:
         database: Database,
         backends: Catalogue,
         owner: str,
+        vault: Vault,
         certificates: Certificates | None = None,
     ) -> None:
         self._certificates = certificates
+        self._vault = vault
         self._patience: float = conf.controller.forget_vip_after
         self._period: float = conf.tls.ticket_key_period
         self._every: float = conf.controller.housekeeping_interval
@@ -106,8 +111,12 @@ class Housekeeping:
         They become due and are pushed like after any change, but nobody is told: nothing of what a user sees changes.
         """
         now = self._database.now()
+        due = self._database.read(lambda connection: generations.due_tickets(connection, now, _MOST_ROTATED))
+        if not due:
+            return 0
+        following = [(one, self._following(one)) for one in due]
         return self._database.write(
-            lambda connection: generations.rotate_tickets(connection, now, self._period, _MOST_ROTATED)
+            lambda connection: generations.rotate_tickets(connection, following, now, self._period)
         )
 
     def tidy(self) -> None:
@@ -122,6 +131,16 @@ class Housekeeping:
         for _ in range(_MOST_CHUNKS):
             if not self._database.write(lambda connection: failovers.tidy(connection, now - self._history)):
                 break
+
+    def _following(self, one: generations.DueTickets) -> bytes | None:
+        """The state after this one, sealed; None if it cannot be used: the next push then makes a new one."""
+        if one.sealed is None:
+            return None
+        try:
+            return self._vault.seal(tickets.rotated(self._vault.open(one.sealed)))
+        except StoreError as error:
+            LOG.warning("load balancer %s gets new TLS ticket keys: %s", one.load_balancer_id, error)
+            return None
 
     def _released(self, orphan: claims.Orphan) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""

@@ -9,7 +9,6 @@ confirmed before it is.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import msgspec
 from amphora_driver.controller import contents, expected, left_out, partners
 from amphora_driver.controller.bundle import Served
 from amphora_driver.controller.configured import advert_interval, defaults, limited
-from amphora_driver.controller.tickets import SEED_LENGTH
+from amphora_driver.controller.tickets import begun, ticket_keys
 from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.foreign_text import printable
@@ -30,7 +29,6 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secrets import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
 from amphora_driver.render.haproxy import render
-from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations, statuses
 from amphora_driver.store import secrets as kept
 from amphora_driver.store.amphorae import Amphora, State
@@ -288,8 +286,8 @@ class Pushing:
             virtual = virtual_servers(tree, failed=self._failed, engines=engines, defaults=usual)
             refused = (*rendered.refused, *virtual.refused)
             self._failed |= {one.object_id: str(one) for one in refused if one.object_id}
-            found, number = self._tickets(wanted, rendered.files)
-            files, lost = contents.filled(rendered.files, found, self._vault, tickets=number)
+            found = self._tickets(wanted, rendered.files)
+            files, lost = contents.filled(rendered.files, found, self._vault)
             if not lost:
                 return Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
             if lost.keys() <= self._failed.keys():
@@ -298,18 +296,18 @@ class Pushing:
                 LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
             self._failed |= lost
 
-    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> tuple[dict[SecretName, Sealed], int]:
-        """The load balancer's secrets, with what TLS ticket keys are made from if a file asks for it; and which keys.
+    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, Sealed]:
+        """The load balancer's secrets, with what TLS ticket keys are made from if a file asks for it.
 
         It is made when it is asked for the first time, and anew if no key of ours opens it any more: that costs
         clients a handshake, and nothing else.
         """
         name = tickets(wanted.load_balancer_id)
         asked = any(file.secret == name for file in files)
-        if not asked or (wanted.tickets is not None and self._opens(wanted.secrets.get(name))):
-            return wanted.secrets, wanted.tickets or 1
+        if not asked or (wanted.tickets is not None and self._usable(wanted.secrets.get(name))):
+            return wanted.secrets
         if self._made is None:
-            self._made = Sealed(content=self._vault.seal(Secret(secrets.token_bytes(SEED_LENGTH))))
+            self._made = Sealed(content=self._vault.seal(begun()))
             made, due = {name: self._made}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
@@ -317,13 +315,13 @@ class Pushing:
                 generations.begin_tickets(connection, wanted.load_balancer_id, due)
 
             self._write(write)
-        return {**wanted.secrets, name: self._made}, 1
+        return {**wanted.secrets, name: self._made}
 
-    def _opens(self, sealed: Sealed | None) -> bool:
+    def _usable(self, sealed: Sealed | None) -> bool:
         if sealed is None or sealed.content is None:
             return False
         try:
-            self._vault.open(sealed.content)
+            ticket_keys(self._vault.open(sealed.content))
         except StoreError:
             return False
         return True

@@ -107,7 +107,12 @@ class Controller:
         everything = backends(conf, self._database)
         self._name = name
         self._housekeeping = Housekeeping(
-            conf, self._database, everything.catalogue, name, Certificates(conf, self._database, everything.trust)
+            conf,
+            self._database,
+            everything.catalogue,
+            name,
+            everything.vault,
+            Certificates(conf, self._database, everything.trust),
         )
         self._reconciler = Reconciler(
             everything,

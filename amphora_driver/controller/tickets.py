@@ -1,38 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys that seal TLS session tickets: a client may resume its session with either amphora, and after any reload.
 
-Invariant: pure. Keys are derived, never stored, and only from what is sealed in the store. Three are in use at a time:
-the one before, the one that seals, and the next; so an amphora that is a period ahead or behind still understands the
-tickets of the other.
+Invariant: no I/O. Three keys are in use at a time: the one before, the one that seals, and the next; so an amphora that
+is a period ahead or behind still understands the tickets of the other. Each key is derived from a seed of its own. The
+state in the store has these three seeds and no other: earlier keys cannot be derived from it. Each further seed mixes
+fresh random bytes in, so that a stolen state tells no key that is made later.
 Source: HAProxy configuration manual, `tls-ticket-keys`; HKDF is RFC 5869.
 """
 
 from __future__ import annotations
 
 import base64
+import secrets
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from amphora_driver.errors import StoreError
 from amphora_driver.secret import Secret
 
 SEED_LENGTH = 32
+_SEEDS = 3
 # AES-256: 16 bytes of name, 32 for the MAC and 32 for the cipher.
 _KEY_LENGTH = 80
-_INFO = b"amphora tls ticket key "
+_KEY, _NEXT = b"amphora tls ticket key", b"amphora tls ticket seed"
 
 
-def ticket_keys(seed: Secret, number: int) -> Secret:
+def begun() -> Secret:
+    """The first state of a load balancer: one random seed, from which the next two follow."""
+    return Secret(secrets.token_bytes(SEED_LENGTH))
+
+
+def rotated(state: Secret) -> Secret:
+    """The state of the next period, without the oldest seed.
+
+    Args:
+        state: what `begun` or `rotated` returned.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    seeds = _seeds(state)
+    fresh = _derived(seeds[-1] + secrets.token_bytes(SEED_LENGTH), _NEXT, SEED_LENGTH)
+    return Secret(b"".join((*seeds[1:], fresh)))
+
+
+def ticket_keys(state: Secret) -> Secret:
     """The file for HAProxy: the last line but one seals, all of them open.
 
     Args:
-        seed: what the load balancer's keys are made from, `SEED_LENGTH` random bytes.
-        number: which key seals; it grows by one with every period.
+        state: what `begun` or `rotated` returned.
+
+    Raises:
+        StoreError: it is something else.
     """
-    keys = (_key(seed, one) for one in (number - 1, number, number + 1))
+    keys = (_derived(seed, _KEY, _KEY_LENGTH) for seed in _seeds(state))
     return Secret(b"".join(base64.b64encode(key) + b"\n" for key in keys))
 
 
-def _key(seed: Secret, number: int) -> bytes:
-    info = _INFO + number.to_bytes(8, "big")
-    return HKDF(algorithm=hashes.SHA256(), length=_KEY_LENGTH, salt=None, info=info).derive(seed.reveal())
+def _seeds(state: Secret) -> list[bytes]:
+    content = state.reveal()
+    if len(content) not in (SEED_LENGTH, _SEEDS * SEED_LENGTH):
+        raise StoreError("derive TLS ticket keys", f"what is stored has {len(content)} bytes", "They are made anew.")
+    seeds = [content[start : start + SEED_LENGTH] for start in range(0, len(content), SEED_LENGTH)]
+    while len(seeds) < _SEEDS:
+        seeds.append(_derived(seeds[-1], _NEXT, SEED_LENGTH))
+    return seeds
+
+
+def _derived(seed: bytes, info: bytes, length: int) -> bytes:
+    return HKDF(algorithm=hashes.SHA256(), length=length, salt=None, info=info).derive(seed)

@@ -35,7 +35,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
         attempts: how often this was tried in vain since the last request.
         patience: seconds of silence after which an amphora is not waited for, if another one is heard.
-        tickets: which TLS ticket keys it uses; None if it never needed any.
+        tickets: how often its TLS ticket keys were made or rotated; None if it never needed any.
         now: when this was seen (seconds since 1970).
         clock_set: the clock was set less than a drain ago: whether that is over only the agent knows.
         taking_vips: for how many seconds after it confirmed one of a pair that begins takes the VIPs: from, to.

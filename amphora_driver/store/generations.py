@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store.tables import work
+from amphora_driver.model.secrets import Purpose
+from amphora_driver.store.tables import secret, work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 _ALL_COMMITTED = work.c.committed >= work.c.generation
@@ -22,6 +25,9 @@ _NEXT: list[tuple[Any, Any]] = [
     (work.c.committed, sa.case((_ALL_COMMITTED, work.c.generation + 1), else_=work.c.committed)),
     (work.c.generation, work.c.generation + 1),
 ]
+_SETTLED = (~work.c.dirty, work.c.owner.is_(None), work.c.op == "apply", work.c.applied >= work.c.generation)
+# Which secret of a load balancer its TLS ticket keys are made from: see `model.secrets.tickets`.
+_STATE = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
 def renew(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
@@ -40,37 +46,67 @@ def begin_tickets(connection: sa.Connection, load_balancer_id: str, due: float) 
     )
 
 
-def rotate_tickets(connection: sa.Connection, now: float, period: float, limit: int) -> int:
-    """Have load balancers whose time has come take the next TLS ticket keys; returns how many.
+class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
+    """A load balancer whose TLS ticket keys are to be rotated.
 
-    Those that something is being done to come next time.
+    Attributes:
+        load_balancer_id: which one.
+        number: how often they were made or rotated.
+        sealed: what they are made from, as it is stored; None if nothing is.
+    """
+
+    load_balancer_id: str
+    number: int
+    sealed: bytes | None
+
+
+def due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueTickets, ...]:
+    """Load balancers whose TLS ticket keys are due, those that wait longest first.
+
+    A load balancer that is being changed is left out until that has ended.
+
+    Args:
+        connection: of `Database.read`.
+        now: seconds since 1970.
+        limit: the most at once: each of them is pushed.
+    """
+    rows = connection.execute(
+        sa.select(work.c.load_balancer_id, work.c.tickets, secret.c.sealed)
+        .outerjoin(secret, sa.and_(secret.c.object_id == work.c.load_balancer_id, *_STATE))
+        .where(work.c.tickets_due <= now, *_SETTLED)
+        .order_by(work.c.tickets_due)
+        .limit(limit)
+    )
+    return tuple(DueTickets(load_balancer_id=row[0], number=row[1], sealed=row[2]) for row in rows)
+
+
+def rotate_tickets(
+    connection: sa.Connection, due: Iterable[tuple[DueTickets, bytes | None]], now: float, period: float
+) -> int:
+    """Replace what TLS ticket keys are made from, and have the load balancers pushed; returns how many.
+
+    The transaction that counts the new keys overwrites the old state: no other copy of it is left in the table.
 
     Args:
         connection: of `Database.write`.
+        due: what `due_tickets` returned, each with the sealed state that follows; None leaves the state as it is.
         now: seconds since 1970.
         period: seconds until they are due again.
-        limit: the most at once: each of them is pushed.
     """
-    settled = (~work.c.dirty, work.c.owner.is_(None), work.c.op == "apply", work.c.applied >= work.c.generation)
-    chosen = (
-        connection.execute(
-            sa.select(work.c.load_balancer_id)
-            .where(work.c.tickets_due <= now, *settled)
-            .order_by(work.c.tickets_due)
-            .limit(limit)
-        )
-        .scalars()
-        .all()
-    )
     more: list[tuple[Any, Any]] = [
         (work.c.tickets, work.c.tickets + 1),
         (work.c.tickets_due, now + period),
         (work.c.dirty, True),
         (work.c.free_at, 0.0),
     ]
-    return sum(
-        connection.execute(
-            work.update().where(work.c.load_balancer_id == one, *settled).ordered_values(*_NEXT, *more)
-        ).rowcount
-        for one in chosen
-    )
+    rotated = 0
+    for one, following in due:
+        unchanged = work.c.load_balancer_id == one.load_balancer_id, work.c.tickets == one.number
+        # A change between reading and writing may have made new keys, which are due later.
+        query = work.update().where(*unchanged, work.c.tickets_due <= now, *_SETTLED)
+        if connection.execute(query.ordered_values(*_NEXT, *more)).rowcount:
+            rotated += 1
+            if following is not None:
+                kept = secret.update().where(secret.c.object_id == one.load_balancer_id, *_STATE)
+                connection.execute(kept.values(sealed=following))
+    return rotated

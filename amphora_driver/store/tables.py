@@ -97,7 +97,7 @@ work = Table(
     Column("spare_pool", Id, nullable=True),
     Column("spares", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
-    # Which TLS ticket keys it uses, counted from 1, and when the next ones are due; both empty until it needs some.
+    # How often its TLS ticket keys were made or rotated, and when that is due again; both empty until it needs some.
     Column("tickets", BigInteger, nullable=True),
     Column("tickets_due", Double, nullable=True),
     Column("owner", String(128), nullable=True),

@@ -326,7 +326,7 @@ class Pair:
         """Render a load balancer and push it to the nodes, one after the other; `vrrp` changes what they agree on."""
         rendered = render(tree, shared_tickets=bool(secrets))
         # The reference of the ticket keys is empty.
-        secrets = {**(secrets or {}), "": ticket_keys(_SEED, 7).reveal().decode()}
+        secrets = {**(secrets or {}), "": ticket_keys(_SEED).reveal().decode()}
         assert not rendered.refused, [str(each) for each in rendered.refused]
         files = tuple(
             BundleFile(name=each.name, content=Secret(_content(each, secrets).encode())) for each in rendered.files

@@ -130,7 +130,7 @@ def canaries(cloud, authority_keys):
     seeds = [vault.open(row.sealed) for row in kept]
     assert len(seeds) == 1
     heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
-    derived = base64.b64decode(ticket_keys(seeds[0], 1).reveal().splitlines()[1])
+    derived = base64.b64decode(ticket_keys(seeds[0]).reveal().splitlines()[1])
     settings = ("etc/amphora-driver.conf", "sandbox.json")
     return [
         *(Canary(f"user's key, {name}", key_in(one.key_pem), _USERS) for name, one in users.items()),

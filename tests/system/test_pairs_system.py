@@ -23,6 +23,7 @@ from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.tables import amphora, request, status, work
+from amphora_driver.store.vault import Vault
 
 pytestmark = pytest.mark.root
 
@@ -223,7 +224,8 @@ def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud
     heard = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.version)).all())
     database.write(lambda c: c.execute(work.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.our_configuration)])
-    cloud.until(lambda: Housekeeping(conf, database, None, "a test").rotate(), "it is settled")
+    vault = Vault.load(conf.store.encryption_key_file)
+    cloud.until(lambda: Housekeeping(conf, database, None, "a test", vault).rotate(), "it is settled")
     generation = database.read(lambda c: c.execute(sa.select(work.c.generation)).scalar())
     cloud.until(lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both have the keys")
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

@@ -6,19 +6,25 @@ import time
 import migrated
 import pytest
 import sqlalchemy as sa
+from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.backends import Catalogue
 from amphora_driver.controller.housekeeping import Housekeeping
+from amphora_driver.controller.tickets import begun, ticket_keys
 from amphora_driver.errors import Conflict
+from amphora_driver.model.secrets import tickets
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import claims
+from amphora_driver.store import claims, secrets
 from amphora_driver.store.engine import Database
 from amphora_driver.store.generations import begin_tickets
-from amphora_driver.store.tables import vip_claim, work
+from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.tables import secret, vip_claim, work
+from amphora_driver.store.vault import Vault
 
+VAULT = Vault([Fernet.generate_key()])
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -67,14 +73,14 @@ def left(database):
 
 def test_a_load_balancer_that_never_came(conf, database, network):
     claim(database, network, "lb-never", 3600)
-    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
     assert left(database) == []
 
 
 def test_one_that_may_still_come(conf, database, network):
     claim(database, network, "lb-soon", 1)
-    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert len(left(database)) == 1
@@ -82,7 +88,7 @@ def test_one_that_may_still_come(conf, database, network):
 
 def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, monkeypatch):
     claim(database, network, "lb-soon", 3600)
-    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me")
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     monkeypatch.setattr(database, "even_for", lambda: conf.controller.forget_vip_after - 1)
     housekeeping.sweep()
     assert len(left(database)) == 1
@@ -94,7 +100,7 @@ def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, m
 def test_one_that_came(conf, database, network):
     claim(database, network, "lb-here", 3600)
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb-here", op="apply", generation=1)))
-    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     with pytest.raises(Conflict):
         network.allocate_vip("lb-other", "demo", WISH)
     assert left(database) == []
@@ -104,7 +110,7 @@ def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, da
     claim(database, network, "lb-never", 3600)
     database.write(lambda connection: claims.note(connection, "lb-elsewhere", "elsewhere"))
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
-    Housekeeping(conf, database, Catalogue(conf, database), "me").sweep()
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
     assert [row.load_balancer_id for row in left(database)] == ["lb-elsewhere"]
 
@@ -118,11 +124,50 @@ def test_a_claim_stays_with_the_backend_it_was_made_with(database):
     assert database.read(lambda connection: claims.of(connection, "unknown")) is None
 
 
+SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty": False}
+
+
+def served_with_tickets(database, content, name="lb"):
+    """A load balancer that serves its newest generation, and whose ticket keys are due."""
+    database.write(lambda c: c.execute(work.insert().values(load_balancer_id=name, **SETTLED)))
+    database.write(lambda c: secrets.put(c, name, {tickets(name): Sealed(content=content)}))
+    database.write(lambda c: begin_tickets(c, name, time.time() - 1))
+
+
+def state(database, name="lb"):
+    found = database.read(lambda c: secrets.of_load_balancer(c, name))[tickets(name)].content
+    return VAULT.open(found)
+
+
+def lines(kept):
+    return ticket_keys(kept).reveal().splitlines()
+
+
+def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
+    served_with_tickets(database, VAULT.seal(begun()))
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
+    states = [state(database)]
+    for _ in range(4):
+        assert housekeeping.rotate() == 1
+        database.write(lambda c: c.execute(work.update().values(**SETTLED, tickets_due=1.0)))
+        states.append(state(database))
+        assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the period before go on"
+    rows = database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalars().all())
+    assert [VAULT.open(one) for one in rows] == states[-1:], "no other state is stored"
+    assert not set(lines(states[0])) & set(lines(states[-1]))
+
+
+def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
+    lost = Vault([Fernet.generate_key()]).seal(begun())
+    served_with_tickets(database, lost)
+    assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate() == 1
+    assert database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalar_one()) == lost
+    assert database.read(lambda c: c.execute(sa.select(work.c.dirty)).scalar_one())
+
+
 def test_ticket_keys_move_on(conf, database):
-    values = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty": False}
-    database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", **values)))
-    database.write(lambda c: begin_tickets(c, "lb", time.time() - 1))
-    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me")
+    served_with_tickets(database, VAULT.seal(begun()))
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     assert housekeeping.rotate() == 1
     assert housekeeping.rotate() == 0
     row = database.read(lambda c: c.execute(sa.select(work)).one())

@@ -343,26 +343,25 @@ def test_a_generation_that_is_taken(house):
 def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
     name = secrets.SecretName(LB, secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
-    found, number = house.pushing._tickets(wanted(), files)
-    assert number == 1
+    found = house.pushing._tickets(wanted(), files)
     kept = house.database.read(lambda c: secrets.of_load_balancer(c, LB))
     assert kept == {name: found[name]}
     seed = house.vault.open(kept[name].content).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
-    again, number = house.pushing._tickets(wanted(secrets=kept, tickets=5), files)
-    assert (again, number) == (kept, 5)
-    assert house.pushing._tickets(wanted(), ()) == ({}, 1), "nobody asked"
+    assert house.pushing._tickets(wanted(secrets=kept, tickets=5), files) == kept
+    assert house.pushing._tickets(wanted(), ()) == {}, "nobody asked"
 
 
-def test_a_seed_no_key_opens_any_more_is_made_anew(house):
+@pytest.mark.parametrize("spoilt", ["key", "length"])
+def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     name = secrets.SecretName(LB, secrets.Purpose.TICKETS, "")
-    lost = {name: secrets.Sealed(content=Vault([Fernet.generate_key()]).seal(Secret(b"x" * 32)))}
+    vault = Vault([Fernet.generate_key()]) if spoilt == "key" else house.vault
+    lost = {name: secrets.Sealed(content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33))))}
     house.database.write(lambda c: secrets.put(c, LB, lost))
     house.database.write(lambda c: generations.begin_tickets(c, LB, 1.0))
-    found, number = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
-    assert number == 1
+    found = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
     assert len(house.vault.open(found[name].content).reveal()) == 32
     assert house.database.read(lambda c: secrets.of_load_balancer(c, LB)) == found
 

@@ -52,7 +52,7 @@ class ControlPlane:
         )
         self._jobs = Jobs(database, name, conf.controller.lease)
         self._reconciler = Reconciler(backends, self._jobs, lambda: None)
-        self._housekeeping = Housekeeping(conf, database, deployment.catalogue, name)
+        self._housekeeping = Housekeeping(conf, database, deployment.catalogue, name, deployment.vault)
         self._housekeeping_at = time.monotonic() + _HOUSEKEEPING_EVERY
         # A reporter has the name of the reporter before it, and so its duty at once.
         self._reporter = Reporter(conf, database, "reporter")

@@ -5,8 +5,10 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.store import generations, statuses
+from amphora_driver.model.secrets import Purpose, SecretName, tickets
+from amphora_driver.store import generations, secrets, statuses
 from amphora_driver.store.intents import Intents
+from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.tables import status, work
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -61,20 +63,60 @@ def test_nobody_is_told(database, intents):
     assert database.read(lambda c: statuses.due(c, 10)) == []
 
 
-def rotate(database, now=1000.0, limit=10):
-    return database.write(lambda c: generations.rotate_tickets(c, now, 100.0, limit))
+def rotate(database, now=1000.0, limit=10, following=b"following"):
+    due = database.read(lambda c: generations.due_tickets(c, now, limit))
+    pairs = [(one, following) for one in due]
+    return database.write(lambda c: generations.rotate_tickets(c, pairs, now, 100.0))
+
+
+def keep(database, content=b"first", name="lb"):
+    """What ticket keys are made from, beside another secret of the same object."""
+    given = {tickets(name): Sealed(content=content), SecretName(name, Purpose.CA, ""): Sealed(content=b"other")}
+    database.write(lambda c: secrets.put(c, name, given))
+
+
+def kept(database, name="lb"):
+    found = database.read(lambda c: secrets.of_load_balancer(c, name))
+    assert found[SecretName(name, Purpose.CA, "")].content == b"other"
+    return found[tickets(name)].content
 
 
 def test_ticket_keys_move_on_when_their_time_has_come(database, intents):
     made(database, intents)
+    keep(database)
     assert rotate(database) == 0, "it never needed any"
     database.write(lambda c: generations.begin_tickets(c, "lb", 1000.0))
     assert rotate(database, now=999.0) == 0
+    assert kept(database) == b"first"
     assert rotate(database) == 1
     after = row(database)
     assert (after.tickets, after.tickets_due) == (2, 1100.0)
     assert (after.generation, after.committed, after.applied, after.dirty) == (2, 2, 1, True)
+    assert kept(database) == b"following"
     assert rotate(database, now=5000.0) == 0, "not before it serves those"
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [{"tickets": 2}, {"tickets_due": 2000.0}, {"dirty": True}, {"owner": "me:1"}, {"generation": 2}]
+)
+def test_a_state_that_is_in_use_by_then_is_not_overwritten(database, intents, meanwhile):
+    """Two processes rotate, or a push makes new keys, between reading the state and writing the next one."""
+    made(database, intents, tickets=1, tickets_due=1.0)
+    keep(database)
+    (one,) = database.read(lambda c: generations.due_tickets(c, 1000.0, 10))
+    assert (one.load_balancer_id, one.number, one.sealed) == ("lb", 1, b"first")
+    database.write(lambda c: c.execute(work.update().values(**meanwhile)))
+    before = row(database)
+    assert database.write(lambda c: generations.rotate_tickets(c, [(one, b"late")], 1000.0, 100.0)) == 0
+    assert (row(database), kept(database)) == (before, b"first")
+
+
+@pytest.mark.parametrize("content", [None, b"lost"])
+def test_without_a_state_that_follows_the_load_balancer_is_pushed(database, intents, content):
+    made(database, intents, tickets=1, tickets_due=1.0)
+    keep(database, content)
+    assert rotate(database, following=None) == 1
+    assert (kept(database), row(database).dirty, row(database).generation) == (content, True, 2)
 
 
 @pytest.mark.parametrize("busy", [{"dirty": True}, {"owner": "me:1"}, {"op": "delete"}, {"generation": 2}])
