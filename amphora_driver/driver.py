@@ -51,7 +51,7 @@ from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import claims, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
@@ -454,7 +454,7 @@ def _sealed(given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
     if not given:
         return {}
     vault = _shared().vault
-    return {name: Sealed(content=vault.seal(one)) for name, one in certificates.contents(given).items()}
+    return {name: Sealed(content=vault.seal(one, place(name))) for name, one in certificates.contents(given).items()}
 
 
 def _member_of(pool_id: str, source: data_models.Member) -> Any:

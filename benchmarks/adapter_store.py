@@ -43,7 +43,7 @@ class Store:
         ]  # fmt: skip
         connection.execute(tables.status.insert(), rows)
         for one in spec["amphorae"]:
-            sealed = self._vault.seal(heartbeat_key(one["id"]))
+            sealed = self._vault.seal(heartbeat_key(one["id"]), amphorae.key_place(one["id"]))
             amphorae.record(connection, one["id"], whole.id, one["role"], sealed)
             amphorae.change(
                 connection, one["id"], state=State.READY, confirmed=GENERATION, compute_id=one["compute_id"],

@@ -185,7 +185,7 @@ class Trust:
             return issuer
         found = self._issuers.get(signer.id)
         if found is None:
-            key = self._vault.open(signer.sealed_key)
+            key = self._vault.open(signer.sealed_key, authorities.key_place(signer.kind, signer.certificate))
             found = self._issuers[signer.id] = Authority(signer.certificate, key)
         return found
 
@@ -253,7 +253,8 @@ def create(kind: Kind, vault: Vault, days: int) -> authorities.New:
     # No two authorities have one name: who signed something is found by it.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
-    return authorities.New(certificate=certificate, sealed_key=vault.seal(key), expires_at=ends(certificate))
+    sealed = vault.seal(key, authorities.key_place(kind, certificate))
+    return authorities.New(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
 
 
 def _file(path: str, option: str) -> bytes:

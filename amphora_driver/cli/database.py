@@ -14,6 +14,9 @@ from cliff.show import ShowOne
 from amphora_driver.errors import StoreError
 from amphora_driver.store import migrate, schema
 
+# The first schema whose versions bind sealed values to their rows.
+_BOUND_SINCE = "0004"
+
 
 class DatabaseStatus(ShowOne):
     """Where the database's schema stands, and whether this version works with it."""
@@ -48,6 +51,8 @@ class UpgradeDatabase(ShowOne):
         if not parsed_args.force:
             _nobody_works(migrate.working(self.app.conf.store.connection))
         done = migrate.upgrade(self.app.conf.store.connection)
+        if done.before and done.before < _BOUND_SINCE:
+            self.app.stderr.write("Run before the services start: amphoractl secrets reseal --bind (docs/secrets.md)\n")
         return ("Before", "After"), (done.before, done.after)
 
 

@@ -24,24 +24,42 @@ class SecretsStatus(Lister):
         """Column names and rows."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
         counts = resealing.count(self.app.database, vault)
-        rows = ((one.column, _place(one.key), one.fingerprint, _use(one.key), one.rows) for one in counts)
-        return ("Column", "Line", "Key", "Use", "Secrets"), rows
+        rows = (
+            (one.column, _place(one.key), one.fingerprint, _use(one.key), one.rows, one.unbound, one.misplaced)
+            for one in counts
+        )
+        return ("Column", "Line", "Key", "Use", "Secrets", "Unbound", "Misplaced"), rows
 
 
 class ResealSecrets(ShowOne):
     """Seal every secret with the first key of the file. May be ended and run again, while everything works."""
 
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        """Options."""
+        parser: argparse.ArgumentParser = super().get_parser(prog_name)
+        parser.add_argument(
+            "--bind",
+            action="store_true",
+            help="also bind what an older version sealed to the rows it is in (once, after an upgrade)",
+        )
+        return parser
+
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
         database = self.app.database
-        done = resealing.reseal(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
+        done = resealing.reseal(database, vault, self._tell, bind=parsed_args.bind)
         counts = resealing.count(database, vault)
         left = sum(one.rows for one in counts if one.key not in (0, None))
         lost = sum(one.rows for one in counts if one.key is None)
         # Some are left where a process that has not read the key file yet sealed one meanwhile: run it again.
-        names = ("Key", "Resealed", "Left with other keys", "Fit no key")
-        return names, (vault.fingerprints[0], done, left, lost)
+        names = ("Key", "Resealed", "Left with other keys", "Fit no key", "Unbound", "Misplaced")
+        unbound = sum(one.unbound for one in counts)
+        misplaced = sum(one.misplaced for one in counts)
+        return names, (vault.fingerprints[0], done, left, lost, unbound, misplaced)
+
+    def _tell(self, rows: int) -> None:
+        self.app.stderr.write(f"{rows} done\n")
 
 
 def _place(key: int | None) -> int | None:

@@ -57,6 +57,14 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     if lost:
         words = f"{lost} of {total} secrets fit no key of {conf.store.encryption_key_file}"
         return failure("Keys", f"{words}. Put the key back that sealed them; see: amphoractl secrets status.")
+    misplaced = sum(one.misplaced for one in counts)
+    if misplaced:
+        words = f"{misplaced} of {total} secrets were sealed for other rows, and are not opened"
+        return failure("Keys", f"{words}. Restrict who can write to the database; see: amphoractl secrets status.")
+    unbound = sum(one.unbound for one in counts)
+    if unbound:
+        words = f"{unbound} of {total} secrets are not bound to their rows, and are not opened"
+        return failure("Keys", f"{words}. Run once: amphoractl secrets reseal --bind (docs/secrets.md).")
     if old:
         return warning(
             "Keys", f"{old} of {total} secrets are sealed with an older key. Run: amphoractl secrets reseal."

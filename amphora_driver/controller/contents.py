@@ -15,6 +15,7 @@ from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.secret import Secret
+from amphora_driver.store.secrets import place
 
 if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import LoadBalancer
@@ -71,7 +72,7 @@ def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -
     if one is None or one.content is None:
         return _why(name, one)
     try:
-        opened = vault.open(one.content)
+        opened = vault.open(one.content, place(name))
         if name.purpose is Purpose.TICKETS:
             return ticket_keys(opened)
     except StoreError as error:

@@ -15,8 +15,9 @@ from amphora_driver.controller import tickets
 from amphora_driver.controller.renewal import attended
 from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError, StoreError
+from amphora_driver.model.secrets import tickets as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import claims, failovers, generations, processes, rotations
+from amphora_driver.store import claims, failovers, generations, processes, rotations, secrets
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -136,8 +137,9 @@ class Housekeeping:
         """The state after this one, sealed; None if it cannot be used: the next push then makes a new one."""
         if one.sealed is None:
             return None
+        place = secrets.place(tickets_of(one.load_balancer_id))
         try:
-            return self._vault.seal(tickets.rotated(self._vault.open(one.sealed)))
+            return self._vault.seal(tickets.rotated(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning("load balancer %s gets new TLS ticket keys: %s", one.load_balancer_id, error)
             return None

@@ -304,10 +304,10 @@ class Pushing:
         """
         name = tickets(wanted.load_balancer_id)
         asked = any(file.secret == name for file in files)
-        if not asked or (wanted.tickets is not None and self._usable(wanted.secrets.get(name))):
+        if not asked or (wanted.tickets is not None and self._usable(name, wanted.secrets.get(name))):
             return wanted.secrets
         if self._made is None:
-            self._made = Sealed(content=self._vault.seal(begun()))
+            self._made = Sealed(content=self._vault.seal(begun(), kept.place(name)))
             made, due = {name: self._made}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
@@ -317,11 +317,11 @@ class Pushing:
             self._write(write)
         return {**wanted.secrets, name: self._made}
 
-    def _usable(self, sealed: Sealed | None) -> bool:
+    def _usable(self, name: SecretName, sealed: Sealed | None) -> bool:
         if sealed is None or sealed.content is None:
             return False
         try:
-            ticket_keys(self._vault.open(sealed.content))
+            ticket_keys(self._vault.open(sealed.content, kept.place(name)))
         except StoreError:
             return False
         return True

@@ -200,7 +200,7 @@ class Steps:
 
     def _record(self, step: planning.Record) -> None:
         amphora_id = str(uuid.uuid4())
-        sealed = self._vault.seal(Secret(secrets.token_bytes(32)))
+        sealed = self._vault.seal(Secret(secrets.token_bytes(32)), amphorae.key_place(amphora_id))
         of, role = self._lease.load_balancer_id, step.role
         self._marked(
             Event.RECORDED, amphora_id, lambda connection: amphorae.record(connection, amphora_id, of, role, sealed)

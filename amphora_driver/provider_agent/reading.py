@@ -25,7 +25,7 @@ from amphora_driver.model.vocabulary import Kind
 from amphora_driver.provider_agent import taking
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import reading_back, wanted
-from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Reader:
             except UnsupportedOption as error:
                 found[name] = Sealed(reason=str(error))
             else:
-                found[name] = Sealed(content=self._vault.seal(secret))
+                found[name] = Sealed(content=self._vault.seal(secret, place(name)))
         return found
 
     def _wake(self, load_balancer_id: str | None = None) -> None:

@@ -21,6 +21,7 @@ from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
 from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.tables import AT_ONCE, amphora, amphora_seen, status, work
+from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -315,10 +316,15 @@ def forget(connection: sa.Connection, amphora_id: str) -> None:
     connection.execute(amphora.delete().where(amphora.c.id == amphora_id))
 
 
+def key_place(amphora_id: str) -> Place:
+    """What the heartbeat key of this amphora is sealed for."""
+    return Place("amphora", (amphora_id, "heartbeat_key"))
+
+
 def heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> Secret | None:
     """The key an amphora signs its heartbeats with, or None if there is no such amphora."""
     sealed = connection.execute(sa.select(amphora.c.heartbeat_key).where(amphora.c.id == amphora_id)).scalar()
-    return None if sealed is None else vault.open(sealed)
+    return None if sealed is None else vault.open(sealed, key_place(amphora_id))
 
 
 def heartbeat_keys(connection: sa.Connection, vault: Vault, known: AbstractSet[str] = frozenset()) -> dict[str, Secret]:
@@ -329,7 +335,7 @@ def heartbeat_keys(connection: sa.Connection, vault: Vault, known: AbstractSet[s
         some = amphora.c.id.in_(new[start : start + _CHUNK])
         for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key).where(some)):
             with contextlib.suppress(StoreError):
-                keys[row.id] = vault.open(row.heartbeat_key)
+                keys[row.id] = vault.open(row.heartbeat_key, key_place(row.id))
     return keys
 
 

@@ -9,6 +9,7 @@ their authority is gone.
 
 from __future__ import annotations
 
+import hashlib
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import sqlalchemy as sa
 from amphora_driver.errors import Conflict
 from amphora_driver.store.fleet_tables import authority
 from amphora_driver.store.tables import amphora, amphora_seen, work
+from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -107,6 +109,11 @@ class Expiries(msgspec.Struct, frozen=True, kw_only=True):
     authorities: tuple[tuple[str, str, int, float], ...]
     amphorae: float | None
     expired: int
+
+
+def key_place(kind: Kind, certificate: bytes) -> Place:
+    """What the key of this authority is sealed for: its certificate tells it from all others before it has an id."""
+    return Place("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
 def every(connection: sa.Connection, *, gone: bool = False) -> tuple[Recorded, ...]:

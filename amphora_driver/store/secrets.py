@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.store.tables import secret
+from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,6 +44,11 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
 
     content: bytes | None = None
     reason: str = ""
+
+
+def place(name: SecretName) -> Place:
+    """What the content of this secret is sealed for."""
+    return Place("secret", (name.object_id, name.purpose.value, name.ref))
 
 
 def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, Sealed]:

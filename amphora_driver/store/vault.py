@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets at rest.
 
-Invariant: a secret reaches a table only as what `Vault.seal` made of it. The first key seals, all keys open, so that
-keys are rotated by putting a new one on top (docs/secrets.md). A key file that was changed is taken up by running
-processes; one that cannot be used any more leaves them with the keys they have. A key that is not in it any more opens
-for a minute longer: a file that is being written in place may look like a shorter one. A file that strangers could
-read is refused: keys are called by their place and a fingerprint, and shown to nobody.
+Invariant: a secret reaches a table only as what `Vault.seal` made of it, and opens only in the place it was sealed for:
+the place is part of what is encrypted and signed. A value without a place, as older versions sealed it, is opened by
+`reseal` only. The first key seals, all keys open, so that keys are rotated by putting a new one on top
+(docs/secrets.md). A key file that was changed is taken up by running processes; one that cannot be used any more leaves
+them with the keys they have. A key that is not in it any more opens for a minute longer: a file that is being written
+in place may look like a shorter one. A file that strangers could read is refused: keys are called by their place and a
+fingerprint, and shown to nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import stat
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
 from amphora_driver.errors import ConfigurationError, StoreError
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 _WANTED = "read the encryption keys"
+_OPEN = "open a secret"
 _REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line."
 # What a fingerprint is made from besides the key: it is the hash of nothing else that anybody may have.
 _FINGERPRINT_OF = b"amphora-driver encryption key "
@@ -38,6 +44,33 @@ _FINGERPRINT_DIGITS = 12
 _DROPPED_SECONDS = 60.0
 # File, time of change in nanoseconds, length: what tells one version of a key file from the next.
 _Version = tuple[int, int, int, int]
+# What is encrypted is this, a digest of the place, and the secret. Neither PEM texts nor random keys begin so.
+_BOUND = b"amphora-sealed-1"
+_DIGEST_LENGTH = 32
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a sealed secret belongs.
+
+    Attributes:
+        table: its table.
+        row: what identifies the row and the purpose; the same parts in the same order for all rows of a table.
+    """
+
+    table: str
+    row: tuple[str, ...]
+
+    def digest(self) -> bytes:
+        """What is sealed of it; no two places have the same."""
+        return hashlib.sha256(msgspec.json.encode((self.table, *self.row))).digest()
+
+
+class Binding(Enum):
+    """What a sealed value is bound to: the place it is in, another one, or none."""
+
+    HERE = "here"
+    ELSEWHERE = "elsewhere"
+    NOWHERE = "nowhere"
 
 
 class Vault:
@@ -74,23 +107,28 @@ class Vault:
         """What the keys are called, the one that seals first. Nothing about a key follows from it."""
         return self._current().fingerprints
 
-    def seal(self, secret: Secret) -> bytes:
-        """What may be written to a table."""
-        return self._current().cipher.encrypt(secret.reveal())
+    def seal(self, secret: Secret, place: Place) -> bytes:
+        """What may be written to this place, and to no other."""
+        return self._current().cipher.encrypt(_BOUND + place.digest() + secret.reveal())
 
-    def open(self, sealed: bytes) -> Secret:
+    def open(self, sealed: bytes, place: Place) -> Secret:
         """What was sealed.
 
+        Args:
+            sealed: what `seal` returned.
+            place: where it was found.
+
         Raises:
-            StoreError: no key of ours opens it.
+            StoreError: no key of ours opens it, or it was sealed for another place.
         """
-        with contextlib.suppress(InvalidToken):
-            return Secret(self._current().opening.decrypt(sealed))
-        raise StoreError(
-            "open a secret",
-            "none of the encryption keys fits",
-            "Put the key it was sealed with back into the file.",
-        )
+        return _bound_to(place, self._decrypted(sealed))
+
+    def binding(self, sealed: bytes, place: Place) -> Binding | None:
+        """What a value found in this place is bound to; None if no key of ours opens it."""
+        try:
+            return _binding(place, self._decrypted(sealed))
+        except StoreError:
+            return None
 
     def sealed_with(self, sealed: bytes) -> int | None:
         """The place of the key this was sealed with, counted from 0; None if it is none of ours. Opens nothing."""
@@ -101,13 +139,31 @@ class Vault:
                 return place
         return None
 
-    def reseal(self, sealed: bytes) -> bytes:
+    def reseal(self, sealed: bytes, place: Place, *, bind: bool = False) -> bytes:
         """The same secret sealed with the first key; the same bytes where it is already.
 
+        Args:
+            sealed: what is in the place.
+            place: where it was found.
+            bind: what is bound to no place belongs here.
+
         Raises:
-            StoreError: no key of ours opens it.
+            StoreError: no key of ours opens it, or it was sealed for another place, or for none.
         """
-        return sealed if self.sealed_with(sealed) == 0 else self.seal(self.open(sealed))
+        content = self._decrypted(sealed)
+        if bind and _binding(place, content) is Binding.NOWHERE:
+            return self.seal(Secret(content), place)
+        secret = _bound_to(place, content)
+        return sealed if self.sealed_with(sealed) == 0 else self.seal(secret, place)
+
+    def _decrypted(self, sealed: bytes) -> bytes:
+        with contextlib.suppress(InvalidToken):
+            return self._current().opening.decrypt(sealed)
+        raise StoreError(
+            _OPEN,
+            "none of the encryption keys fits",
+            "Put the key it was sealed with back into the file.",
+        )
 
     def _current(self) -> _Ring:
         """The keys, read again if their file is another one: a look at it costs microseconds."""
@@ -139,6 +195,27 @@ class Vault:
         LOG.info("encryption keys were read again; %s seals", self._ring.fingerprints[0])
         if dropped:
             LOG.info("%d that are not there any more open for another %.0f s", len(dropped), _DROPPED_SECONDS)
+
+
+def _binding(place: Place, content: bytes) -> Binding:
+    if not content.startswith(_BOUND):
+        return Binding.NOWHERE
+    found = content[len(_BOUND) :][:_DIGEST_LENGTH]
+    return Binding.HERE if hmac.compare_digest(found, place.digest()) else Binding.ELSEWHERE
+
+
+def _bound_to(place: Place, content: bytes) -> Secret:
+    binding = _binding(place, content)
+    if binding is Binding.HERE:
+        return Secret(content[len(_BOUND) + _DIGEST_LENGTH :])
+    if binding is Binding.NOWHERE:
+        happened = f"a value in table {place.table} is not bound to its row"
+        raise StoreError(_OPEN, happened, "Run: amphoractl secrets reseal --bind (docs/secrets.md).")
+    raise StoreError(
+        _OPEN,
+        f"a value in table {place.table} was sealed for another row or purpose",
+        "It was copied inside the database. Restrict who can write there, and replace the value (docs/secrets.md).",
+    )
 
 
 class _Ring:

@@ -32,6 +32,7 @@ from amphora_driver.certificates.trust import Trust
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import AgentRefused
+from amphora_driver.model.secrets import tickets
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo
@@ -127,7 +128,7 @@ def canaries(cloud, authority_keys):
     users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
     vault = Vault.load(str(etc / "encryption.keys"))
     kept = cloud.database.read(lambda c: c.execute(sa.select(secret).where(secret.c.purpose == "tickets")).all())
-    seeds = [vault.open(row.sealed) for row in kept]
+    seeds = [vault.open(row.sealed, secrets.place(tickets(row.object_id))) for row in kept]
     assert len(seeds) == 1
     heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
     derived = base64.b64decode(ticket_keys(seeds[0]).reveal().splitlines()[1])
@@ -266,9 +267,9 @@ def with_agents(settings, ask):
 def failed_in_the_controller(cloud, balancer, listener):
     """A secret that cannot be read when it is opened: the fault is in a frame that has it in clear."""
     vault = Vault.load(str(cloud.settings.etc / "encryption.keys"))
-    spoilt = vault.seal(Secret(SNI.pem.encode() + b"\xff"))
     before = cloud.database.read(lambda c: secrets.of_load_balancer(c, balancer.id))
     (name,) = [one for one in before if one.ref == "sni"]
+    spoilt = vault.seal(Secret(SNI.pem.encode() + b"\xff"), secrets.place(name))
     cloud.database.write(lambda c: secrets.put(c, balancer.id, {name: secrets.Sealed(content=spoilt)}))
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="renamed")
     cloud.until(lambda: state(cloud, listener) == "ERROR", "it is noticed")
@@ -366,7 +367,11 @@ def authorities_rotated(cloud, balancer):
         said_by_it.append(done.stdout + done.stderr)
     vault = Vault.load(str(settings.etc / "encryption.keys"))
     recorded = cloud.database.read(lambda c: authorities.every(c, gone=True))
-    keys = {one.id: vault.open(one.sealed_key) for one in recorded if one.sealed_key is not None}
+    keys = {
+        one.id: vault.open(one.sealed_key, authorities.key_place(one.kind, one.certificate))
+        for one in recorded
+        if one.sealed_key is not None
+    }
     assert len(keys) == 2
     cloud.until(
         lambda: {one.state for one in cloud.database.read(authorities.every)} == {authorities.State.CURRENT},

@@ -32,6 +32,7 @@ from amphora_driver.network import namespaces
 from amphora_driver.sandbox import configuration, demo, topology
 from amphora_driver.secret import Secret
 from amphora_driver.store import breakers, failovers, silences
+from amphora_driver.store.amphorae import key_place
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover
 from amphora_driver.store.tables import amphora, amphora_seen, work
@@ -336,8 +337,10 @@ class Fleet:
                 c.execute(
                     amphora.insert(),
                     [
-                        {"id": one, "load_balancer_id": of, **ready, **times, "heartbeat_key": vault.seal(key)}
-                        for (one, of), key in zip(self.owners.items(), map(Secret, self.keys.values()), strict=True)
+                        ready
+                        | times
+                        | {"id": one, "load_balancer_id": of, "heartbeat_key": vault.seal(Secret(key), key_place(one))}
+                        for (one, of), key in zip(self.owners.items(), self.keys.values(), strict=True)
                     ],
                 ),
             ]

@@ -17,6 +17,7 @@ from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import authorities
 from amphora_driver.store.authorities import Kind, State
 from amphora_driver.store.engine import Database
+from amphora_driver.store.fleet_tables import authority
 from amphora_driver.store.vault import Vault
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
@@ -293,5 +294,19 @@ def test_keys_of_authorities_that_are_gone_are_forgotten(house):
 def test_no_two_authorities_have_one_name(house):
     first, second = (trusting.create(Kind.AMPHORA, house.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
-    key = house.vault.open(first.sealed_key)
+    key = house.vault.open(first.sealed_key, authorities.key_place(Kind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
+
+
+def test_the_key_of_another_authority_signs_nothing(house):
+    """With the rights to write to the database: to have an authority sign for the other kind."""
+    for kind in Kind:
+        number, _ = house.begin(kind)
+        house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
+    by_kind = {one.kind: one for one in house.database.read(authorities.every) if one.state is State.CURRENT}
+    copied = by_kind[Kind.CONTROLLER].sealed_key
+    mine = authority.c.id == by_kind[Kind.AMPHORA].id
+    house.database.write(lambda c: c.execute(authority.update().where(mine).values(sealed_key=copied)))
+    house.trust.instead()
+    with pytest.raises(StoreError, match="table authority was sealed for another row or purpose"):
+        house.trust.papers()

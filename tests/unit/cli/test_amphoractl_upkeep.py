@@ -9,8 +9,10 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
+from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate, schema
+from amphora_driver.store import migrate, schema, secrets
+from amphora_driver.store.amphorae import key_place
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover, failover_event, process, resync
 from amphora_driver.store.tables import amphora, duty, request, secret, status, work
@@ -225,6 +227,14 @@ def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, dat
     assert "its schema is 0001, this version works with" in caplog.text
 
 
+@pytest.mark.parametrize(("before", "named"), [("", False), ("0003", True), ("0004", False)])
+def test_an_upgrade_names_the_command_that_binds_secrets(amphoractl, place, monkeypatch, before, named):
+    monkeypatch.setattr(migrate, "working", lambda _: ())
+    monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before=before, after="0004"))
+    status, _out, err = amphoractl(place, "database", "upgrade")
+    assert (status, "amphoractl secrets reseal --bind" in err) == (0, named)
+
+
 @pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
 def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkeypatch, caplog, how):
     now, name = time.time(), "host:7:abc"
@@ -251,6 +261,9 @@ def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkey
 # --- keys ----------------------------------------------------------------------------------------------------------
 
 
+BOUND = {"Unbound": 0, "Misplaced": 0}
+
+
 def test_keys_are_rotated(amphoractl, place, database):
     keys = place.parent / "keys"
     old, new = keys.read_bytes(), Fernet.generate_key()
@@ -263,7 +276,7 @@ def test_keys_are_rotated(amphoractl, place, database):
             "purpose": "certificate",
             "ref": "r",
             "load_balancer_id": LB,
-            "sealed": vault.seal(Secret(b"canary")),
+            "sealed": vault.seal(Secret(b"canary"), secrets.place(SecretName("o", Purpose.CERTIFICATE, "r"))),
         },
     )
     put(
@@ -275,7 +288,7 @@ def test_keys_are_rotated(amphoractl, place, database):
             "role": "single",
             "state": "ready",
             "created_at": 0.0,
-            "heartbeat_key": vault.seal(Secret(b"canary")),
+            "heartbeat_key": vault.seal(Secret(b"canary"), key_place("a")),
         },
     )
     keys.write_bytes(new + b"\n" + old)
@@ -284,12 +297,12 @@ def test_keys_are_rotated(amphoractl, place, database):
     columns = ("secret.sealed", "amphora.heartbeat_key")
     assert {one["Column"] for one in shown} >= set(columns)
     assert [one for one in shown if one["Column"] in columns] == [
-        {"Column": column, "Line": line, "Key": key, "Use": use, "Secrets": number}
+        {"Column": column, "Line": line, "Key": key, "Use": use, "Secrets": number, **BOUND}
         for column in columns
         for line, key, use, number in ((1, first, "seals and opens", 0), (2, second, "opens", 1))
     ]
     done = answer(amphoractl, place, "secrets", "reseal")
-    assert done == {"Key": first, "Resealed": 2, "Left with other keys": 0, "Fit no key": 0}
+    assert done == {"Key": first, "Resealed": 2, "Left with other keys": 0, "Fit no key": 0, **BOUND}
     after = answer(amphoractl, place, "secrets", "status")
     assert [one["Secrets"] for one in after if one["Column"] in columns] == [1, 0, 1, 0]
     keys.write_bytes(Fernet.generate_key())
@@ -297,6 +310,20 @@ def test_keys_are_rotated(amphoractl, place, database):
     assert [(one["Line"], one["Use"], one["Secrets"]) for one in lost if one["Secrets"]] == [
         (None, "not in the file", 1)
     ] * 2
+
+
+def test_what_an_older_version_sealed_is_bound_once(amphoractl, place, database):
+    cipher = Fernet((place.parent / "keys").read_bytes())
+    machine = {"load_balancer_id": LB, "role": "single", "state": "ready", "created_at": 0.0}
+    copied = Vault([(place.parent / "keys").read_bytes()]).seal(Secret(b"canary"), key_place("another"))
+    for name, sealed in (("a", cipher.encrypt(b"canary")), ("b", copied)):
+        put(database, amphora, {"id": name, **machine, "heartbeat_key": sealed})
+    numbers = ("Resealed", "Unbound", "Misplaced")
+    for words, expected in (((), (0, 1, 1)), (("--bind",), (1, 0, 1)), (("--bind",), (0, 0, 1))):
+        done = answer(amphoractl, place, "secrets", "reseal", *words)
+        assert tuple(done[one] for one in numbers) == expected, words
+    (shown,) = [one for one in answer(amphoractl, place, "secrets", "status") if one["Secrets"]]
+    assert (shown["Secrets"], shown["Unbound"], shown["Misplaced"]) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "table", "value"])
@@ -311,7 +338,7 @@ def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
             "role": "single",
             "state": "ready",
             "created_at": 0.0,
-            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary")),
+            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary"), key_place("a")),
         },
     )
     for command in ("status", "reseal"):

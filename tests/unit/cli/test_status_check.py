@@ -3,6 +3,7 @@
 
 import datetime as dt
 import json
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from amphora_driver.cli import surroundings
 from amphora_driver.secret import Secret
+from amphora_driver.store.amphorae import key_place
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import process
 from amphora_driver.store.processes import version
@@ -185,8 +187,20 @@ def test_octavias_sockets_are_on_another_host(check, well, sockets):
 def test_keys(check, well, folder):
     old, new = (folder / "keys").read_bytes(), Fernet.generate_key()
     row = {"id": "a", "load_balancer_id": "l", "role": "SINGLE", "state": "booting", "created_at": 0.0}
-    sealed = Vault([old]).seal(Secret(b"canary"))
+    sealed = Vault([old]).seal(Secret(b"canary"), key_place("a"))
     well.write(lambda c: c.execute(amphora.insert().values(**row, heartbeat_key=sealed)))
+    for other, words in (
+        (
+            Fernet(old).encrypt(b"canary"),
+            "1 of 1 secrets are not bound to their rows.*amphoractl secrets reseal --bind",
+        ),
+        (Vault([old]).seal(Secret(b"canary"), key_place("b")), "1 of 1 secrets were sealed for other rows"),
+    ):
+        well.write(lambda c, other=other: c.execute(amphora.update().values(heartbeat_key=other)))
+        status, found = check()
+        assert (status, found["Keys"][0]) == (2, "Failure")
+        assert re.search(words, found["Keys"][1])
+    well.write(lambda c: c.execute(amphora.update().values(heartbeat_key=sealed)))
     (folder / "keys").write_bytes(new + b"\n" + old)
     status, found = check()
     assert (status, found["Keys"][0]) == (1, "Warning")

@@ -18,12 +18,13 @@ from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secrets import Purpose, SecretName, tickets
 from amphora_driver.model.vocabulary import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.secrets import Sealed
+from amphora_driver.store import amphorae, authorities
+from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
 
 LB = "10000000-0000-4000-8000-000000000001"
@@ -67,7 +68,9 @@ TREE = LoadBalancer(
 
 def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
-    found, lost = contents.filled(files, {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode())))}, vault)
+    found, lost = contents.filled(
+        files, {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))}, vault
+    )
     assert lost == {}
     assert [(one.name, one.content.reveal().decode()) for one in found] == [("a", "list"), ("b", MARK)]
     assert "BEGIN" not in repr(found)
@@ -78,7 +81,10 @@ def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     [
         ({}, "never handed over"),
         ({CERTIFICATE: Sealed(reason="Octavia could not")}, "Octavia could not"),
-        ({CERTIFICATE: Sealed(content=Vault([Fernet.generate_key()]).seal(Secret(b"x")))}, "cannot be opened"),
+        (
+            {CERTIFICATE: Sealed(content=Vault([Fernet.generate_key()]).seal(Secret(b"x"), place(CERTIFICATE)))},
+            "cannot be opened",
+        ),
         ({CERTIFICATE: Sealed(content=b"rubbish")}, "cannot be opened"),
     ],
 )
@@ -89,9 +95,30 @@ def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
     assert word in lost[SECURE]
 
 
+LISTENER = "20000000-0000-4000-8000-00000000000f"
+OTHERS = [
+    place(SecretName(LISTENER, Purpose.CERTIFICATE, "one")),
+    place(SecretName(SECURE, Purpose.CA, "one")),
+    place(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
+    place(tickets(LB)),
+    amphorae.key_place("am"),
+    authorities.key_place(authorities.Kind.AMPHORA, b"certificate"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: "-".join((other.table, *other.row[1:])))
+def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
+    """With the rights to write to the database: to have an own amphora given what others keep."""
+    copied = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), other))}
+    found, lost = contents.filled((File(name="b", secret=CERTIFICATE),), copied, vault)
+    assert (found, list(lost)) == ((), [SECURE])
+    assert "was sealed for another row or purpose" in lost[SECURE]
+    assert MARK not in lost[SECURE]
+
+
 def test_one_that_is_no_text_costs_its_own_object_and_is_not_quoted(vault):
     """Python's own error about it would have all of it among its attributes."""
-    spoilt = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode() + b"\xff")))}
+    spoilt = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode() + b"\xff"), place(CERTIFICATE)))}
     found, lost = contents.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "not in PEM format" in lost[SECURE]
@@ -110,7 +137,7 @@ def test_the_document(vault):
 
 
 def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
-    known = Sealed(content=vault.seal(Secret(MARK.encode())))
+    known = Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))
     authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: Sealed(reason="gone")}
     assert contents.lacking(TREE, {authority: known, **listeners}) == {}, "a listener is served, or speaks for itself"
     assert contents.lacking(TREE, {authority: Sealed(reason="Octavia could not")}) == {CRYPTED: "Octavia could not"}
@@ -142,7 +169,7 @@ def wanted(tree, sealed):
 
 def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vault, caplog):
     caplog.set_level(logging.DEBUG)
-    sealed = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode())))}
+    sealed = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))}
     served = pushing._rendered(wanted(TREE, sealed), TREE)
     assert set(pushing._failed) == {BROKEN}
     assert f"frontend {SECURE}" in served.text

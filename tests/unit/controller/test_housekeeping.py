@@ -25,6 +25,7 @@ from amphora_driver.store.tables import secret, vip_claim, work
 from amphora_driver.store.vault import Vault
 
 VAULT = Vault([Fernet.generate_key()])
+PLACE = secrets.place(tickets("lb"))
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -136,7 +137,7 @@ def served_with_tickets(database, content, name="lb"):
 
 def state(database, name="lb"):
     found = database.read(lambda c: secrets.of_load_balancer(c, name))[tickets(name)].content
-    return VAULT.open(found)
+    return VAULT.open(found, secrets.place(tickets(name)))
 
 
 def lines(kept):
@@ -144,7 +145,7 @@ def lines(kept):
 
 
 def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
-    served_with_tickets(database, VAULT.seal(begun()))
+    served_with_tickets(database, VAULT.seal(begun(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     states = [state(database)]
     for _ in range(4):
@@ -153,12 +154,12 @@ def test_the_old_state_of_ticket_keys_is_overwritten(conf, database):
         states.append(state(database))
         assert lines(states[-1])[:2] == lines(states[-2])[1:], "sessions of the period before go on"
     rows = database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalars().all())
-    assert [VAULT.open(one) for one in rows] == states[-1:], "no other state is stored"
+    assert [VAULT.open(one, PLACE) for one in rows] == states[-1:], "no other state is stored"
     assert not set(lines(states[0])) & set(lines(states[-1]))
 
 
 def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
-    lost = Vault([Fernet.generate_key()]).seal(begun())
+    lost = Vault([Fernet.generate_key()]).seal(begun(), PLACE)
     served_with_tickets(database, lost)
     assert Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).rotate() == 1
     assert database.read(lambda c: c.execute(sa.select(secret.c.sealed)).scalar_one()) == lost
@@ -166,7 +167,7 @@ def test_a_state_that_no_key_opens_is_left_to_the_push(conf, database):
 
 
 def test_ticket_keys_move_on(conf, database):
-    served_with_tickets(database, VAULT.seal(begun()))
+    served_with_tickets(database, VAULT.seal(begun(), PLACE))
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
     assert housekeeping.rotate() == 1
     assert housekeeping.rotate() == 0

@@ -346,7 +346,7 @@ def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
     found = house.pushing._tickets(wanted(), files)
     kept = house.database.read(lambda c: secrets.of_load_balancer(c, LB))
     assert kept == {name: found[name]}
-    seed = house.vault.open(kept[name].content).reveal()
+    seed = house.vault.open(kept[name].content, secrets.place(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
@@ -358,11 +358,13 @@ def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
 def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     name = secrets.SecretName(LB, secrets.Purpose.TICKETS, "")
     vault = Vault([Fernet.generate_key()]) if spoilt == "key" else house.vault
-    lost = {name: secrets.Sealed(content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33))))}
+    lost = {
+        name: secrets.Sealed(content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), secrets.place(name)))
+    }
     house.database.write(lambda c: secrets.put(c, LB, lost))
     house.database.write(lambda c: generations.begin_tickets(c, LB, 1.0))
     found = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
-    assert len(house.vault.open(found[name].content).reveal()) == 32
+    assert len(house.vault.open(found[name].content, secrets.place(name)).reveal()) == 32
     assert house.database.read(lambda c: secrets.of_load_balancer(c, LB)) == found
 
 

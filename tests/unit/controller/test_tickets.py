@@ -12,7 +12,7 @@ from amphora_driver.errors import StoreError
 from amphora_driver.model.secrets import tickets as tickets_of
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
 
 SEED = Secret(bytes(range(SEED_LENGTH)))
@@ -89,7 +89,7 @@ def test_neither_the_seed_nor_a_key_shows():
 def test_the_file_of_a_load_balancer_has_them():
     vault, state = Vault([Fernet.generate_key()]), after(6)
     file = File(name="tls/lb/ticket.keys", secret=tickets_of("lb"))
-    sealed = {tickets_of("lb"): Sealed(content=vault.seal(state))}
+    sealed = {tickets_of("lb"): Sealed(content=vault.seal(state, place(tickets_of("lb"))))}
     for _ in range(2):
         (found,), lost = contents.filled((file,), sealed, vault)
         assert found.content.reveal().splitlines() == keys(state)

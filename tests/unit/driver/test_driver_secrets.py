@@ -54,7 +54,7 @@ def opened(conf, database):
         vault = Vault.load(conf.store.encryption_key_file)
         kept = database.read(lambda connection: secrets.of_load_balancer(connection, LB))
         return {
-            (name.purpose.value, name.ref): vault.open(one.content).reveal().decode()
+            (name.purpose.value, name.ref): vault.open(one.content, secrets.place(name)).reveal().decode()
             for name, one in kept.items()
             if name.object_id == object_id
         }

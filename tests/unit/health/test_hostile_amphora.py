@@ -55,7 +55,8 @@ class Amphora:
         self.sequence = count(1)
 
     def record(self, connection, vault):
-        amphorae.record(connection, self.id, self.load_balancer, "standalone", vault.seal(Secret(self.key)))
+        sealed = vault.seal(Secret(self.key), amphorae.key_place(self.id))
+        amphorae.record(connection, self.id, self.load_balancer, "standalone", sealed)
 
     def tree(self):
         listener = Listener(

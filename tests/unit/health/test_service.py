@@ -43,7 +43,7 @@ def datagram(sequence, epoch=EPOCH):
 def conf(tmp_path, database):
     (tmp_path / "key").write_bytes(Fernet.generate_key())
     (tmp_path / "key").chmod(0o600)
-    sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY))
+    sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY), amphorae.key_place(AMPHORA))
     Intents(database, lambda node: None).create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False
     )

@@ -118,7 +118,7 @@ class House:
     def contents(self):
         kept = self.database.read(lambda c: secrets.of_load_balancer(c, "lb"))
         return {
-            (name.purpose.value, name.ref): self.vault.open(one.content).reveal().decode()
+            (name.purpose.value, name.ref): self.vault.open(one.content, secrets.place(name)).reveal().decode()
             if one.content
             else one.reason
             for name, one in kept.items()

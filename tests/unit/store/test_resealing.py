@@ -5,30 +5,49 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
+from amphora_driver.errors import StoreError
+from amphora_driver.model.secrets import Purpose, SecretName
 from amphora_driver.secret import Secret
-from amphora_driver.store import resealing
+from amphora_driver.store import amphorae, authorities, resealing, secrets
 from amphora_driver.store.fleet_tables import authority, metadata
 from amphora_driver.store.tables import amphora, secret
 from amphora_driver.store.vault import Vault
 
+
+class Unbound(Vault):
+    """Seals as an older version did, for no place."""
+
+    def seal(self, secret, place):
+        return self._current().cipher.encrypt(secret.reveal())
+
+
 OLD, NEW, LOST = (Fernet.generate_key() for _ in range(3))
 BEFORE, BOTH = Vault([OLD]), Vault([NEW, OLD])
+AUTHORITY = authorities.key_place(authorities.Kind.AMPHORA, b"its certificate")
 
 
-def fill(database, secrets=250, amphorae=3, vault=BEFORE):
+def name_of(number):
+    # Several rows share parts of their key: paging has to compare all of it.
+    return SecretName(f"object-{number // 4}", Purpose.CERTIFICATE, f"ref-{number % 4}")
+
+
+def place_of(number):
+    return secrets.place(name_of(number))
+
+
+def fill(database, certificates=250, machines=3, vault=BEFORE):
     def work(connection):
         connection.execute(
             secret.insert(),
             [
-                # Several rows share parts of their key: paging has to compare all of it.
                 {
-                    "object_id": f"object-{number // 4}",
+                    "object_id": name_of(number).object_id,
                     "purpose": "certificate",
-                    "ref": f"ref-{number % 4}",
+                    "ref": name_of(number).ref,
                     "load_balancer_id": "lb",
-                    "sealed": vault.seal(Secret(b"secret %d" % number)),
+                    "sealed": vault.seal(Secret(b"secret %d" % number), place_of(number)),
                 }
-                for number in range(secrets)
+                for number in range(certificates)
             ],
         )
         connection.execute(
@@ -36,7 +55,7 @@ def fill(database, secrets=250, amphorae=3, vault=BEFORE):
                 object_id="none", purpose="crl", ref="", load_balancer_id="lb", sealed=None, reason="never given"
             )
         )
-        for number in range(amphorae):
+        for number in range(machines):
             connection.execute(
                 amphora.insert().values(
                     id=f"amphora-{number}",
@@ -44,13 +63,15 @@ def fill(database, secrets=250, amphorae=3, vault=BEFORE):
                     role="single",
                     state="ready",
                     created_at=0.0,
-                    heartbeat_key=vault.seal(Secret(b"heartbeat %d" % number)),
+                    heartbeat_key=vault.seal(Secret(b"heartbeat %d" % number), amphorae.key_place(f"amphora-{number}")),
                 )
             )
 
-        row = {"kind": "amphora", "state": "former", "certificate": "", "expires_at": 0.0}
+        row = {"kind": "amphora", "state": "former", "certificate": "its certificate", "expires_at": 0.0}
         times = {"created_at": 0.0, "changed_at": 0.0}
-        connection.execute(authority.insert().values(**row, **times, sealed_key=vault.seal(Secret(b"authority"))))
+        connection.execute(
+            authority.insert().values(**row, **times, sealed_key=vault.seal(Secret(b"authority"), AUTHORITY))
+        )
         # One that was imported: its key is in a file.
         connection.execute(authority.insert().values(**row, **times, sealed_key=None))
 
@@ -83,7 +104,7 @@ def test_every_row_once(any_database):
     )
     for row in rows:
         number = int(row.object_id.partition("-")[2]) * 4 + int(row.ref.partition("-")[2])
-        assert only.open(row.sealed) == Secret(b"secret %d" % number)
+        assert only.open(row.sealed, place_of(number)) == Secret(b"secret %d" % number)
     assert resealing.reseal(any_database, BOTH) == 0, "again: nothing to do"
 
 
@@ -103,8 +124,8 @@ def test_it_goes_on_where_it_was_ended(database):
 
 
 def test_whoever_writes_meanwhile_wins(database, monkeypatch):
-    fill(database, secrets=2, amphorae=0)
-    fresh = BEFORE.seal(Secret(b"replaced by its user"))
+    fill(database, certificates=2, machines=0)
+    fresh = BEFORE.seal(Secret(b"replaced by its user"), place_of(0))
     write = resealing._write
 
     def late(*words):
@@ -121,15 +142,79 @@ def test_whoever_writes_meanwhile_wins(database, monkeypatch):
     sealed = database.read(
         lambda connection: connection.execute(sa.select(secret.c.sealed).where(secret.c.ref == "ref-0")).scalar_one()
     )
-    assert Vault([NEW]).open(sealed) == Secret(b"replaced by its user")
+    assert Vault([NEW]).open(sealed, place_of(0)) == Secret(b"replaced by its user")
 
 
 def test_what_no_key_opens_stays_and_is_counted(database):
-    fill(database, secrets=1, amphorae=1, vault=Vault([LOST]))
+    fill(database, certificates=1, machines=1, vault=Vault([LOST]))
     before = database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all())
     assert resealing.reseal(database, BOTH) == 0
     assert database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all()) == before
     assert by_key(database)["secret.sealed", None] == by_key(database)["amphora.heartbeat_key", None] == 1
+
+
+def states(database, vault=BOTH):
+    counts = resealing.count(database, vault)
+    return {one.column: (one.rows, one.unbound, one.misplaced) for one in counts if one.rows}
+
+
+def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_database):
+    fill(any_database, certificates=120, vault=Unbound([OLD]))
+    unbound = {"secret.sealed": (120, 120, 0), "amphora.heartbeat_key": (3, 3, 0), "authority.sealed_key": (1, 1, 0)}
+    assert states(any_database) == unbound
+    assert any_database.read(lambda c: amphorae.heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
+    assert resealing.reseal(any_database, BOTH) == 0
+    assert states(any_database) == unbound, "not unasked: an attacker may have put some there"
+    assert resealing.reseal(any_database, BOTH, bind=True) == 124
+    assert states(any_database) == {name: (rows, 0, 0) for name, (rows, *_) in unbound.items()}
+    assert resealing.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
+    keys = any_database.read(lambda c: amphorae.heartbeat_keys(c, Vault([NEW])))
+    assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
+    (signer, _imported) = any_database.read(authorities.every)
+    place = authorities.key_place(signer.kind, signer.certificate)
+    assert Vault([NEW]).open(signer.sealed_key, place) == Secret(b"authority")
+
+
+COPIED = [
+    amphora.select().with_only_columns(amphora.c.heartbeat_key).where(amphora.c.id == "amphora-1"),
+    authority.select().with_only_columns(authority.c.sealed_key).where(authority.c.sealed_key.is_not(None)),
+    secret.select().with_only_columns(secret.c.sealed).where(secret.c.object_id == "object-1"),
+]
+
+
+@pytest.mark.parametrize("source", COPIED, ids=["heartbeat key", "authority", "certificate of another listener"])
+def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, caplog):
+    fill(database, certificates=5)
+
+    def copy(connection):
+        (found,) = connection.execute(source).first()
+        mine = name_of(0)
+        connection.execute(
+            secret.update().where(secret.c.object_id == mine.object_id, secret.c.ref == mine.ref).values(sealed=found)
+        )
+        return found
+
+    copied = database.write(copy)
+    with pytest.raises(StoreError, match="another row or purpose"):
+        BOTH.open(copied, place_of(0))
+    assert resealing.reseal(database, BOTH, bind=True) == 8, "all but the copy"
+    kept = database.read(lambda c: secrets.of_load_balancer(c, "lb"))
+    assert kept[name_of(0)].content == copied
+    assert states(database)["secret.sealed"] == (1, 0, 1)
+    assert "secret.sealed of row object-0, certificate, ref-0 was sealed for another row or purpose" in caplog.text
+
+
+def test_a_certificate_is_no_heartbeat_key(database):
+    fill(database)
+
+    def copy(connection):
+        (found,) = connection.execute(COPIED[2]).first()
+        connection.execute(amphora.update().where(amphora.c.id == "amphora-0").values(heartbeat_key=found))
+
+    database.write(copy)
+    assert set(database.read(lambda c: amphorae.heartbeat_keys(c, BOTH))) == {"amphora-1", "amphora-2"}
+    with pytest.raises(StoreError, match="table amphora was sealed for another row or purpose"):
+        database.read(lambda c: amphorae.heartbeat_key(c, BOTH, "amphora-0"))
 
 
 def test_no_column_with_bytes_is_forgotten():

@@ -14,12 +14,24 @@ import revision_0001 as old
 import sqlalchemy as sa
 from alembic import command
 from alembic.script import ScriptDirectory
+from cryptography.fernet import Fernet
 
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.model.vocabulary import Kind
 from amphora_driver.queue.jobs import Jobs, hold_duty
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, claims, counters, migrate, processes, schema, secrets, statuses, wanted
+from amphora_driver.store import (
+    amphorae,
+    claims,
+    counters,
+    migrate,
+    processes,
+    resealing,
+    schema,
+    secrets,
+    statuses,
+    wanted,
+)
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import metadata
 from amphora_driver.store.intents import Intents
@@ -61,7 +73,7 @@ def fill(url):
     with engine.connect() as connection:
         command.upgrade(migrate.configuration(connection), "0001")
         connection.commit()
-        written = old.fill(connection, lambda content: VAULT.seal(Secret(content)))
+        written = old.fill(connection, Fernet(old.KEY).encrypt)
         connection.commit()
     engine.dispose()
     return written
@@ -139,6 +151,7 @@ def test_everything_is_there_afterwards_and_work_goes_on(filled):
     check_rows(url, written)
     database = Database(url)
     try:
+        assert resealing.reseal(database, VAULT, bind=True) == 3
         read_by_todays_code(database)
         continued_by_a_controller(database)
     finally:
@@ -156,7 +169,10 @@ def read_by_todays_code(database):
     keys = database.read(lambda connection: amphorae.heartbeat_keys(connection, VAULT))
     assert keys == {old.AMPHORA: Secret(b"h" * 32)}
     kept = database.read(lambda connection: secrets.of_load_balancer(connection, old.LB))
-    opened = {name.purpose.value: one.content and VAULT.open(one.content).reveal() for name, one in kept.items()}
+    opened = {
+        name.purpose.value: one.content and VAULT.open(one.content, secrets.place(name)).reveal()
+        for name, one in kept.items()
+    }
     assert opened == {"certificate": b"certificate and key", "tickets": b"t" * 32, "ca": None}
     due = database.read(lambda connection: statuses.due(connection, 100))
     assert [(one.object_id, one.operating.value) for one in due] == [(old.MEMBERS[0], "ERROR")]

@@ -13,10 +13,11 @@ from cryptography.fernet import Fernet
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
 from amphora_driver.store import vault as vault_module
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.vault import Binding, Place, Vault
 
 OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
 CANARY = Secret(b"what nobody may read")
+HERE = Place("secret", ("listener", "certificate", "ref"))
 
 
 def write(path, *keys, mode=0o600):
@@ -43,33 +44,72 @@ def clock(monkeypatch):
 
 
 def test_the_first_key_seals_and_all_open(path):
-    before = Vault.load(str(path)).seal(CANARY)
+    before = Vault.load(str(path)).seal(CANARY, HERE)
     write(path, NEW, OLD)
     vault = Vault.load(str(path))
-    after = vault.seal(CANARY)
-    assert vault.open(before) == vault.open(after) == CANARY
+    after = vault.seal(CANARY, HERE)
+    assert vault.open(before, HERE) == vault.open(after, HERE) == CANARY
     assert (vault.sealed_with(before), vault.sealed_with(after)) == (1, 0)
-    assert vault.sealed_with(Vault([OTHER]).seal(CANARY)) is None
-    assert vault.reseal(after) == after
-    assert Vault([NEW]).open(vault.reseal(before)) == CANARY
+    assert vault.sealed_with(Vault([OTHER]).seal(CANARY, HERE)) is None
+    assert vault.reseal(after, HERE) == after
+    assert Vault([NEW]).open(vault.reseal(before, HERE), HERE) == CANARY
     with pytest.raises(StoreError):
-        Vault([NEW]).open(before)
+        Vault([NEW]).open(before, HERE)
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        Place("secret", ("another", "certificate", "ref")),
+        Place("secret", ("listener", "ca", "ref")),
+        Place("secret", ("listener", "certificate", "another")),
+        Place("amphora", ("listener", "certificate", "ref")),
+        Place("secret", ("listenercertificate", "", "ref")),
+        Place("secret", ("listener", "certificate", "ref", "")),
+    ],
+)
+def test_a_value_opens_in_its_own_place_only(there):
+    vault = Vault([NEW])
+    sealed = vault.seal(CANARY, HERE)
+    assert vault.open(sealed, HERE) == CANARY
+    assert (vault.binding(sealed, HERE), vault.binding(sealed, there)) == (Binding.HERE, Binding.ELSEWHERE)
+    for use in (vault.open, vault.reseal, lambda *words: vault.reseal(*words, bind=True)):
+        with pytest.raises(
+            StoreError, match=r"table .* was sealed for another row or purpose. It was copied"
+        ) as caught:
+            use(sealed, there)
+        assert CANARY.reveal().decode() not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("content", [CANARY.reveal(), b"", bytes(range(32))])
+def test_a_value_without_a_place_is_bound_by_the_command_that_its_refusal_names(content):
+    vault = Vault([NEW, OLD])
+    for key in (NEW, OLD):
+        unbound = Fernet(key).encrypt(content)
+        assert vault.binding(unbound, HERE) is Binding.NOWHERE
+        for use in (vault.open, vault.reseal):
+            with pytest.raises(StoreError, match=r"not bound to its row. Run: amphoractl secrets reseal --bind"):
+                use(unbound, HERE)
+        bound = vault.reseal(unbound, HERE, bind=True)
+        assert vault.open(bound, HERE) == Secret(content)
+        assert vault.sealed_with(bound) == 0
+        assert vault.binding(Vault([OTHER]).seal(CANARY, HERE), HERE) is None
 
 
 def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
     caplog.set_level(logging.INFO)
     vault = Vault.load(str(path))
     write(path, OLD, NEW)
-    assert vault.open(Vault([NEW]).seal(CANARY)) == CANARY, "added at the end: it opens"
-    assert vault.sealed_with(vault.seal(CANARY)) == 0
-    assert Vault([OLD]).open(vault.seal(CANARY)) == CANARY, "and does not seal yet"
+    assert vault.open(Vault([NEW]).seal(CANARY, HERE), HERE) == CANARY, "added at the end: it opens"
+    assert vault.sealed_with(vault.seal(CANARY, HERE)) == 0
+    assert Vault([OLD]).open(vault.seal(CANARY, HERE), HERE) == CANARY, "and does not seal yet"
     write(path, NEW, OLD)
-    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+    assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
     write(path, NEW)
-    vault.seal(CANARY)
+    vault.seal(CANARY, HERE)
     clock.now += 61
     with pytest.raises(StoreError):
-        vault.open(Vault([OLD]).seal(CANARY))
+        vault.open(Vault([OLD]).seal(CANARY, HERE), HERE)
     assert NEW.decode() not in caplog.text
     assert vault.fingerprints[0] in caplog.text
 
@@ -77,37 +117,37 @@ def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
 def test_written_in_place_is_taken_up_too(path):
     vault = Vault.load(str(path))
     path.write_bytes(NEW + b"\n" + OLD)
-    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+    assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
 
 
 def test_a_file_that_is_half_written_costs_no_secret(path, clock):
     """In place, and looked at between two lines: it looks like a good file with fewer keys."""
     write(path, NEW, OLD)
     vault = Vault.load(str(path))
-    sealed = Vault([OLD]).seal(CANARY)
+    sealed = Vault([OLD]).seal(CANARY, HERE)
     path.write_bytes(NEW + b"\n")
-    assert vault.open(sealed) == CANARY
+    assert vault.open(sealed, HERE) == CANARY
     assert vault.sealed_with(sealed) is None, "it is none of the file's"
-    assert Vault([NEW]).open(vault.reseal(sealed)) == CANARY
+    assert Vault([NEW]).open(vault.reseal(sealed, HERE), HERE) == CANARY
     path.write_bytes(NEW + b"\n" + OLD + b"\n")
     clock.now += 3600
-    assert vault.open(sealed) == CANARY
+    assert vault.open(sealed, HERE) == CANARY
     assert vault.sealed_with(sealed) == 1
 
 
 def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clock):
     vault = Vault.load(str(path))
-    sealed = vault.seal(CANARY)
+    sealed = vault.seal(CANARY, HERE)
     write(path, OTHER)
-    vault.seal(CANARY)
+    vault.seal(CANARY, HERE)
     clock.now += 30
     write(path, NEW)
-    assert vault.open(sealed) == CANARY
-    assert Vault([NEW]).open(vault.seal(CANARY)) == CANARY
+    assert vault.open(sealed, HERE) == CANARY
+    assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
     assert len(vault.fingerprints) == 1
     clock.now += 61
     with pytest.raises(StoreError):
-        vault.open(sealed)
+        vault.open(sealed, HERE)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +161,10 @@ def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clo
 )
 def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
     vault = Vault.load(str(path))
-    sealed = vault.seal(CANARY)
+    sealed = vault.seal(CANARY, HERE)
     spoil(path)
     for _ in range(3):
-        assert vault.open(sealed) == CANARY
+        assert vault.open(sealed, HERE) == CANARY
     assert caplog.text.count("the encryption keys in use are kept") == 1, "said once, not with every secret"
     write(path, NEW, OLD)
     assert vault.sealed_with(sealed) == 1, "and the next good one is taken up"
@@ -170,7 +210,7 @@ def test_threads_see_old_keys_or_new_ones(path):
     def work():
         while not end.is_set():
             try:
-                assert vault.open(vault.seal(CANARY)) == CANARY
+                assert vault.open(vault.seal(CANARY, HERE), HERE) == CANARY
             except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
                 wrong.append(error)
 
@@ -179,7 +219,7 @@ def test_threads_see_old_keys_or_new_ones(path):
         thread.start()
     for number in range(50):
         write(path, *((OLD, NEW) if number % 2 else (NEW, OLD)))
-        vault.seal(CANARY)
+        vault.seal(CANARY, HERE)
     end.set()
     for thread in threads:
         thread.join()
@@ -188,9 +228,9 @@ def test_threads_see_old_keys_or_new_ones(path):
 
 def test_a_forked_child_follows_the_file_itself(path):
     vault = Vault.load(str(path))
-    vault.seal(CANARY)
+    vault.seal(CANARY, HERE)
     write(path, NEW, OLD)
     child = os.fork()
     if child == 0:
-        os._exit(0 if Vault([NEW]).sealed_with(vault.seal(CANARY)) == 0 else 1)
+        os._exit(0 if Vault([NEW]).sealed_with(vault.seal(CANARY, HERE)) == 0 else 1)
     assert os.waitpid(child, 0)[1] == 0
