@@ -24,6 +24,7 @@ from typing import Any
 
 from amphora_agent.errors import AgentError
 from amphora_agent.identity import Identity
+from amphora_agent.x509 import callers
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
@@ -160,6 +161,10 @@ class Gate:
         except OSError as error:
             self._close(peer, getattr(error, "reason", None) or type(error).__name__)
         else:
+            shown = peer.connection
+            if why := callers.refusal(shown.getpeercert(binary_form=True) or b"", shown.getpeercert() or {}):
+                self._close(peer, why)
+                return
             self._forget(peer)
             peer.deadline = time.monotonic() + SILENT_SECONDS
             if peer.connection.pending():

@@ -11,6 +11,8 @@ import re
 import ssl
 from collections.abc import Iterator
 
+from amphora_agent.x509.der import elements, first
+
 _BLOCK = re.compile(r"-----BEGIN X509 CRL-----(.*?)-----END X509 CRL-----", re.DOTALL)
 _SHOWN = re.compile(r"^ +Serial Number: ([0-9A-F]+)$", re.MULTILINE)
 _SHOWN_LIST = re.compile(r"^Certificate Revocation List #\d+:$", re.MULTILINE)
@@ -38,34 +40,11 @@ def _decoded(block: str) -> bytes:
 
 def _serials(der: bytes) -> Iterator[int]:
     """The serial numbers in one list: in the sequence after the time, or the two times, of its validity."""
-    whole = _first(der)
+    whole = first(der)
     seen_time = False
-    for tag, content in _elements(_first(whole)):
+    for tag, content in elements(first(whole)):
         if tag == _SEQUENCE and seen_time:
-            for _, entry in _elements(content):
-                yield int.from_bytes(_first(entry), "big")
+            for _, entry in elements(content):
+                yield int.from_bytes(first(entry), "big")
             return
         seen_time = seen_time or tag in _TIMES
-
-
-def _first(der: bytes) -> bytes:
-    """The content of the first element."""
-    for _, content in _elements(der):
-        return content
-    raise ValueError("there is nothing in it")
-
-
-def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each element."""
-    at = 0
-    while at < len(der):
-        tag, length = der[at], der[at + 1]
-        at += 2
-        if length & 0x80:
-            octets = length & 0x7F
-            length = int.from_bytes(der[at : at + octets], "big")
-            at += octets
-        if at + length > len(der):
-            raise ValueError("an element is longer than what it is in")
-        yield tag, der[at : at + length]
-        at += length

@@ -51,16 +51,15 @@ class Authority:
             .not_valid_after(now + timedelta(hours=hours))
         )
 
-    def issue(self, name: str, purpose, *, hours: float = 1) -> str:
-        """A certificate with its key, as PEM; `hours` below zero for one that has expired."""
+    def issue(self, name: str, *purposes, hours: float = 1) -> str:
+        """A certificate with its key, as PEM; `hours` below zero for one that has expired, no purposes for any."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = (
-            self._builder(subject, key.public_key(), hours)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
+        builder = self._builder(subject, key.public_key(), hours)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        if purposes:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
