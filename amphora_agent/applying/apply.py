@@ -206,7 +206,7 @@ class Applier:
             return
         with self._lock:
             try:
-                wanted = self._serving.parsed(bundle.haproxy)
+                wanted = self._serving.accepted(bundle.haproxy, bundle.files)
                 served = self._confirmed.bundle.files if self._confirmed is not None else ()
                 directory = self._files.lay_out(bundle.files, served)
                 document = self._haproxy.document(
@@ -399,7 +399,7 @@ class Applier:
             plumbed: whether the network is as wanted; otherwise what is needed is added before and the rest goes after.
         """
         elected = pair(bundle.vrrp, bundle.interfaces)
-        before, wanted = self._switch.serving(), self._serving.parsed(text)
+        before, wanted = self._switch.serving(), self._serving.accepted(text, bundle.files)
         served = self._confirmed.bundle.files if self._confirmed is not None else ()
         directory = self._files.lay_out(bundle.files, served)
         document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)

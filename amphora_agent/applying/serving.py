@@ -9,6 +9,7 @@ run time that HAProxy does not take as it should becomes a reload. Everything he
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from amphora_agent.applying.files import FileSets
 from amphora_agent.applying.points import Point, reach
 from amphora_agent.applying.switch import Switch
 from amphora_agent.applying.tally import UNCHANGED, Deed
-from amphora_agent.bundle import Bundle, Limits
+from amphora_agent.bundle import Bundle, File, Limits
+from amphora_agent.directives import judgement
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.haproxy import alteration, certificates
 from amphora_agent.haproxy import configuration as text_of
@@ -57,6 +59,16 @@ class Serving:
         if self._read is not None and self._read[0] == text:
             return self._read[1]
         return text_of.parse(text, self._read[1] if self._read is not None else None)
+
+    def accepted(self, text: str, files: Iterable[File]) -> Configuration:
+        """A text that HAProxy is to serve with these files, as data.
+
+        Raises:
+            ConfigurationRefused: it would have HAProxy do what no load balancer may (`directives.judgement`).
+        """
+        wanted = self.parsed(text)
+        judgement.check(wanted, files)
+        return wanted
 
     def verdict(
         self, before: Document | None, last: Bundle | None, wanted: Configuration, bundle: Bundle, directory: Path

@@ -18,6 +18,7 @@ from functools import cached_property
 from operator import is_
 from typing import TypeVar
 
+from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
 # Keywords of a server whose word is a file's name.
@@ -53,14 +54,28 @@ _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
 _ODD = re.compile(r"""[^ -~]|["#$';<\\]""")
 # A comment, blanks, something in quotes, an escaped character, or anything else.
 _PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
+# What HAProxy replaces by something else. The escapes that remain give the character behind the backslash.
+_AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line that says something. ``plain`` tells that HAProxy's sockets would take its words as they are."""
+    """One line that says something.
+
+    ``plain`` tells that HAProxy's sockets would take its words as they are, ``literal`` that HAProxy reads these words
+    and no others: no environment variable and no escape of another character is in them.
+    """
 
     words: tuple[str, ...]
     plain: bool
+    literal: bool = True
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why a load balancer may not have this line; None if it may."""
+        if not self.literal:
+            return f"{allowed.named(self.words)} contains an environment variable or an escape of another character"
+        return allowed.refusal(self.words)
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,12 @@ class Section:
     lines: tuple[Line, ...]
     servers: tuple[Server, ...]
     number: int = field(default=0, compare=False)
+
+    @cached_property
+    def refused(self) -> bool:
+        """Whether a load balancer may not have one of the lines."""
+        own = any(line.refusal is not None for line in (self.head, *self.lines))
+        return own or any(server.line.refusal is not None for server in self.servers)
 
     @property
     def object_id(self) -> str | None:
@@ -391,7 +412,7 @@ def _row(raw: str, number: int) -> Row:
         raise _refused(number, f"'{first}' starts no section that a load balancer may have")
     if first.startswith(".") or _decoded_by_haproxy(raw):
         raise _refused(number, f"'{first}' is decided by HAProxy's preprocessor")
-    line = Line(tuple(words), plain)
+    line = Line(tuple(words), plain, literal=plain or not any(map(_AMBIGUOUS.fullmatch, _PIECES.findall(raw))))
     if first == "server" and len(words) > 2:
         return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)
     return line

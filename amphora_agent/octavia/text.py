@@ -3,7 +3,8 @@
 
 Invariant: pure. A line of the result is the same line of the upload, kept, rewritten or emptied: what HAProxy says
 about "line 12" is true of both. What belongs to a machine (`global`, `peers`, the exporter of metrics) is not in the
-result; what is none of this and no section of a load balancer stays, for `haproxy.configuration` to refuse.
+result; what is none of this and no section of a load balancer stays, for `haproxy.configuration` to refuse, and what is
+no directive of Octavia's template, for `directives` to refuse.
 """
 
 from __future__ import annotations
@@ -66,11 +67,15 @@ def translate(uploaded: str, load_balancer_id: str) -> Translation:
         load_balancer_id: whose files it may name.
 
     Raises:
-        RequestRefused: it names a file of somebody else.
+        RequestRefused: it names a file of somebody else, or has a section of the machine twice.
     """
     found = _Found()
     lines: list[str] = []
+    machine: set[str] = set()
     for kind, name, section in _sections(uploaded.split("\n")):
+        if kind in machine:
+            raise RequestRefused("Invalid request", f"line {len(lines) + 1}: a second '{kind}' section")
+        machine |= {kind} & _MACHINE
         lines += _section(kind, name, section, load_balancer_id, found)
     return Translation(
         text="\n".join(lines),

@@ -162,6 +162,9 @@ def test_a_configuration_that_haproxy_refuses_changes_nothing(plugged, amphora, 
     with pytest.raises(Refused) as refused:
         plugged("call", "upload_config", LB, served.replace("balance roundrobin", "balance nonsense"))
     assert refused.value.name == "InvalidRequest"
+    with pytest.raises(Refused) as refused:
+        plugged("call", "upload_config", LB, served.replace("balance roundrobin", "errorfile 503 /etc/passwd"))
+    assert refused.value.name == "InvalidRequest"
     assert plugged("fetch", f"loadbalancer/{LB}/haproxy")["text"] == served
     plugged("call", "reload_listener", LB)
     assert answers(client) == {"m1"}

@@ -249,7 +249,7 @@ def test_an_interface_that_is_gone_is_said_until_it_is_back(audited, mailbox_of)
 @pytest.mark.parametrize("how", ["written", "removed"])
 def test_a_file_whose_content_is_gone_is_said_and_mended_by_the_same_push(audited, how):
     name = f"tls/{LISTENER}/policy.pem"
-    wanted = text(listener(["m1", "m2"], extra=f"    http-request set-header X-F %[path,map({name})] if FALSE\n"))
+    wanted = text(listener(["m1", "m2"]))
     generation = audited.call("GET", "/v2/bundle")[1]["generation"] + 1
     body = audited.bundle(generation, wanted, {name: "/a b\n"}, allowed=ALLOWED)
     status, answer = audited.call("PUT", "/v2/bundle", body)

@@ -123,7 +123,7 @@ def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
 def test_what_haproxy_refuses_is_named(served):
     web = served.web()
     first(served, pool("pool", member(web)))
-    status, said = served.amphora.push(10**6, "frontend x\n    bind 127.0.0.1:1 nonsense\n")
+    status, said = served.amphora.push(10**6, "frontend x\n    bind 192.0.2.1:1\n    default_backend nonsense\n")
     assert (status, "nonsense" in said["error"]["happened"]) == (422, True), said
     assert served.visitor.fetch().member == "web"
 

@@ -9,7 +9,7 @@ import re
 import signal
 
 import pytest
-from amphora_lab import FIXED, VIP, Client, eventually
+from amphora_lab import VIP, Client, eventually
 from configuration_text import LISTENER, POOL, listener, text
 from every_haproxy import Words
 
@@ -125,7 +125,6 @@ KEYWORDS = [
     "send-proxy-v2-ssl",
     "proto h2",
     "maxconn 7 maxqueue 3",
-    f"source {FIXED}",
     "id 4711",
     "disabled",
 ]

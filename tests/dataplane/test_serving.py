@@ -71,6 +71,16 @@ def test_a_broken_configuration_is_refused_and_the_old_one_serves(amphora):
             LISTENER: text(listener(["m1"]).replace("    default_backend", "    no_such_word")),
             RULE: text(listener(["m1"]).replace("    default_b", f"    acl {RULE} path_reg (\n    default_b")),
         }
+        for line in (
+            "http-request return file /etc/amphora-agent/server.pem",
+            "bind unix@/run/x",
+            "acl a src -f /etc/x",
+        ):
+            status, answer = amphora.push(
+                2, text(listener(["m1"]).replace("    default_b", f"    {line}\n    default_b"))
+            )
+            assert (status, answer["object_id"]) == (422, LISTENER)
+            assert f"'{line.partition(' ')[0]}" in answer["error"]["happened"]
         for object_id, wrong in broken.items():
             status, answer = amphora.push(2, wrong)
             assert status == 422, answer

@@ -42,6 +42,7 @@ def test_only_controllers_get_an_answer(amphora):
         "another authority": stranger.issue("controller", CLIENT),
         "expired": amphora.authority.issue("controller", CLIENT, hours=-1),
         "an amphora": amphora.authority.issue("7f1a9ad2-0000-4000-8000-000000000001", SERVER),
+        "one of Octavia's": amphora.authority.issue("7f1a9ad2-0000-4000-8000-000000000001", SERVER, CLIENT),
     }
     for who, certificate in refused.items():
         file = amphora.write("other.pem", certificate) if certificate else None

@@ -137,6 +137,12 @@ def test_another_section_stays_and_is_refused_with_its_line():
         configuration.parse(text)
 
 
+@pytest.mark.parametrize("kind", ["global", "peers x"])
+def test_a_section_of_the_machine_comes_once(kind):
+    with pytest.raises(RequestRefused, match=f"line 13: a second '{kind.split()[0]}' section"):
+        translate(f"{MACHINE}{kind}\n    nbthread 1\n", LB)
+
+
 WORDS = [
     "global",
     "defaults",

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Octavia 19's own template renders is accepted; what an injection into it adds is refused.
+
+Octavia is started once, as a program: it renders every case and sends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pki
+import pytest
+from balancers import LB, balancer, listener, pool
+from octavia_process import interpreter
+from template_cases import M1, cases, policy, rule, terminated
+
+from amphora_agent.directives.judgement import check
+from amphora_agent.errors import AgentError, ConfigurationRefused
+from amphora_agent.haproxy.configuration import parse
+from amphora_agent.octavia import certificates
+from amphora_agent.octavia.text import translate
+
+HERE = Path(__file__).parent
+MARK = "xinjectedx"
+MONITOR = {"type": "HTTP", "http_method": "GET", "expected_codes": "200", "url_path": "/"}
+# The fields through which Octavia let line ends into this file: in 2022 the first ones, in 2026 the last ones.
+INJECTED = {
+    "url_path": balancer(listener(), pool(M1, monitor={**MONITOR, "url_path": f"/{MARK}"})),
+    "cookie_name": balancer(listener(), pool(M1, persistence={"type": "APP_COOKIE", "cookie_name": MARK})),
+    "l7rule key": balancer(listener(policies=[policy(rule("HEADER", key=MARK))]), pool(M1)),
+    "l7rule value": balancer(listener(policies=[policy(rule("PATH", value=f"/{MARK}"))]), pool(M1)),
+    "tls_ciphers": balancer(terminated(tls_ciphers=MARK), pool(M1)),
+    "pool tls_ciphers": balancer(listener(), pool(M1, tls_enabled=True, tls_ciphers=MARK)),
+    "redirect_url": balancer(
+        listener(policies=[policy(rule("PATH"), action="REDIRECT_TO_URL", redirect_url=f"http://x/{MARK}")]), pool(M1)
+    ),
+    "redirect_prefix": balancer(
+        listener(policies=[policy(rule("PATH"), action="REDIRECT_PREFIX", redirect_prefix=f"http://x/{MARK}")]),
+        pool(M1),
+    ),
+}
+# What ends the line that the value stands in, so that HAProxy takes it; what is left of it becomes a comment.
+CLOSING = {"cookie_name": "x)", "l7rule key": "x) -m found"}
+PAYLOADS = {
+    "http-request return": "\n    http-request return status 200 content-type text/plain file /etc/passwd",
+    "http-request deny": "\n    http-request deny if { src -f /etc/shadow }",
+    "acl": "\n    acl a path,map(/etc/shadow) -m found",
+    "errorfile": "\n    errorfile 503 /etc/amphora-agent/server.pem",
+    "external-check": "\r\n    external-check command /bin/sh",
+    "filter": "\n\tfilter spoe engine x config /etc/passwd",
+    "http-request lua.x": "\n    http-request lua.x",
+    "log": "\n    log 192.0.2.1:514 local0",
+    "stats": "\n    stats socket /tmp/x level admin",
+    "the address of 'server'": "\n    server x unix@/run/x.sock",
+    "the address of 'bind'": "\n    bind abns@x",
+    "a 'listen' section": "\nlisten x\n    bind :1",
+    "a 'program' section": "\n  program x\n    command /bin/sh",
+}
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    """Text and files of every case and of every injected field, by name."""
+    authority = pki.Authority("tenant")
+    issued = {name: authority.issue(name) for name in ("one.test", "two.test")}
+    secrets = {name: {"certificate": each.certificate_pem, "key": each.key_pem} for name, each in issued.items()}
+    wanted = {**cases(), **{f"injected {field}": each for field, each in INJECTED.items()}}
+    request = {
+        "secrets": {**secrets, "ca": authority.pem, "crl": authority.revoke()},
+        "balancers": list(wanted.values()),
+    }
+    program = [interpreter(), str(HERE / "octavia_template.py")]
+    run = subprocess.run(program, input=json.dumps(request), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return dict(zip(wanted, json.loads(run.stdout), strict=True))
+
+
+def judge(text, files):
+    """As the agent judges an upload."""
+    found = translate(text, LB)
+    check(parse(found.text), certificates.collect(found.files, files.get, LB))
+    return found
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_the_template_renders_is_accepted(rendered, name):
+    case = rendered[name]
+    assert judge(case["text"], case["files"]).ports or name == "disabled"
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("field", INJECTED)
+def test_an_injected_directive_is_refused(rendered, field, payload):
+    case = rendered[f"injected {field}"]
+    judge(case["text"], case["files"])
+    assert MARK in case["text"]
+    with pytest.raises(AgentError) as refused:
+        judge(case["text"].replace(MARK, f"{CLOSING.get(field, 'x')}{PAYLOADS[payload]}\n    # "), case["files"])
+    assert isinstance(refused.value, ConfigurationRefused)
+    assert payload in str(refused.value)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that the agent accepts have no HAProxy open a file outside the bundle, whatever they are made of.
+
+`AMPHORA_EXAMPLES` sets the number of random lines of the extended test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from haproxy_versions import VERSIONS, every_version
+from test_hostile_agent import rendered
+from watched_haproxy import Lines
+
+from amphora_agent.directives.judgement import check
+from amphora_agent.errors import ConfigurationRefused
+from amphora_agent.haproxy.configuration import parse
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Of Octavia's template what the golden files do not have.
+OCTAVIAS = (
+    "redirect scheme https if !{ ssl_fc }",
+    "redirect code 302 location https://x.test/ if a",
+    "acl a req.hdr(x) -m reg ^a\\\\d$",
+    "option httpchk GET /a HTTP/1.1",
+    "http-check expect rstatus 200|201",
+    "stick store-response res.cook(a)",
+    "bind 198.51.100.5:443 ssl crt-list tls/a/b.pem no-sslv3",
+    "log-format a\\ %{+Q}r\\ %[ssl_c_verify]",
+)
+EXTENDED = int(os.environ.get("AMPHORA_EXAMPLES") or 100_000)
+PATHS = ("{0}/secret", "../outside/secret", "{0}", "@{0}/secret", "unix@{0}/secret", '"{0}/secret"', "\\x2f{1}/secret")
+# With a path in the place of %: every way to name a file that the manual has.
+NAMING = (
+    "acl x path -f %",
+    "acl x path -i -f %",
+    "acl x path -m str -f % -- y",
+    "acl x path -M -f %",
+    "acl x path,map(%) -m found",
+    "acl x path,map_reg(%,y) a",
+    "acl x src,map_ip(%) -m found",
+    "http-request deny if { path -f % }",
+    "http-request deny if { path,map_beg(%) -m found }",
+    "http-request return status 200 content-type text/plain file % if { path /x }",
+    "http-request return status 200 content-type text/plain lf-file %",
+    "http-request return status 500 errorfile %",
+    "http-request deny deny_status 403 errorfile %",
+    "http-request redirect location %[path,map(%)]",
+    "http-request set-header X %[path,map(%)]",
+    "http-request set-var(txn.a) path,map(%)",
+    "http-request set-map(%) a b",
+    "http-request add-acl(%) a",
+    "redirect location %[path,map(%)]",
+    "use_backend %[path,map(%)]",
+    "log-format %{+Q}[path,map(%)]",
+    "stick on path,map(%)",
+    "errorfile 503 %",
+    "bind :1 ssl crt %",
+    "bind 192.0.2.1:1 ssl crt %",
+    "bind 192.0.2.1:1 ssl crt-list %",
+    "bind 192.0.2.1:1 ssl crt tls/a/b.pem ca-file %",
+    "bind 192.0.2.1:1 ssl tls-ticket-keys %",
+    "server s 192.0.2.1:1 ssl verify required ca-file %",
+    "server s 192.0.2.1:1 ssl crt %",
+    "filter spoe engine a config %",
+    "load-server-state-from-file local",
+)
+
+
+def refused(line: str) -> bool:
+    try:
+        check(parse(f"backend b\n{line}"), ())
+    except ConfigurationRefused:
+        return True
+    return False
+
+
+def named(line: str, path: str) -> str:
+    return re.sub(r"(?<![\w])%(?![\[{])", lambda _: path, line)
+
+
+@pytest.mark.parametrize("line", NAMING)
+def test_a_line_that_names_a_file_is_refused(line, tmp_path):
+    for path in (each.format(tmp_path, str(tmp_path)[1:]) for each in PATHS):
+        assert refused(f"    {named(line, path)}")
+
+
+def test_haproxy_would_open_them(tmp_path):
+    """The watch sees what the filter is for: without it, HAProxy opens the file for these lines."""
+    lines = Lines(VERSIONS[0].here(), tmp_path)
+    wanted = [f"    {named(line, str(lines.outside / 'secret'))}" for line in NAMING]
+    # Some of them it opens only where all else is right.
+    assert len(lines.culprits(wanted)) > len(wanted) // 2
+    lines.watch.close()
+
+
+@lru_cache
+def bases() -> tuple[str, ...]:
+    text = "".join(file.read_text() for file in sorted(GOLDEN.glob("*.cfg")))
+    found = [line.strip() for line in text.splitlines() if line.startswith(" ")]
+    return tuple(dict.fromkeys([*OCTAVIAS, *found]))
+
+
+@lru_cache
+def keywords() -> tuple[str, ...]:
+    """Every word that HAProxy knows, with its arguments' parentheses open."""
+    program = VERSIONS[0].here().program
+    assert program
+    run = subprocess.run(
+        [program, "-dKall", "-q", "-c", "-f", "/dev/null"], capture_output=True, text=True, check=False
+    )
+    words = re.findall(r"^\s+([a-z@][\w.*-]*\(?)", run.stdout, re.MULTILINE)
+    return tuple(dict.fromkeys(words))
+
+
+ANYWHERE = "/a-folder/outside"
+
+
+@lru_cache
+def accepted(number: int) -> tuple[str, ...]:
+    """Of so many random lines those that the agent takes; always the same ones."""
+    chosen = random.Random(number)
+    paths = [path.format(ANYWHERE, ANYWHERE[1:]) for path in PATHS]
+    starts = ("path", "src", "req.hdr(x)", "str(a)")
+    plain = ("-f", "--", "-M", "-m", "reg", "if", "{", "}", "file", "crt", "ca-file", "''", '"$HOME"', "\\ ", "a", "1")
+
+    def call() -> str:
+        name = chosen.choice(keywords())
+        return f"{name}{chosen.choice((*paths, 'a', '-f', 'x,y', ''))})" if name.endswith("(") else name
+
+    def word() -> str:
+        converted = f"{chosen.choice(starts)},{call()}"
+        path = chosen.choice(paths)
+        joined = chosen.choice(bases()).split(" ")[-1] + path
+        return chosen.choice((path, call(), converted, f"%[{converted}]", joined, f"'{path}'", chosen.choice(plain)))
+
+    def line() -> str:
+        if chosen.random() < 0.2:
+            return " ".join(word() for _ in range(chosen.randint(1, 6)))
+        words = chosen.choice(bases()).split(" ")
+        for _ in range(chosen.choice((1, 1, 2, 3))):
+            at = chosen.randint(0, len(words))
+            words[at : at + chosen.randint(0, 1)] = [word()]
+        return " ".join(words)
+
+    lines = dict.fromkeys(f"    {line()}" for _ in range(number))
+    return tuple(each for each in lines if not refused(each))
+
+
+def try_all(version, place, number):
+    lines = Lines(version.here(), place)
+    tried = [each.replace(ANYWHERE, str(lines.outside)) for each in accepted(number)]
+    assert len(tried) > number // 50, "hardly a random line is accepted, so nothing is tried"
+    assert sum(str(lines.outside) in each for each in tried) > len(tried) // 10
+    assert lines.culprits(tried) == []
+    lines.watch.close()
+
+
+@every_version
+def test_an_accepted_line_opens_no_file_outside(version, tmp_path):
+    try_all(version, tmp_path, 5_000)
+
+
+@pytest.mark.extended
+@every_version
+def test_many_accepted_lines_open_no_file_outside(version, tmp_path):
+    try_all(version, tmp_path, EXTENDED)
+
+
+# -- all system calls -------------------------------------------------------------------------------------------
+
+SYSTEM = re.compile(
+    r"/(?:etc/(?:ld\.so\.\w+|ssl/\S+|localtime|nsswitch\.conf|passwd|group|resolv\.conf|host\.conf|hosts)|usr/|lib|dev/|"
+    r"proc/|sys/(?:devices/system/|fs/cgroup))"
+)
+
+
+@pytest.mark.extended
+def test_haproxy_opens_its_own_files_and_the_bundle_alone(tmp_path):
+    """Every file that the process opens, every program it starts and every socket it connects, as strace tells it."""
+    strace = shutil.which("strace") or pytest.skip("strace is not on this machine; inotify watches in the other tests")
+    lines = Lines(VERSIONS[0].here(), tmp_path)
+    wanted = [line for line in rendered().splitlines() if line.startswith(" ")]
+    tried = list(dict.fromkeys([*(f"    {line}" for line in OCTAVIAS), *wanted, *accepted(5000)]))
+    assert not any(map(refused, tried))
+    log = tmp_path / "log"
+    traced = [strace, "-f", "-qq", "-e", "trace=open,openat,openat2,execve,connect,bind", "-o", str(log)]
+    subprocess.run([*traced, *lines.command(tried)], capture_output=True, check=False)
+    calls = log.read_text().splitlines()
+    opened = [re.search(r'open\w*\([^"]*"([^"]*)"', call) for call in calls]
+    own = (str(tmp_path / "bundle"), str(tmp_path / "lines.cfg"))
+    names = {found[1] for found in opened if found}
+    assert names > {own[1]}
+    wrong = {name for name in names if name.startswith("/") and not name.startswith(own) and not SYSTEM.match(name)}
+    # A relative name is one of the bundle, which HAProxy has entered.
+    wrong |= {name for name in names if not name.startswith(("/", "tls/"))}
+    assert wrong == set()
+    assert sum("execve(" in call for call in calls) == 1
+    assert not any(call for call in calls if re.search(r"\b(?:connect|bind)\(", call))
+    lines.watch.close()
