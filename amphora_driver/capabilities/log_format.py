@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the log-format an operator wrote (HAProxy configuration guide, 8.2.6).
 
-Invariant: what is accepted here HAProxy can read in an HTTP frontend, except that the sample expressions in `%[…]`
-are HAProxy's own to judge: they differ between its versions.
+Invariant: what is accepted here the agent accepts, and HAProxy can read it in an HTTP frontend, except that the
+arguments of sample expressions in `%[…]` are HAProxy's own to judge: they differ between its versions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from amphora_agent.directives.expressions import EXPRESSION
 from amphora_driver.errors import UnsupportedOption
 
 # Those of HAProxy 2.6; newer ones know them too.
@@ -22,6 +23,7 @@ _PIECE = re.compile(
     r"[^%]+ | %% | % (?:\{ (?P<flags>[^{}]*) \})? (?: (?P<variable>[A-Za-z0-9]+) | \[ (?P<expression>[^\[\]]+) \] )",
     re.VERBOSE,
 )
+_EXPRESSION = re.compile(EXPRESSION)
 _FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
 _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
@@ -44,6 +46,12 @@ def check(text: str) -> None:
             raise _refusal(f"HAProxy has no variable %{variable}", "See its configuration guide, 8.2.6.")
         if flags is not None and not _FLAGS.fullmatch(flags):
             raise _refusal(f"{{{flags}}} are no flags", "Flags are +Q, +X and +E, and the same with a minus sign.")
+        expression = piece["expression"]
+        if expression is not None and not _EXPRESSION.fullmatch(expression):
+            raise _refusal(
+                f"amphorae do not accept the sample expression {expression!r}",
+                "See docs/agent-api.md: none reads a file or the environment.",
+            )
         at = piece.end()
 
 

@@ -20,7 +20,20 @@ GOOD = [
     LOG_FORMAT,
     "no variable; one \\ and one 'quote' ~ ü",
 ]
-REFUSED = ["%nosuch", "%cix", "50%", "% x", "%{+Q", "%{+Q}", "%{+Q}%ci", "%[src", "%[]", "%{+W}r"]
+REFUSED = [
+    "%nosuch",
+    "%cix",
+    "50%",
+    "% x",
+    "%{+Q",
+    "%{+Q}",
+    "%{+Q}%ci",
+    "%[src",
+    "%[]",
+    "%{+W}r",
+    "%[path,map(/etc/passwd)]",
+    "%[env(HOME)]",
+]
 
 
 def haproxy(tmp_path, text):
