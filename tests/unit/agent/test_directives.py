@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,18 @@ from amphora_agent.directives.lists import refused_line
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.configuration import parse
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 LB = "1b000000-0000-4000-8000-000000000001"
 LIST = f"tls/{LB}/certificates.list"
 
 
 def judge(*lines, files=()):
     check(parse("".join(f"{line}\n" for line in ("defaults", "backend pool:listener", *lines))), files)
+
+
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.cfg")), ids=lambda file: file.stem)
+def test_what_our_template_renders_is_accepted(file):
+    check(parse(file.read_text(encoding="utf-8")), ())
 
 
 @pytest.mark.parametrize(
