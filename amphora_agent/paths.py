@@ -157,9 +157,19 @@ class Paths:
         return self.run / "lvs.pid", self.run / "lvs-checkers.pid"
 
     @property
+    def metrics_socket(self) -> Path:
+        """HAProxy's other socket: for the responder, and for questions only."""
+        return self.run / "metrics.sock"
+
+    @property
+    def checker(self) -> Path:
+        """The directory of the checker, which in a virtual machine writes nowhere else."""
+        return self.run / "checker"
+
+    @property
     def lvs_tracks(self) -> Path:
         """The files that say which members are up, written by the checker."""
-        return self.run / "lvs"
+        return self.checker / "lvs"
 
     @property
     def pings(self) -> Path:
@@ -169,16 +179,16 @@ class Paths:
     @property
     def virtual_servers(self) -> Path:
         """What the checker serves; it writes this itself, after it has brought it about."""
-        return self.run / "virtual-servers.json"
+        return self.checker / "virtual-servers.json"
 
     @property
     def virtual_states(self) -> Path:
         """What the checker has found out, from one process to the next: of no use after a boot."""
-        return self.run / "virtual-states.json"
+        return self.checker / "virtual-states.json"
 
     @property
     def checker_socket(self) -> Path:
-        return self.run / "checker.sock"
+        return self.checker / "checker.sock"
 
     @property
     def virtual_totals(self) -> Path:
@@ -196,15 +206,16 @@ class Paths:
         return self.run / "empty"
 
 
-def write_atomically(path: Path, content: str, *, durable: bool = True) -> None:
+def write_atomically(path: Path, content: str, *, durable: bool = True, mode: int = 0o600) -> None:
     """Replace a file so that a reader, or a power cut, meets the old or the new content, nothing between.
 
     Args:
         durable: False for a file that nobody reads after a power cut; then a power cut may leave anything.
+        mode: its permissions, whatever the process's mask is.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(temporary, content, durable=durable)
+        write(temporary, content, durable=durable, mode=mode)
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
@@ -214,14 +225,16 @@ def write_atomically(path: Path, content: str, *, durable: bool = True) -> None:
         sync_directory(path.parent)
 
 
-def write(path: Path, content: str, *, durable: bool) -> None:
-    """Write a file that only its owner may read; if durable, its content is on disk when this returns.
+def write(path: Path, content: str, *, durable: bool, mode: int = 0o600) -> None:
+    """Write a file that only its owner may read, unless a mode says otherwise.
 
-    Otherwise it has its room there, so that `sync` need not find any.
+    If durable, its content is on disk when this returns. Otherwise it has its room there, so that `sync` need not find
+    any.
     """
     data = content.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), mode)
         if data:
             os.posix_fallocate(file.fileno(), 0, len(data))
         file.write(data)

@@ -118,6 +118,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
+    paths.run.chmod(0o711)  # responder and checker, users of their own, get to what is theirs in it
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)
     Server(settings, paths, inheritance).run()

@@ -160,6 +160,7 @@ class Systemd:
             self._paths.inner_namespace if inner else None,
             _SCRIPT,
             self._place(name),
+            self._paths.run,
             care.health,
             care.restart_delay,
             care.leftovers,

@@ -9,7 +9,7 @@ systemd.syntax(7).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,6 +28,77 @@ _FIRST_PRINTABLE, _DELETE = " ", "\x7f"
 
 
 @dataclass(frozen=True)
+class Confinement:
+    """What a daemon may do besides what all of them may. Source: systemd.exec(5), capabilities(7).
+
+    Attributes:
+        user: who it runs as; None is root, whose capabilities are then these and no others.
+        capabilities: without ``CAP_``; a user of its own has them from the start.
+        families: of the sockets it opens, without ``AF_``.
+        calls: what it may ask of the kernel besides systemd's set ``@system-service``.
+        directory: below /run, its own, and the only place where it writes; None: it writes nothing; the default is the
+            agent's run directory.
+        sets: whether it changes settings of its network namespace (/proc/sys/net).
+        compiles: whether it makes machine code while it runs.
+    """
+
+    user: str | None = None
+    capabilities: tuple[str, ...] = ()
+    families: tuple[str, ...] = ("UNIX",)
+    calls: tuple[str, ...] = ()
+    directory: str | None = ""
+    sets: bool = False
+    compiles: bool = False
+
+
+CHECKER_USER, RESPONDER_USER = "amphora-checker", "amphora-responder"
+_PACKETS = ("UNIX", "INET", "INET6", "NETLINK", "PACKET")
+# A daemon that is not here may write in the agent's run directory, and nothing else.
+CONFINEMENTS: Mapping[str, Confinement] = {
+    # The master stays root to open ports and files again at each reload; its workers go into an empty directory and
+    # become `haproxy`. PCRE2 compiles regular expressions.
+    "haproxy": Confinement(
+        capabilities=("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT"),
+        families=("UNIX", "INET", "INET6"),
+        calls=("chroot",),
+        compiles=True,
+    ),
+    "keepalived": Confinement(capabilities=("NET_ADMIN", "NET_RAW"), families=_PACKETS),
+    # It reads what the checker writes.
+    "keepalived-lvs": Confinement(capabilities=("DAC_READ_SEARCH", "NET_ADMIN", "NET_RAW"), families=_PACKETS),
+    "amphora-responder": Confinement(
+        user=RESPONDER_USER, capabilities=("NET_RAW",), families=("UNIX", "INET", "INET6"), directory=None
+    ),
+    "amphora-checker": Confinement(
+        user=CHECKER_USER,
+        capabilities=("NET_ADMIN", "NET_RAW"),
+        families=_PACKETS,
+        directory="amphora-agent/checker",
+        sets=True,
+    ),
+}
+_CONFINED = (
+    "NoNewPrivileges=yes",
+    "ProtectSystem=strict",
+    "ProtectHome=yes",
+    "PrivateTmp=yes",
+    "PrivateDevices=yes",
+    "ProtectHostname=yes",
+    "ProtectClock=yes",
+    "ProtectKernelModules=yes",
+    "ProtectKernelLogs=yes",
+    "ProtectControlGroups=yes",
+    "RestrictNamespaces=yes",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "LockPersonality=yes",
+    "SystemCallArchitectures=native",
+    "SystemCallErrorNumber=EPERM",
+    "UMask=0077",
+)
+
+
+@dataclass(frozen=True)
 class Unit:
     """A daemon as systemd runs it.
 
@@ -35,6 +106,7 @@ class Unit:
         namespace: the network namespace it runs in; None is the machine's own.
         script: what is run before its start, after it and after its end (`templates/daemon.sh`).
         state: the directory of what is known of it.
+        run: the agent's run directory.
         health: the file that says whether it serves.
         delay: waited before it is started again, in seconds.
     """
@@ -44,6 +116,7 @@ class Unit:
     namespace: Path | None
     script: Path
     state: Path
+    run: Path
     health: Path | None = None
     delay: float = 0.0
     leftovers: tuple[Path, ...] = ()
@@ -97,6 +170,8 @@ def render(unit: Unit) -> str:
     """
     script = ("/bin/sh", unit.script)
     before = "later" if unit.delay else "begin"
+    # The script is run with all rights, in no namespace of its own: what it writes is the agent's, and each of its
+    # three runs is spared the preparation of a file system.
     lines = [
         "[Unit]",
         f"Description={unit.name} of the amphora",
@@ -104,10 +179,10 @@ def render(unit: Unit) -> str:
         "[Service]",
         "Type=exec",
         *([] if unit.namespace is None else [f"NetworkNamespacePath={_plain(unit.namespace)}"]),
-        f"ExecCondition=:{_command((*script, before, unit.state, *unit.leftovers))}",
+        f"ExecCondition=+:{_command((*script, before, unit.state, *unit.leftovers))}",
         f"ExecStart=:{_command(unit.argv)}",
-        f"ExecStartPost=-:{_command((*script, 'up', unit.state))}",
-        f"ExecStopPost=-:{_command((*script, 'end', unit.state, unit.health or ''))}",
+        f"ExecStartPost=-+:{_command((*script, 'up', unit.state))}",
+        f"ExecStopPost=-+:{_command((*script, 'end', unit.state, unit.health or ''))}",
         "Restart=always",
         f"RestartSec={round(unit.delay * 1000)}ms",
         f"TimeoutStartSec={START_SECONDS}",
@@ -123,8 +198,28 @@ def render(unit: Unit) -> str:
         "StandardInput=null",
         "StandardOutput=journal",
         "StandardError=journal",
+        *_confined(CONFINEMENTS.get(unit.name, Confinement()), unit.run),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _confined(bounds: Confinement, run: Path) -> Iterator[str]:
+    yield from _CONFINED
+    capabilities = " ".join(f"CAP_{name}" for name in bounds.capabilities)
+    yield f"CapabilityBoundingSet={capabilities}"
+    if bounds.user is not None:
+        yield from (f"User={bounds.user}", f"Group={bounds.user}", f"AmbientCapabilities={capabilities}")
+    yield f"RestrictAddressFamilies={' '.join(f'AF_{name}' for name in bounds.families)}"
+    yield f"SystemCallFilter={' '.join(('@system-service', *bounds.calls))}"
+    if not bounds.compiles:
+        yield "MemoryDenyWriteExecute=yes"
+    if not bounds.sets:
+        yield "ProtectKernelTunables=yes"
+    if bounds.directory:
+        # It goes on with what its predecessor has left, and who asks it has to get there.
+        yield from (f"RuntimeDirectory={bounds.directory}", "RuntimeDirectoryMode=0711", "RuntimeDirectoryPreserve=yes")
+    elif bounds.directory is not None:
+        yield f"ReadWritePaths={_plain(run)}"
 
 
 class Change(Enum):

@@ -122,6 +122,7 @@ class Haproxy:
     def _machine_text(self) -> str:
         return self._templates.get_template("machine.cfg.j2").render(
             stats_socket=self._paths.stats_socket,
+            metrics_socket=self._paths.metrics_socket,
             server_state=self._paths.server_state,
             empty=self._paths.empty,
         )

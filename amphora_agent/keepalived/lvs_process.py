@@ -10,6 +10,7 @@ The checker has written its files (`virtual_servers/lvs_engine`) before `bring_a
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -132,7 +133,10 @@ class LvsKeepalived:
         if text in (self._accepted, self._present()):
             return
         # keepalived 2.3 refuses files in a directory that is not there; the checker fills it later.
-        self._paths.lvs_tracks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tracks = self._paths.lvs_tracks
+        tracks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = tracks.parent.stat()
+        os.chown(tracks, owner.st_uid, owner.st_gid)  # the checker may be a user of its own
         candidate = self._paths.lvs_candidate
         write_atomically(candidate, text, durable=False)
         try:

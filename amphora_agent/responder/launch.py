@@ -52,7 +52,7 @@ class Launcher:
         """
         text = targets.text_of(pings)
         if text != self._told:
-            write_atomically(self._paths.pings, text, durable=False)
+            write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder is a user of its own
             self._told = text
 
     def start(self) -> None:

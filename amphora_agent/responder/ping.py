@@ -82,7 +82,10 @@ class Pinger:
         self.sockets[family] = opened
         opened.setblocking(False)
         opened.setsockopt(*protocol.filter)
-        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+        except PermissionError:  # without CAP_NET_ADMIN: up to net.core.rmem_max
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def ask(self, address: str, asker: object) -> bytes:
         """Send a question; what is returned is for `forget`.

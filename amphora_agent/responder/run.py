@@ -32,14 +32,14 @@ def main() -> None:
     # Blocked before there are threads, and across the change to a successor: none of the two is ever lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
-    worker = Socket(stats)
+    place = stats.rpartition("/")[0]
     listener, waiting = _inherited(int(left[0])) if left else (None, [])
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The checker's socket has its place beside HAProxy's (amphora_agent/paths.py): one more argument would
+        # Both sockets have their places beside HAProxy's main one (amphora_agent/paths.py): other arguments would
         # keep a responder of an older version from being replaced without a gap.
-        lambda: metrics.scrape(worker, sums, f"{stats.rpartition('/')[0]}/checker.sock"),
+        lambda: metrics.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),
         listener=listener,
@@ -52,6 +52,12 @@ def main() -> None:
     descriptor = _leave(*responder.hand_over())
     words = sys.orig_argv[: len(sys.orig_argv) - len(left)]
     os.execv(sys.executable, [sys.executable, *words[1:], str(descriptor)])  # noqa: S606 (without a shell)
+
+
+def _worker(place: str, main: str) -> Socket:
+    """HAProxy's socket for questions. One that was configured by an older agent has only the main one."""
+    own = f"{place}/metrics.sock"
+    return Socket(own if os.path.exists(own) else main)  # noqa: PTH110 (pathlib is a megabyte)
 
 
 def _leave(listener: socket.socket | None, waiting: list[Waiting]) -> int:

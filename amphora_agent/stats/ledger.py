@@ -257,7 +257,9 @@ class Ledger:
         text = earlier.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                write_atomically(self._paths.earlier, text, durable=False)
+                write_atomically(
+                    self._paths.earlier, text, durable=False, mode=0o644
+                )  # the responder is a user of its own
                 self._published = text
             except OSError as error:
                 _log.warning("Metrics are not told: %s", error)

@@ -34,9 +34,10 @@ class Control:
     Args:
         path: of the socket; one that is there already belonged to somebody who is gone.
         answer: what a question is answered with; raises AgentError, ValueError, KeyError, TypeError.
+        mode: of the socket.
     """
 
-    def __init__(self, loop: Loop, path: str, answer: Answer) -> None:
+    def __init__(self, loop: Loop, path: str, answer: Answer, mode: int = 0o600) -> None:
         self._loop = loop
         self._path = path
         self._answer = answer
@@ -46,7 +47,7 @@ class Control:
         try:
             with suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108 (pathlib is a megabyte)
-            before = os.umask(0o177)
+            before = os.umask(0o777 & ~mode)
             try:
                 self._listener.bind(path)
             finally:

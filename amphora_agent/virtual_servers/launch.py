@@ -234,9 +234,11 @@ class Checker:
 
     def _start(self) -> None:
         script = str(Path(__file__).with_name("run.py"))
-        words = [self._engine, str(self._paths.run), str(self._paths.checker_socket)]
+        words = [self._engine, str(self._paths.checker), str(self._paths.checker_socket)]
         argv = [sys.executable, "-I", "-S", script, *words]
         care = Care(restart_delay=_RESTART_DELAY)
+        # In a virtual machine systemd gives it to the checker's user.
+        self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, care=care)
         except ServiceError:

@@ -30,6 +30,7 @@ from amphora_agent.virtual_servers.record import Record
 from amphora_agent.virtual_servers.version import version
 
 _FILES = 16384
+ROWS = "rows.sock"
 
 
 def main() -> None:
@@ -49,8 +50,11 @@ def serve(engine: Engine, directory: str, path: str) -> int:
     loop.read(woken, lambda: received.extend(woken.recv(64)))
     checker = Checker(loop, engine, Record(directory), kinds(engine), version())
     control = Control(loop, path, checker.answer)
+    # For the responder, which is another user and is to change nothing.
+    rows = Control(loop, f"{directory}/{ROWS}", lambda _: checker.answer({"op": "rows"}), mode=0o666)
     while not received:
         checker.turn()
+    rows.close()
     control.close()
     checker.close()
     loop.close()

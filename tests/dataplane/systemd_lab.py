@@ -51,6 +51,15 @@ mount --bind "$1/etc" /etc/amphora-agent
 mount --bind "$1/var" /var/lib/amphora-agent
 while umount /sys/fs/cgroup 2>/dev/null || umount -R /sys/fs/cgroup 2>/dev/null; do :; done
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
+# As diskimage/ makes them.
+number=64001
+for user in amphora-responder amphora-checker; do
+    getent passwd $user >/dev/null || {
+        echo "$user:x:$number:$number::/nonexistent:/usr/sbin/nologin" >> /etc/passwd
+        echo "$user:x:$number:" >> /etc/group
+    }
+    number=$((number + 1))
+done
 mkdir -p /run/systemd/journald.conf.d
 printf '[Journal]\\nStorage=volatile\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
 exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/system" PATH="$PATH" \
@@ -102,6 +111,17 @@ class SystemdAmphora(Amphora):
             f"[Service]\nExecStart=\nExecStart={sys.executable} -m amphora_agent.server\n"
             f"Environment=PYTHONPATH={ROOT} {VARIABLE}={self.points}\n"
         )
+        sources = {ROOT, Path(sys.prefix), Path(sys.base_prefix)}
+        if any(place.is_relative_to(home) for place in sources for home in ("/home", "/root")):
+            # The image has nothing there, and daemons see nothing of it; here Python and the sources are shown to them.
+            (units / "amphora-.service.d").mkdir()
+            shown = " ".join(map(str, sorted(sources)))
+            (units / "amphora-.service.d/test.conf").write_text(
+                f"[Service]\nProtectHome=tmpfs\nBindReadOnlyPaths={shown}\n"
+            )
+            # A file of the same name takes the place of that one: this unit shares the machine's mounts.
+            (units / "amphora-netns.service.d").mkdir()
+            (units / "amphora-netns.service.d/test.conf").write_text("[Service]\n")
         for name in ("systemd-journald.service", AGENT):
             (units / "multi-user.target.wants" / name).symlink_to(units / name)
 

@@ -12,11 +12,13 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import systemd_lab
-from amphora_lab import FIXED, ROOT, VIP, Client, Network, alive, children, eventually, get
+from amphora_lab import FIXED, MEMBERS, ROOT, VIP, Client, Network, alive, children, eventually, get
 from configuration_text import listener, text
+from datagrams import UdpMember, member, name_of, virtual_server
 from systemd_lab import AGENT, SystemdAmphora
 
 pytestmark = [
@@ -44,7 +46,7 @@ HOSTILE = [
     "#",
 ]
 # Writes down what it was given.
-PROGRAM = "import json,sys,time\njson.dump(sys.argv[1:], open('/run/hostile','w'))\ntime.sleep(1000)"
+PROGRAM = "import json,sys,time\njson.dump(sys.argv[1:], open('/run/amphora-agent/hostile','w'))\ntime.sleep(1000)"
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +258,106 @@ def test_keepalived_sees_what_becomes_of_haproxy(machine):
     assert machine.pid("keepalived") is None
 
 
+# -- what each may do -----------------------------------------------------------------------------------------------
+
+NOT_ROOT = {"responder": ["NET_RAW"], "checker": ["NET_ADMIN", "NET_RAW"]}
+# Numbers of capabilities(7).
+NUMBERS = {"NET_ADMIN": 12, "NET_RAW": 13}
+
+
+def rights(pid: int) -> dict[str, str]:
+    """What the kernel says of a process: users, capabilities, filters."""
+    lines = (line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {name: said.strip() for name, said in (line for line in lines if len(line) == 2)}
+
+
+def monitor() -> dict:
+    nothing = dict.fromkeys(("method", "path", "host", "version"))
+    times = dict.fromkeys(("interval", "timeout", "rise", "fall"), 1)
+    return {"id": name_of("monitor"), "type": "UDP-CONNECT", **times, **nothing, "codes": []}
+
+
+@pytest.fixture
+def datagrams(machine):
+    """A UDP listener beside that of HAProxy."""
+    server = UdpMember(machine.network.thread("mem"), "m1", MEMBERS["m1"])
+    try:
+        wanted = virtual_server(member("m1", MEMBERS["m1"]), monitor=monitor())
+        push(machine, text(listener(["m1", "m2"])), virtual_servers=[wanted])
+        yield wanted
+    finally:
+        push(machine, text(listener(["m1", "m2"])))
+        server.close()
+
+
+def test_each_daemon_has_no_more_rights_than_it_needs(machine, datagrams):
+    for service in ("haproxy", "responder", "checker", "vigil", "agent"):
+        found = rights(machine.pid(service))
+        assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2"), service
+        assert int(found["CapBnd"], 16) < (1 << 25), service  # among those above it are time, devices, audit
+        user = machine.run("getent", "passwd", f"amphora-{service}", check=False)
+        assert found["Uid"].split()[0] == (user.split(":")[2] if service in NOT_ROOT else "0"), service
+    for service, capabilities in NOT_ROOT.items():
+        found = rights(machine.pid(service))
+        has = sum(1 << NUMBERS[one] for one in capabilities)
+        assert {int(found[kind], 16) for kind in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {has}, service
+    vigil = rights(machine.pid("vigil"))
+    assert {vigil[kind] for kind in ("CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+
+
+def test_checks_and_metrics_without_root(machine, place, datagrams):
+    """The checker finds a member and has it served; the responder tells the metrics of both."""
+    listed = machine.call("GET", "/v2/diagnostics")[1]["virtual servers"]["listeners"]
+    assert list(listed) == [datagrams["id"]]
+
+    def up() -> bool:
+        found = machine.call("GET", "/v2/diagnostics")[1]["virtual servers"]["listeners"][datagrams["id"]]
+        return set(found["pool"]["members"].values()) == {"UP"}
+
+    eventually(up, "the checker finds the member")
+
+    def ask() -> str:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.settimeout(5)
+            client.sendto(b"x", (VIP, datagrams["port"]))
+            return client.recv(100).decode()
+
+    assert place.thread("cl").run(ask).startswith("m1 ")
+    told = machine.run(
+        *("ip", "netns", "exec", "amphora-haproxy", sys.executable, "-c"),
+        "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9101/metrics').read().decode())",
+    )
+    assert f'listener="{datagrams["id"]}"' in told
+    assert "octavia_loadbalancer_max_connections" in told
+
+
+def test_a_confined_daemon_changes_nothing_of_the_machine(machine):
+    """One that nobody has named has the least: it writes in the run directory, and nowhere else."""
+    tried = (
+        "import json, os, socket",
+        "said = {}",
+        "def attempt(name, what):",
+        "    try:",
+        "        what(); said[name] = 'done'",
+        "    except OSError as error:",
+        "        said[name] = type(error).__name__",
+        "for place in ('/etc', '/var/lib/amphora-agent', '/usr'):",
+        "    attempt(place, lambda: open(place + '/confined', 'w').close())",
+        "attempt('chroot', lambda: os.chroot('/'))",
+        "attempt('packet', lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))",
+        "attempt('internet', lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))",
+        "attempt('user', lambda: os.setuid(1))",
+        "json.dump(said, open('/run/amphora-agent/confined', 'w'))",
+        "import time; time.sleep(1000)",
+    )
+    argv = [sys.executable, "-c", "\n".join(tried)]
+    services(machine, f"services.start('confined', {argv!r}, inner=False)")
+    file = machine.file("/run/amphora-agent/confined")
+    eventually(lambda: file.exists() and file.read_text().endswith("}"), "it has tried")
+    assert "done" not in json.loads(file.read_text()).values()
+    services(machine, "services.stop('confined')")
+
+
 # -- services, asked directly ---------------------------------------------------------------------------------------
 
 
@@ -263,7 +365,7 @@ def test_arguments_arrive_as_they_are(machine):
     argv = [sys.executable, "-c", PROGRAM, *HOSTILE]
     status = services(machine, f"services.start('hostile', {argv!r}, inner=True)")
     assert status["pid"] is not None
-    file = machine.file("/run/hostile")
+    file = machine.file("/run/amphora-agent/hostile")
     eventually(lambda: file.exists() and file.read_text().endswith("]"), "it has written its arguments")
     assert json.loads(file.read_text()) == HOSTILE
     inner = machine.run("stat", "--dereference", "--format=%i", "/run/netns/amphora-haproxy")
@@ -329,12 +431,14 @@ def test_a_daemon_that_cannot_live(machine):
 
 def test_a_daemon_that_is_not_started_again_at_once(machine):
     leftover = machine.file("/run/leftover")
-    care = "Care(health=Path('/run/patient.health'), restart_delay=2.5, leftovers=(Path('/run/leftover'),))"
+    care = (
+        "Care(health=Path('/run/amphora-agent/patient.health'), restart_delay=2.5, leftovers=(Path('/run/leftover'),))"
+    )
     leftover.write_text("")
     start = f"services.start('patient', ['sleep', '1000'], inner=False, care={care})"
     services(machine, start)
     assert not leftover.exists()
-    health = machine.file("/run/patient.health")
+    health = machine.file("/run/amphora-agent/patient.health")
     eventually(lambda: health.exists() and health.read_text() == "0", "without a question, one that runs serves")
     leftover.write_text("")
     begin = time.monotonic()

@@ -74,6 +74,16 @@ def test_everything_that_was_to_start_has_started(first):
     assert first.run("systemctl", "--failed", "--plain", "--no-legend", check=False).strip() == ""
 
 
+def test_units_are_confined(first):
+    """The image's units, and those that its agent has written."""
+    ours = first.shell("ls /usr/lib/systemd/system/amphora-*.service /run/systemd/system/amphora-*.service").split()
+    assert {"amphora-agent.service", "amphora-responder.service"} <= {name.rpartition("/")[2] for name in ours}
+    for unit in ours:
+        most = 70 if unit.endswith("/amphora-agent.service") else 40
+        first.run("systemd-analyze", "security", "--offline=true", "--no-pager", f"--threshold={most}", unit)
+    assert first.shell("stat -c %U /proc/$(systemctl show -P MainPID amphora-responder)").strip() == "amphora-responder"
+
+
 def test_nothing_of_the_machine_that_built_it_is_in_it(first):
     sources = first.shell(
         "cat /etc/apt/sources.list /etc/apt/sources.list.d/* /etc/apt/apt.conf.d/*proxy* 2>/dev/null; true"

@@ -24,6 +24,7 @@ def unit(**changes) -> Unit:
         "namespace": Path("/run/netns/inner"),
         "script": Path("/lib/daemon.sh"),
         "state": Path("/run/state"),
+        "run": Path("/run/amphora-agent"),
         "health": Path("/run/health"),
     }
     return Unit(**{**usual, **changes})
@@ -74,11 +75,11 @@ def test_no_such_name(service):
 def test_a_unit():
     lines = render(unit(delay=5.5, leftovers=(Path("/run/a b"),))).splitlines()
     assert 'ExecStart=:"/usr/sbin/haproxy" "-W"' in lines
-    assert 'ExecCondition=:"/bin/sh" "/lib/daemon.sh" "later" "/run/state" "/run/a b"' in lines
-    assert 'ExecStopPost=-:"/bin/sh" "/lib/daemon.sh" "end" "/run/state" "/run/health"' in lines
+    assert 'ExecCondition=+:"/bin/sh" "/lib/daemon.sh" "later" "/run/state" "/run/a b"' in lines
+    assert 'ExecStopPost=-+:"/bin/sh" "/lib/daemon.sh" "end" "/run/state" "/run/health"' in lines
     assert "NetworkNamespacePath=/run/netns/inner" in lines
     assert "RestartSec=5500ms" in lines
-    assert not [line for line in lines if "amphora-agent" in line]  # it depends on nobody
+    assert "amphora-agent.service" not in "".join(lines)  # it depends on nobody
 
 
 def test_a_unit_outside():

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -167,11 +168,13 @@ class Services:
 
 
 @pytest.fixture
-def paths(tmp_path):
-    made = Paths(tmp_path)
-    for directory in (made.run, made.var):
-        directory.mkdir(parents=True)
-    return made
+def paths():
+    # The path of a socket has 107 bytes at most, and those of pytest are long.
+    with tempfile.TemporaryDirectory() as root:
+        made = Paths(Path(root))
+        for directory in (made.run, made.checker, made.var):
+            directory.mkdir(parents=True)
+        yield made
 
 
 class Answering(threading.Thread):
