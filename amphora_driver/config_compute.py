@@ -40,6 +40,12 @@ COMPUTE_QEMU = [
     cfg.StrOpt("image_tag", default="amphora", help="Tag of the image for load balancers whose flavor names none."),
     cfg.IntOpt("processors", default=1, min=1, max=64, help="Processors of an amphora."),
     cfg.IntOpt("memory", default=512, min=128, help="Memory of an amphora in MiB."),
+    cfg.StrOpt(
+        "user",
+        default="nobody",
+        help="The user that qemu runs as once it has opened what it needs; it owns no file and no group. A user of the "
+        "amphorae's own keeps other processes of `nobody` away from them.",
+    ),
     cfg.StrOpt("program", default="qemu-system-x86_64", help="The qemu that amphorae run in."),
     cfg.StrOpt(
         "machine", default="pc", help="qemu's type of machine; one whose PCI bus takes interfaces while it runs."

@@ -7,6 +7,7 @@ to everything and executes a kernel's code some hundred times slower than qemu w
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -28,6 +29,21 @@ _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
 _COUNTED = 2 * 0x10 + 1
 # Seconds it may take with qemu's start and its BIOS: a processor takes a tenth of a second, qemu itself about one.
 _SECONDS = 5.0
+_HELP_SECONDS = 30.0
+
+
+@lru_cache(maxsize=4)
+def runs_with_user(program: str) -> bool:
+    """Whether a qemu has the option ``-run-with user=``; older ones have ``-runas``.
+
+    Args:
+        program: the qemu to ask.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    said = subprocess.run([program, "-help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
+    return re.search(r"^-run-with .*user=", said.stdout, re.MULTILINE) is not None
 
 
 @lru_cache(maxsize=4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import signal
 import subprocess
 from pathlib import Path
@@ -42,6 +43,7 @@ from amphora_driver.compute.qemu_command import (
     command,
     device_id,
     interface,
+    limited,
     tap,
 )
 from amphora_driver.compute.qmp import Monitor, talking
@@ -232,6 +234,8 @@ class QemuCompute:
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
+            user=options.user,
+            runs_with=acceleration.runs_with_user(options.program),
         )
 
     def _start(self, amphora_id: str, folder: Path, hardware: Hardware, ports: tuple[Port, ...]) -> None:
@@ -244,11 +248,13 @@ class QemuCompute:
         write(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
-        process = spawn([*inside, *argv], {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
+        process = spawn([*inside, *limited(argv)], {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
         write(folder / _RECORD, msgspec.json.encode(process))
 
     def _connect(self, amphora_id: str, port: Port) -> None:
-        taps.connect(self._switch_name, port, self._segment(port.network_id, f"connect port {port.id}"), amphora_id)
+        wanted = f"connect port {port.id}"
+        user = _number(self._options.user, wanted)
+        taps.connect(self._switch_name, port, self._segment(port.network_id, wanted), amphora_id, user)
 
     def _segment(self, network_id: str, wanted: str) -> Segment:
         for segment in self._network.networks():
@@ -274,6 +280,19 @@ class QemuCompute:
     def _vanish(self, amphora_id: str, folder: Path, wanted: str) -> None:
         self._stop(folder, wanted)
         self._switch.disconnect_owner(amphora_id)
+
+
+def _number(user: str, wanted: str) -> int:
+    """The number of a user.
+
+    Raises:
+        ComputeError: this machine has no such user.
+    """
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        remedy = "See [compute_qemu] user."
+        raise ComputeError(wanted, f"this machine has no user {user}", remedy, final=True) from None
 
 
 def _plug(monitor: Monitor, port: Port) -> None:

@@ -8,10 +8,13 @@ by it.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from amphora_driver.compute import console
 from amphora_driver.compute.architecture import AMD64, Architecture
 from amphora_driver.compute.qmp import SOCKET
 from amphora_driver.network.bridges import far_end, near_end
@@ -23,6 +26,8 @@ _TRANSLATED = 128
 # MiB of address space for all of qemu that is not the guest's memory (0.7 GiB were measured).
 _OWN = 2048
 _MIB = 2**20
+# The shell becomes qemu; what qemu says goes through its only child.
+_LIMITED = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +37,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         architecture: what kind of processor it has.
         kernel_arguments: boots the kernel that lies in the folder; None for the disk's own boot loader.
         initrd: whether that kernel has an initial RAM disk.
+        user: who qemu becomes when it has opened what it needs; None: it stays who started it.
+        runs_with: whether this qemu has ``-run-with user=``, which takes the place of ``-runas`` (9.1).
     """
 
     program: str
@@ -43,6 +50,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     kernel_arguments: str | None = None
     initrd: bool = False
     architecture: Architecture = AMD64
+    user: str | None = None
+    runs_with: bool = False
 
 
 def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
@@ -54,11 +63,11 @@ def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[s
         ports: what it has interfaces for, the management port first; their taps are there.
     """
     argv = [
-        *("prlimit", f"--as={(hardware.memory + _OWN) * _MIB}", "--core=0", "--"),
+        *("prlimit", f"--as={(hardware.memory + _OWN) * _MIB}", "--core=0", "--", "setpriv", "--no-new-privs", "--"),
         *_machine(hardware),
-        *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+        *_user(hardware),
         *("-qmp", f"unix:{SOCKET},server=on,wait=off"),
-        *("-chardev", f"file,id=console,path={CONSOLE},append=on", "-serial", "chardev:console"),
+        *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
         *("-drive", f"file={DISK},format=qcow2,if=none,id=disk,discard=unmap"),
     ]
     for port in ports:
@@ -68,6 +77,26 @@ def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[s
         argv += ["-kernel", KERNEL, *(("-initrd", INITRD) if hardware.initrd else ())]
         argv += ["-append", hardware.kernel_arguments]
     return [*argv, "-pidfile", str(folder / PID)]
+
+
+def limited(argv: Sequence[str]) -> list[str]:
+    """The same command, with what it says cut to the size of a console (`console`).
+
+    Its standard output has to be the console's file, opened for appending.
+    """
+    return ["bash", "-c", _LIMITED, sys.executable, console.__file__, *argv]
+
+
+def _user(hardware: Hardware) -> list[str]:
+    """Who qemu becomes. It opens disk, taps and /dev/kvm before; its filter of system calls is there even before that.
+
+    To become another user is an elevation of privileges to that filter; for a user without any, there is none left.
+    """
+    filtered = "on,obsolete=deny,elevateprivileges={},spawn=deny,resourcecontrol=deny"
+    if hardware.user is None:
+        return ["-sandbox", filtered.format("deny")]
+    become = ("-run-with", f"user={hardware.user}") if hardware.runs_with else ("-runas", hardware.user)
+    return ["-sandbox", filtered.format("allow"), *become]
 
 
 def hand_command(

@@ -21,11 +21,11 @@ from amphora_driver.network.interface import Port
 
 _DEVICE = "/dev/net/tun"
 # linux/if_tun.h
-_TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
+_TUNSETIFF, _TUNSETPERSIST, _TUNSETOWNER = 0x400454CA, 0x400454CB, 0x400454CC
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
 
-def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
+def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0) -> str:
     """Have a tap on the port's bridge, made if it is missing; its name.
 
     Args:
@@ -33,6 +33,7 @@ def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
         port: whose tap.
         segment: the port's network.
         owner: written on it; see `Switch.disconnect_owner`.
+        user: the number of the user who may open it without being root.
 
     Raises:
         NetworkError: the kernel has no taps, or the network no bridge.
@@ -41,7 +42,7 @@ def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
 
     def work(kernel: Any) -> None:
         if not kernel.link_lookup(ifname=name):
-            _make(name)
+            _make(name, user)
         bridge = kernel.link_lookup(ifname=segment.bridge)
         if not bridge:
             raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {switch}")
@@ -54,7 +55,7 @@ def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
     return name
 
 
-def _make(name: str) -> None:
+def _make(name: str, user: int) -> None:
     """In the namespace of this thread."""
     try:
         descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
@@ -64,6 +65,7 @@ def _make(name: str) -> None:
     try:
         request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
         fcntl.ioctl(descriptor, _TUNSETIFF, request)
+        fcntl.ioctl(descriptor, _TUNSETOWNER, user)
         fcntl.ioctl(descriptor, _TUNSETPERSIST, 1)
     except OSError as error:
         raise NetworkError(f"make the tap {name}", str(error.strerror)) from error

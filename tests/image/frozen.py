@@ -96,7 +96,7 @@ def ensure(images: Path) -> str:
 
 def _hardware(images: Path, folder: Path) -> Hardware:
     file = folder / "freezing.conf"
-    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\n")
+    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\nuser = root\n")
     image = Images(images).find(disk.TAG)
     compute = QemuCompute(config.load([str(file)]), None)
     return compute._hardware(TAG, image.arguments, initrd=image.initrd is not None)

@@ -2,16 +2,18 @@
 """The command line of a machine, and images by tag."""
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from amphora_driver import config
-from amphora_driver.compute import qemu
+from amphora_driver.compute import console, qemu
 from amphora_driver.compute.folders import last_words
 from amphora_driver.compute.images import ARGUMENTS, BASE, Images, keep
 from amphora_driver.compute.process import identify
-from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, tap
+from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, limited, tap
 from amphora_driver.errors import ComputeError
 from amphora_driver.network.interface import FixedAddress, Port
 
@@ -86,6 +88,45 @@ def test_nothing_comes_from_files_of_the_machine_it_runs_on():
     argv = command(hardware(), FOLDER, ())
     assert {"-nodefaults", "-no-user-config"} <= set(argv)
     assert values(argv, "-sandbox")[0].startswith("on,")
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "value"),
+    [({}, "-runas", "qemu"), ({"runs_with": True}, "-run-with", "user=qemu")],
+)
+def test_it_runs_as_a_user_without_rights(changes, option, value):
+    argv = command(hardware(user="qemu", **changes), FOLDER, ())
+    assert values(argv, option) == [value]
+    assert len({"-runas", "-run-with"} & set(argv)) == 1
+    # It has to become that user itself; where it stays who it is, it may become nobody else.
+    assert "elevateprivileges=allow,spawn=deny" in values(argv, "-sandbox")[0]
+    assert "elevateprivileges=deny,spawn=deny" in values(command(hardware(), FOLDER, ()), "-sandbox")[0]
+    assert argv[argv.index("setpriv") + 1] == "--no-new-privs"
+
+
+def test_a_user_that_is_not_there_is_no_use_trying_again():
+    with pytest.raises(ComputeError, match="no user nonsense") as raised:
+        qemu._number("nonsense", "boot")
+    assert raised.value.final
+
+
+def test_a_console_takes_no_more_room_than_it_may(tmp_path):
+    """The end is what is read after a machine's end; a writer that stopped reading would hold up the guest."""
+    file = tmp_path / "console.log"
+    script = 'for word in early later; do head -c 3000000 /dev/zero | tr "\\0" x; echo $word; done'
+    with file.open("ab") as log:
+        subprocess.run(limited(["sh", "-c", script]), stdout=log, stderr=log, check=True, timeout=60)
+        eventually_ends(file, b"later\n")
+    assert console.MOST // 2 <= file.stat().st_size <= console.MOST
+    assert b"early" not in file.read_bytes()
+
+
+def eventually_ends(file, word):
+    """The writer outlives what it reads from by a moment."""
+    until = time.monotonic() + 30
+    while not file.read_bytes().endswith(word):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():

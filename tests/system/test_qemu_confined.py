@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guest that is hostile to the machine it runs on: who its qemu is, and how much its console takes."""
+
+import os
+import pwd
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from amphora_driver.compute import acceleration, console
+from amphora_driver.compute.process import find
+from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, interface, limited, tap
+from amphora_driver.compute.qmp import talking
+from amphora_driver.network import namespaces, taps
+from amphora_driver.network.interface import Port
+
+PROGRAM = "qemu-system-x86_64"
+pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"there is no {PROGRAM}")]
+# A boot sector: mov dx, 0x3f8; mov al, 'A'; again: out dx, al; jmp again.
+NOISE = (bytes.fromhex("baf803b041eeebfd").ljust(510, b"\0") + b"\x55\xaa").ljust(1 << 20, b"\0")
+PORT = Port(
+    id="4a5b6c7d-0000-4000-8000-000000000001", network_id="net", mac="fa:16:3e:00:00:01", mtu=1500, addresses=()
+)
+USER = pwd.getpwnam("nobody")
+
+
+def until(condition, what, seconds=60.0):
+    begin = time.monotonic()
+    while not (found := condition()):
+        assert time.monotonic() - begin < seconds, what
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def switch():
+    name = f"qc{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    yield name
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.fixture
+def guest(switch, tmp_path):
+    """One that says the same letter for ever."""
+    (tmp_path / "noise").write_bytes(NOISE)
+    make = ["qemu-img", "convert", "-f", "raw", "-O", "qcow2", tmp_path / "noise", tmp_path / DISK]
+    subprocess.run(make, check=True)
+    (tmp_path / DRIVE).write_bytes(bytes(1 << 16))
+    tmp_path.chmod(0o700)
+    hardware = Hardware(
+        program=PROGRAM, name="noise", machine="pc", accelerated=False, processors=1, memory=64, user=USER.pw_name,
+        runs_with=acceleration.runs_with_user(PROGRAM),
+    )  # fmt: skip
+    enter = ["nsenter", f"--net={namespaces.path(switch)}", f"--wd={tmp_path}", "--"]
+    with (tmp_path / CONSOLE).open("ab") as log:
+        process = subprocess.Popen(
+            [*enter, *limited(command(hardware, tmp_path, ()))], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield process, tmp_path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status(pid):
+    with open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        return {name: said.strip() for name, _, said in (line.partition(":") for line in file)}
+
+
+def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
+    process, folder = guest
+    file = folder / CONSOLE
+    until(lambda: file.stat().st_size > 1000, "the guest speaks")
+    found = status(process.pid)
+    assert set(found["Uid"].split()) == {str(USER.pw_uid)}
+    assert found["Groups"] in ("", str(USER.pw_gid))
+    assert int(found["CapEff"], 16) == int(found["CapPrm"], 16) == 0
+    assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
+    assert [one.pid for one in find(str(folder / PID))] == [process.pid]
+    # What is given to it while it runs is opened by that user.
+    namespaces.routing(namespaces.path(switch), lambda _: taps._make(tap(PORT)["ifname"], USER.pw_uid))
+    with talking(folder, "plug") as monitor:
+        monitor.ask("netdev_add", **tap(PORT))
+        monitor.ask("device_add", **interface(PORT))
+    sizes = [file.stat().st_size]
+    until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console is cut")
+    assert max(sizes) <= console.MOST
