@@ -3,7 +3,8 @@
 
 Invariant: a peer costs the server a thread only after it has proven to be a controller and has begun to ask
 something. Before that it costs a socket, for a limited time; of these there is a limited number, and whoever has
-proven nothing takes no place from one who has.
+proven nothing takes no place from one who has. A handshake is a signature in the process that sends heartbeats: an
+address from which no controller has proven itself has a budget of them, and all such addresses together have one.
 
 gunicorn has a thread of few wait for each new connection, and for its handshake without any limit of time: a
 handful of silent peers would stop it.
@@ -15,9 +16,10 @@ import logging
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,15 @@ EXCHANGE_SECONDS = 30.0
 # Of each kind: in their handshake, and proven but silent.
 MOST = 128
 _MOST_REASONS = 64
+# Handshakes for each second, and at once, of one address, and of all addresses together. In HANDSHAKE_SECONDS strangers
+# begin at most 40 + 8 * 10 of them: fewer than MOST, so that they never take the place of a controller's.
+ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
+STRANGERS_RATE, STRANGERS_BURST = 8.0, 40.0
+# For so many seconds after its last handshake a controller's address needs none of that.
+KNOWN_SECONDS = 3600.0
+_MOST_KNOWN, _MOST_STRANGERS = 256, 1024
+# A connection that is refused leaves nothing in the kernel: it is reset.
+_RESET = struct.pack("ii", 1, 0)
 
 
 class Connection(ssl.SSLSocket):
@@ -51,6 +62,56 @@ class _Peer:
     deadline: float
 
 
+class Bucket:
+    """Tokens that come back with time."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._tokens, self._at = burst, now
+
+    def has(self, now: float) -> bool:
+        """Whether there is a token."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
+        self._at = now
+        return self._tokens >= 1.0
+
+    def take(self) -> None:
+        self._tokens -= 1.0
+
+
+class Budget:
+    """Who may begin a handshake. Times are in seconds of a clock that only goes forward.
+
+    What it remembers is bounded; an address that is forgotten begins with a full bucket, within that of all strangers.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._together = Bucket(STRANGERS_RATE, STRANGERS_BURST, now)
+        self._strangers: OrderedDict[str, Bucket] = OrderedDict()
+        self._known: OrderedDict[str, float] = OrderedDict()
+
+    def admits(self, address: str, now: float) -> bool:
+        """Whether this address may begin a handshake; if so, it has."""
+        if self._known.get(address, now) > now:
+            return True
+        bucket = self._strangers.setdefault(address, Bucket(ADDRESS_RATE, ADDRESS_BURST, now))
+        self._strangers.move_to_end(address)
+        while len(self._strangers) > _MOST_STRANGERS:
+            self._strangers.popitem(last=False)
+        if not (bucket.has(now) and self._together.has(now)):
+            return False
+        bucket.take()
+        self._together.take()
+        return True
+
+    def proven(self, address: str, now: float) -> None:
+        """A controller has proven itself from there."""
+        self._known[address] = now + KNOWN_SECONDS
+        self._known.move_to_end(address)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
 class Gate:
     """In the place of a listening socket: what is accepted here is ready to be asked for its request."""
 
@@ -63,6 +124,7 @@ class Gate:
         # Both in the order of their deadlines.
         self._shaking: dict[int, _Peer] = {}
         self._silent: dict[int, _Peer] = {}
+        self._budget = Budget(time.monotonic())
         self._closing = False
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -132,6 +194,12 @@ class Gate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
+        # The agent's own address is nobody else's: it looks at a new certificate from there.
+        if not self._budget.admits(address[0], time.monotonic()) and address[0] != _own(plain):
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            plain.close()
+            self._count("too many handshakes from there")
+            return
         try:
             context = self._identity.context()
             context.sslsocket_class = Connection
@@ -166,7 +234,9 @@ class Gate:
                 self._close(peer, why)
                 return
             self._forget(peer)
-            peer.deadline = time.monotonic() + SILENT_SECONDS
+            now = time.monotonic()
+            self._budget.proven(peer.address[0], now)
+            peer.deadline = now + SILENT_SECONDS
             if peer.connection.pending():
                 self._pass_on(peer)
             else:
@@ -196,3 +266,11 @@ class Gate:
         refused = self._identity.refused
         if why in refused or len(refused) < _MOST_REASONS:
             refused[why] += 1
+
+
+def _own(connection: socket.socket) -> str | None:
+    """Our address of a connection; None if it has ended."""
+    try:
+        return str(connection.getsockname()[0])
+    except OSError:
+        return None
