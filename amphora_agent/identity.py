@@ -4,12 +4,15 @@
 Invariant: new handshakes use what is in the files, and go on with what was there before while that cannot be
 read. A certificate that is taken over the wire has proven in a handshake that it is this amphora's, before it is
 written and after; no step of that can shut out the controller that sent it. No key is in an error or a log.
+An authority of callers that was taken away is not believed again after a boot, which brings back the files of the first
+boot: what took its place is on the disk. It is no secret.
 Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import socket
@@ -63,6 +66,7 @@ class Identity:
         self._own = paths.etc / "server.pem"
         self._callers = paths.etc / "client_ca.pem"
         self._issuers = paths.etc / "server_ca.pem"
+        self._kept = paths.callers
         self._name = str(amphora_id)
         self._lock = threading.Lock()
         self._changing = threading.Lock()
@@ -78,17 +82,56 @@ class Identity:
             MachineError: there was none before and the files cannot be read.
         """
         with self._lock:
+            if self._context is None:
+                self._restore()
             marks = tuple(map(_mark, (self._own, self._callers)))
             if self._context is None or marks != self._marks:
                 try:
                     self._context = _server(self._own, self._callers)
                     self._certificate = _describe(self._context, self._own.read_text(encoding="utf-8"))
+                    self._keep()
                 except (OSError, ValueError) as error:
                     if self._context is None:
                         raise MachineError("read the certificates", _reason(error)) from None
                     _log.warning("The certificates in use are kept, those in the files cannot be read: %s", error)
                 self._marks = marks  # even then: the next attempt waits for the next change
             return self._context
+
+    def _restore(self) -> None:
+        """Put back who may call, if the file says what an earlier one said.
+
+        One that says something new was put there on purpose, and is believed.
+        """
+        try:
+            callers, replaced = _read_kept(self._kept)
+            if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
+                write_atomically(self._callers, callers)
+                _log.warning("The authority of callers from before the start is in use: the file had an earlier one")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.error("Who may call is what %s says; what was kept cannot be used: %s", self._callers, error)
+
+    def _keep(self) -> None:
+        """Have who may call on the disk, with the digests of all that this has taken the place of.
+
+        Where there is no room the agent goes on, and says so.
+        """
+        try:
+            self._note(self._callers.read_text(encoding="utf-8"))
+        except OSError as error:
+            _log.error("The authority of callers may be an earlier one after a boot: %s", error)
+
+    def _note(self, callers: str) -> None:
+        before, replaced = "", set[str]()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before, replaced = _read_kept(self._kept)
+        if callers == before:
+            return
+        if before:
+            replaced.add(_digest(before))
+        replaced.discard(_digest(callers))
+        write_atomically(self._kept, json.dumps({"client_ca": callers, "replaced": sorted(replaced)}))
 
     def certificate(self) -> Certificate | None:
         """The one that new handshakes show; None if even that cannot be told."""
@@ -188,12 +231,15 @@ class Identity:
                 write_atomically(file, content)
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another one")
+            if (callers := contents.get(self._callers)) is not None:
+                self._note(callers)  # an error when there is no room: it would not outlive a boot
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
                 if old is None:
                     file.unlink(missing_ok=True)
                 else:
                     write_atomically(file, old)
+            self._keep()
             raise MachineError(_WANTED, _reason(error), "The one from before is in use again.") from None
 
 
@@ -269,6 +315,21 @@ def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
     return Certificate(
         _fingerprint(end.getpeercert(binary_form=True)), float(ssl.cert_time_to_seconds(str(said["notAfter"])))
     )
+
+
+def _read_kept(file: Path) -> tuple[str, set[str]]:
+    """Who may call, and the digests of who might earlier.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: there is no such file, or it is not whole.
+    """
+    found = json.loads(file.read_text(encoding="utf-8"))
+    _leaf(found["client_ca"])
+    return found["client_ca"], set(found["replaced"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _leaf(pem: str) -> str:

@@ -61,6 +61,11 @@ class Paths:
         return self.var / "confirmed.json"
 
     @property
+    def callers(self) -> Path:
+        """Whose clients may call, and what that has taken the place of; the config drive says what it was first."""
+        return self.var / "callers.json"
+
+    @property
     def unfinished(self) -> Path:
         """Exists while HAProxy's file and what HAProxy runs may differ."""
         return self.var / "unfinished"

@@ -32,6 +32,7 @@ class Place:
     def __init__(self, directory):
         self.paths = Paths(directory)
         self.paths.etc.mkdir(parents=True)
+        self.paths.var.mkdir(parents=True)
         self.controllers, _ = authority("controllers")
         self.amphorae, self.issuer = authority("amphorae")
         self.own = self.paths.etc / "server.pem"
@@ -114,6 +115,54 @@ def test_nothing_is_left_of_a_candidate(place):
         place.take("-----BEGIN PRIVATE KEY-----\ncanary\n-----END PRIVATE KEY-----\n")
     assert "canary" not in str(caught.value)
     assert set(place.files()) == {"server.pem", "client_ca.pem"}
+
+
+def booted(place, client_ca):
+    """An agent that has just begun, with what the config drive says."""
+    (place.paths.etc / "client_ca.pem").write_text(client_ca)
+    place.identity = Identity(place.paths, AMPHORA)
+    place.identity.context()
+    return (place.paths.etc / "client_ca.pem").read_text()
+
+
+def test_whose_authority_was_taken_away_may_not_call_after_a_boot(place):
+    place.identity.context()
+    newer, _ = authority("newer")
+    place.take(pem(place.issuer), client_ca=place.controllers + newer)
+    place.identity.context()
+    place.take(pem(place.issuer), client_ca=place.controllers)
+    assert booted(place, place.controllers) == place.controllers
+    place.take(pem(place.issuer), client_ca=newer + place.controllers)
+    for _ in range(2):
+        assert booted(place, place.controllers) == newer + place.controllers
+
+
+def test_what_was_put_there_on_purpose_is_believed(place):
+    """Controllers whose certificates are lost: the file is replaced, and so it stays after the next boot."""
+    place.identity.context()
+    rescue, _ = authority("rescue")
+    assert booted(place, rescue) == rescue
+    assert booted(place, place.controllers) == rescue
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"client_ca": "nonsense", "replaced": []}'])
+def test_what_was_kept_and_cannot_be_read_keeps_no_one_out(place, content):
+    place.paths.callers.write_text(content)
+    assert booted(place, place.controllers) == place.controllers
+    newer, _ = authority("newer")
+    assert booted(place, newer) == newer
+    assert booted(place, place.controllers) == newer
+
+
+def test_what_would_not_outlive_a_boot_is_refused(place):
+    place.identity.context()
+    place.paths.callers.unlink()
+    place.paths.callers.mkdir()  # nothing can take its place, as on a full disk
+    newer, _ = authority("newer")
+    before = place.files()
+    with pytest.raises(MachineError, match="in use again"):
+        place.take(pem(place.issuer), client_ca=place.controllers + newer)
+    assert place.files() == before
 
 
 def test_the_context_changes_with_the_files_only(place):
