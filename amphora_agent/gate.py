@@ -2,9 +2,9 @@
 """TLS handshakes, before a thread of the server is taken.
 
 Invariant: a peer costs the server a thread only after it has proven to be a controller and has begun to ask
-something. Before that it costs a socket, for a limited time; of these there is a limited number, and whoever has
-proven nothing takes no place from one who has. A handshake is a signature in the process that sends heartbeats: an
-address from which no controller has proven itself has a budget of them, and all such addresses together have one.
+something. Before that it costs a socket, for a limited time. The number of these sockets is limited, and an unproven
+peer takes no place from a proven one. A handshake is a signature in the process that sends heartbeats. Each address
+without a proven controller has a budget of handshakes, and all such addresses together have one.
 
 gunicorn has a thread of few wait for each new connection, and for its handshake without any limit of time: a
 handful of silent peers would stop it.
@@ -36,13 +36,13 @@ EXCHANGE_SECONDS = 30.0
 # Of each kind: in their handshake, and proven but silent.
 MOST = 128
 _MOST_REASONS = 64
-# Handshakes for each second, and at once, of one address, and of all addresses together. In HANDSHAKE_SECONDS strangers
-# begin at most 40 + 8 * 10 of them: fewer than MOST, so that they never take the place of a controller's.
+# Handshakes for each second, and at once, of one address, and of all addresses together. In HANDSHAKE_SECONDS
+# unproven addresses begin at most 40 + 8 * 10 of them: fewer than MOST, so a controller always has a place.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
-STRANGERS_RATE, STRANGERS_BURST = 8.0, 40.0
+UNPROVEN_RATE, UNPROVEN_BURST = 8.0, 40.0
 # For so many seconds after its last handshake a controller's address needs none of that.
 KNOWN_SECONDS = 3600.0
-_MOST_KNOWN, _MOST_STRANGERS = 256, 1024
+_MOST_KNOWN, _MOST_UNPROVEN = 256, 1024
 # A connection that is refused leaves nothing in the kernel: it is reset.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -80,24 +80,24 @@ class Bucket:
 
 
 class Budget:
-    """Who may begin a handshake. Times are in seconds of a clock that only goes forward.
+    """Which addresses may begin a handshake. Times are seconds of a monotonic clock.
 
-    What it remembers is bounded; an address that is forgotten begins with a full bucket, within that of all strangers.
+    Its memory is bounded. A forgotten address begins with a full bucket, within the bucket of all unproven addresses.
     """
 
     def __init__(self, now: float) -> None:
-        self._together = Bucket(STRANGERS_RATE, STRANGERS_BURST, now)
-        self._strangers: OrderedDict[str, Bucket] = OrderedDict()
+        self._together = Bucket(UNPROVEN_RATE, UNPROVEN_BURST, now)
+        self._unproven: OrderedDict[str, Bucket] = OrderedDict()
         self._known: OrderedDict[str, float] = OrderedDict()
 
     def admits(self, address: str, now: float) -> bool:
         """Whether this address may begin a handshake; if so, it has."""
         if self._known.get(address, now) > now:
             return True
-        bucket = self._strangers.setdefault(address, Bucket(ADDRESS_RATE, ADDRESS_BURST, now))
-        self._strangers.move_to_end(address)
-        while len(self._strangers) > _MOST_STRANGERS:
-            self._strangers.popitem(last=False)
+        bucket = self._unproven.setdefault(address, Bucket(ADDRESS_RATE, ADDRESS_BURST, now))
+        self._unproven.move_to_end(address)
+        while len(self._unproven) > _MOST_UNPROVEN:
+            self._unproven.popitem(last=False)
         if not (bucket.has(now) and self._together.has(now)):
             return False
         bucket.take()
@@ -194,7 +194,7 @@ class Gate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent's own address is nobody else's: it looks at a new certificate from there.
+        # The agent checks a new certificate of its own from its own address, which no other machine has.
         if not self._budget.admits(address[0], time.monotonic()) and address[0] != _own(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()

@@ -4,8 +4,8 @@
 Invariant: new handshakes use what is in the files, and go on with what was there before while that cannot be
 read. A certificate that is taken over the wire has proven in a handshake that it is this amphora's, before it is
 written and after; no step of that can shut out the controller that sent it. No key is in an error or a log.
-An authority of callers that was taken away is not believed again after a boot, which brings back the files of the first
-boot: what took its place is on the disk. It is no secret.
+A boot brings back the files of the first boot. A replaced authority of callers is not trusted again after it: its
+successor is on the disk. It is no secret.
 Source: RFC 5280 section 6; TLS 1.3 (RFC 8446).
 """
 
@@ -98,9 +98,9 @@ class Identity:
             return self._context
 
     def _restore(self) -> None:
-        """Put back who may call, if the file says what an earlier one said.
+        """Restore the authority of callers, if the file has a replaced one.
 
-        One that says something new was put there on purpose, and is believed.
+        An unknown authority was put into the file on purpose, and is trusted.
         """
         try:
             callers, replaced = _read_kept(self._kept)
@@ -110,12 +110,12 @@ class Identity:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.error("Who may call is what %s says; what was kept cannot be used: %s", self._callers, error)
+            _log.error("Could not restore the authority of callers; %s is in use: %s", self._callers, error)
 
     def _keep(self) -> None:
-        """Have who may call on the disk, with the digests of all that this has taken the place of.
+        """Write the authority of callers to the disk, with the digests of all authorities that it has replaced.
 
-        Where there is no room the agent goes on, and says so.
+        On a full disk the agent continues with a line in the log.
         """
         try:
             self._note(self._callers.read_text(encoding="utf-8"))
@@ -318,7 +318,7 @@ def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
 
 
 def _read_kept(file: Path) -> tuple[str, set[str]]:
-    """Who may call, and the digests of who might earlier.
+    """The authority of callers, and the digests of those that it has replaced.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: there is no such file, or it is not whole.

@@ -32,7 +32,7 @@ class Confinement:
     """What a daemon may do besides what all of them may. Source: systemd.exec(5), capabilities(7).
 
     Attributes:
-        user: who it runs as; None is root, whose capabilities are then these and no others.
+        user: that it runs as; None is root with these capabilities and no others.
         capabilities: without ``CAP_``; a user of its own has them from the start.
         families: of the sockets it opens, without ``AF_``.
         calls: what it may ask of the kernel besides systemd's set ``@system-service``.
@@ -216,7 +216,7 @@ def _confined(bounds: Confinement, run: Path) -> Iterator[str]:
     if not bounds.sets:
         yield "ProtectKernelTunables=yes"
     if bounds.directory:
-        # It goes on with what its predecessor has left, and who asks it has to get there.
+        # It continues with the files of its predecessor, and other processes open its sockets there.
         yield from (f"RuntimeDirectory={bounds.directory}", "RuntimeDirectoryMode=0711", "RuntimeDirectoryPreserve=yes")
     elif bounds.directory is not None:
         yield f"ReadWritePaths={_plain(run)}"

@@ -67,7 +67,7 @@ def translate(uploaded: str, load_balancer_id: str) -> Translation:
         load_balancer_id: whose files it may name.
 
     Raises:
-        RequestRefused: it names a file of somebody else, or has a section of the machine twice.
+        RequestRefused: it names a file of another load balancer, or has a section of the machine twice.
     """
     found = _Found()
     lines: list[str] = []

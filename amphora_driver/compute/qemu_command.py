@@ -37,7 +37,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         architecture: what kind of processor it has.
         kernel_arguments: boots the kernel that lies in the folder; None for the disk's own boot loader.
         initrd: whether that kernel has an initial RAM disk.
-        user: who qemu becomes when it has opened what it needs; None: it stays who started it.
+        user: that qemu changes to after it has opened its files; None: it keeps the user that started it.
         runs_with: whether this qemu has ``-run-with user=``, which takes the place of ``-runas`` (9.1).
     """
 
@@ -88,7 +88,9 @@ def limited(argv: Sequence[str]) -> list[str]:
 
 
 def _user(hardware: Hardware) -> list[str]:
-    """Who qemu becomes. It opens disk, taps and /dev/kvm before; its filter of system calls is there even before that.
+    """The options for the user of qemu.
+
+    It opens disk, taps and /dev/kvm before it changes to that user. Its filter of system calls begins even earlier.
 
     To become another user is an elevation of privileges to that filter; for a user without any, there is none left.
     """

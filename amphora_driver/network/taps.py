@@ -33,7 +33,7 @@ def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0
         port: whose tap.
         segment: the port's network.
         owner: written on it; see `Switch.disconnect_owner`.
-        user: the number of the user who may open it without being root.
+        user: the number of a user that may open it beside root.
 
     Raises:
         NetworkError: the kernel has no taps, or the network no bridge.

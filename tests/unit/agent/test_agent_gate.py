@@ -22,8 +22,8 @@ def test_one_address_has_a_burst_and_a_rate():
 
 def test_many_addresses_have_no_more_than_all_of_them():
     budget = Budget(0.0)
-    assert sum(budget.admits(f"address {number}", 0.0) for number in range(10000)) == gate.STRANGERS_BURST
-    assert sum(budget.admits(f"other {number}", 2.0) for number in range(10000)) == 2 * gate.STRANGERS_RATE
+    assert sum(budget.admits(f"address {number}", 0.0) for number in range(10000)) == gate.UNPROVEN_BURST
+    assert sum(budget.admits(f"other {number}", 2.0) for number in range(10000)) == 2 * gate.UNPROVEN_RATE
 
 
 def test_a_controller_is_not_limited_until_it_was_away_for_long():
@@ -35,15 +35,15 @@ def test_a_controller_is_not_limited_until_it_was_away_for_long():
     assert admitted(budget, "controller", 1000, gate.KNOWN_SECONDS + 1) < 1000
 
 
-def test_strangers_never_take_the_place_of_a_controller():
-    """As many handshakes as may be open at a time are never begun by strangers within the time of one."""
+def test_unproven_addresses_never_take_the_place_of_a_controller():
+    """As many handshakes as may be open at a time are never begun by unproven addresses within the time of one."""
     budget, begun, now = Budget(0.0), [], 0.0
     chance = random.Random(1)
     for number in range(20000):
         now += chance.expovariate(1000)
         if budget.admits(f"stranger {number % 3000}", now):
             begun.append(now)
-    assert len(begun) > gate.STRANGERS_BURST
+    assert len(begun) > gate.UNPROVEN_BURST
     assert all(sum(at <= other < at + gate.HANDSHAKE_SECONDS for other in begun) < gate.MOST for at in begun)
 
 
@@ -52,5 +52,5 @@ def test_what_it_remembers_is_bounded():
     for number in range(5000):
         budget.admits(f"stranger {number}", 0.0)
         budget.proven(f"controller {number}", 0.0)
-    assert len(budget._strangers) <= gate._MOST_STRANGERS
+    assert len(budget._unproven) <= gate._MOST_UNPROVEN
     assert len(budget._known) <= gate._MOST_KNOWN
