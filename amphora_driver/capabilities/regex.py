@@ -178,7 +178,7 @@ _PIECE = re.compile(
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
 # A group that is called elsewhere is repeated without a quantifier.
-_RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?\d|R)|\\g[<']|\\[1-9]|\(\?\|")
+_RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"
 

@@ -95,7 +95,7 @@ def test_the_agent_may_die_at_any_point_of_a_change(amphora, by):
         assert expected[1] == number
     left = {file.name for file in amphora.var.iterdir() if not file.name.startswith(".")}
     text = json.loads((amphora.var / "confirmed.json").read_text())["text"]
-    assert left == {"haproxy.cfg", "machine.cfg", "confirmed.json", text, "totals.json", "epoch"}
+    assert left == {"haproxy.cfg", "machine.cfg", "confirmed.json", text, "totals.json", "epoch", "callers.json"}
     assert (amphora.var / text).samefile(amphora.var / "haproxy.cfg")
 
 

@@ -216,8 +216,8 @@ def refused_by_the_agent(cloud, amphora_id):
     rows = cloud.database.read(lambda c: c.execute(sa.select(amphora)).all())
     (address,) = [row.management_address for row in rows if row.id == amphora_id]
     (balancer,) = [row.load_balancer_id for row in rows if row.id == amphora_id]
-    bind = f"    bind :443 ssl crt tls/{balancer}/pushed\n"
-    text = f"defaults\n    mode http\nfrontend {balancer}\n{bind}    rubbish\n"
+    bind = f"    bind 192.0.2.1:443 ssl crt tls/{balancer}/pushed\n"
+    text = f"defaults\n    mode http\nfrontend {balancer}\n{bind}    default_backend rubbish\n"
     body = {
         "format": 1,
         "amphora_id": amphora_id,
@@ -235,7 +235,7 @@ def refused_by_the_agent(cloud, amphora_id):
     def push(client):
         with pytest.raises(AgentRefused) as caught:
             client.put_bundle(amphora_id, address, json.dumps(body).encode())
-        assert "unknown keyword 'rubbish'" in str(caught.value), "it is HAProxy that refuses"
+        assert "default_backend: 'rubbish'" in str(caught.value), "it is HAProxy that refuses"
         return "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(caught.value))
 
     return with_agents(settings, push)
