@@ -234,7 +234,8 @@ class QemuCompute:
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            user=options.user,
+            # qemu refuses to change to the user that it has.
+            user=None if _number(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=acceleration.runs_with_user(options.program),
         )
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import disk
+from msgspec.structs import replace
 
 from amphora_driver import config
 from amphora_driver.compute.folders import image_of, last_words
@@ -55,7 +56,8 @@ class Thawing(QemuCompute):
             return
         for port in ports:
             self._connect(amphora_id, port)
-        self._spawn(folder, _waiting(hardware, folder, "-incoming", "defer"))
+        # It opens its config drive after it has started, which only root may read.
+        self._spawn(folder, _waiting(replace(hardware, user=None), folder, "-incoming", "defer"))
         with talking(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
             _hand(monitor, state)
             monitor.ask("migrate-incoming", uri=f"fd:{STATE}")
@@ -96,10 +98,10 @@ def ensure(images: Path) -> str:
 
 def _hardware(images: Path, folder: Path) -> Hardware:
     file = folder / "freezing.conf"
-    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\nuser = root\n")
+    file.write_text(f"[compute_qemu]\ndirectory = {folder}\nimage_directory = {images}\n")
     image = Images(images).find(disk.TAG)
     compute = QemuCompute(config.load([str(file)]), None)
-    return compute._hardware(TAG, image.arguments, initrd=image.initrd is not None)
+    return replace(compute._hardware(TAG, image.arguments, initrd=image.initrd is not None), user=None)
 
 
 def _made_by(images: Path, hardware: Hardware) -> str:
