@@ -34,7 +34,7 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# Prometheus never asks for it: it is for a person who opens the listener's address in a browser.
+# For browsers that open the listener's address. Prometheus never asks for it.
 _FRONT = "The metrics of this load balancer are at /metrics"
 # An open connection, and what it has said so far.
 Waiting = tuple[socket.socket, bytes]

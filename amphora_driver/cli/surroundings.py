@@ -60,7 +60,7 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     misplaced = sum(one.misplaced for one in counts)
     if misplaced:
         words = f"{misplaced} of {total} secrets were sealed for other rows, and are not opened"
-        return failure("Keys", f"{words}. Restrict who can write to the database; see: amphoractl secrets status.")
+        return failure("Keys", f"{words}. Restrict write access to the database; see: amphoractl secrets status.")
     unbound = sum(one.unbound for one in counts)
     if unbound:
         words = f"{unbound} of {total} secrets are not bound to their rows, and are not opened"

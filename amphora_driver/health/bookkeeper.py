@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.errors import UnknownObject
+from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.foreign_text import printable
 from amphora_driver.health import statistics
 from amphora_driver.health.batch import Batches, Entry
@@ -149,8 +149,8 @@ class Bookkeeper:
         words = self._database.read(self._words) if self._unwritten else []
         now = time.monotonic()
         changed = self._write([news for word in words if (news := self._news(word)) is not None], last=last)
-        self._note_losses(words, now)
-        self._note_drifts(words, now)
+        self._note(self._note_losses, words, now)
+        self._note(self._note_drifts, words, now)
         self._unwritten.clear()
         ended = self._end_connections()
         self._tidy()
@@ -202,6 +202,18 @@ class Bookkeeper:
         for amphora_id in sorted(mute - account.mute):
             LOG.warning("load balancer %s: amphora %s is silent, its partner is heard", load_balancer_id, amphora_id)
         account.mute = mute
+
+    def _note(self, note: Callable[[list[_Word], float], None], words: list[_Word], now: float) -> None:
+        """Note something of all load balancers. Where the database refuses that, note it of their halves."""
+        try:
+            note(words, now)
+        except ContentRefused as error:
+            if len(words) == 1:
+                self._batches.refuse(words[0].load_balancer_id, error)
+                return
+            half = len(words) // 2
+            self._note(note, words[:half], now)
+            self._note(note, words[half:], now)
 
     def _note_losses(self, words: list[_Word], now: float) -> None:
         """Have the load balancers of amphorae that lost what they served pushed again."""

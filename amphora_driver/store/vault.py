@@ -6,8 +6,8 @@ the place is part of what is encrypted and signed. A value without a place, as o
 `reseal` only. The first key seals, all keys open, so that keys are rotated by putting a new one on top
 (docs/secrets.md). A key file that was changed is taken up by running processes; one that cannot be used any more leaves
 them with the keys they have. A key that is not in it any more opens for a minute longer: a file that is being written
-in place may look like a shorter one. A file that strangers could read is refused: keys are called by their place and a
-fingerprint, and shown to nobody.
+in place may look like a shorter one. A file that other users can read is refused. Keys are named by their line and a
+fingerprint, and never shown.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _bound_to(place: Place, content: bytes) -> Secret:
     raise StoreError(
         _OPEN,
         f"a value in table {place.table} was sealed for another row or purpose",
-        "It was copied inside the database. Restrict who can write there, and replace the value (docs/secrets.md).",
+        "It was copied inside the database. Restrict write access to it, and replace the value (docs/secrets.md).",
     )
 
 

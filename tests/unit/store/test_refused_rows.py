@@ -11,12 +11,12 @@ from amphora_driver.health import batch, bookkeeper
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.heartbeat import Heartbeat
 from amphora_driver.health.ledger import Ledger
-from amphora_driver.health.status import ListenerReport, Report
+from amphora_driver.health.status import Drifted, ListenerReport, Report
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.store import amphorae
 from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora_seen, listener_statistics, status
+from amphora_driver.store.tables import amphora, amphora_seen, listener_statistics, status
 
 MANY = 20
 BAD = 13
@@ -142,3 +142,28 @@ def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
     books.flush()
     assert len(read(house, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
     assert books._batches.refused == {f"lb{BAD}": 1}
+
+
+def test_a_finding_that_is_refused_keeps_no_other_from_being_noted(house):
+    if house.engine.dialect.name == "sqlite":
+        statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora WHEN NEW.id = 'am13' AND NEW.drift IS NOT NULL
+            BEGIN SELECT RAISE(ABORT, 'refused'); END"""
+    elif house.engine.dialect.name == "postgresql":
+        statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora FOR EACH ROW
+            WHEN (NEW.id = 'am13' AND NEW.drift IS NOT NULL) EXECUTE FUNCTION refuse()"""
+    else:
+        statement = """CREATE TRIGGER finding BEFORE UPDATE ON amphora FOR EACH ROW
+            IF NEW.id = 'am13' AND NEW.drift IS NOT NULL THEN SET NEW.id = NULL; END IF"""
+    run(house, statement)
+    try:
+        ledger = Ledger()
+        books = Bookkeeper(house, ledger)
+        for number in range(MANY):
+            found = Drifted(at=1_000_000_000.0, what=("eth1 is down",), mended=True)
+            report = Report(1, {}, {}, f"am{number}", drifted=found)
+            assert ledger.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
+        books.flush()
+        noted = {one for one, drift in read(house, amphora.c.drift, amphora.c.id).items() if drift}
+        assert noted == {f"am{number}" for number in range(MANY) if number != BAD}
+    finally:
+        run(house, "DROP TRIGGER finding" + (" ON amphora" if house.engine.dialect.name == "postgresql" else ""))
