@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
-from amphora_driver import config, points
-from amphora_driver.backends import Catalogue
+from amphora_driver import config, failpoints
 from amphora_driver.capabilities import (
     certificates,
     effort,
@@ -43,10 +42,11 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model import from_octavia
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, without_addresses
-from amphora_driver.model.secrets import Material, SecretName
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.secret_refs import Material, SecretName
 from amphora_driver.network.interface import NotYet, VipRequest
+from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import claims, wanted
 from amphora_driver.store.engine import Database
@@ -211,10 +211,10 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         name = shared.database.write(
             lambda connection: claims.note(connection, loadbalancer_id, shared.conf.network.driver)
         )
-        points.reach(points.Point.CLAIM_NOTED)
+        failpoints.reach(failpoints.Point.CLAIM_NOTED)
         wish = claims.Wish(project_id=project_id, vips=(primary, *more), since=shared.database.now())
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
-        points.reach(points.Point.ADDRESSES_TAKEN)
+        failpoints.reach(failpoints.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
             later = claims.later(wish, found, shared.database.now())
             shared.database.write(lambda connection: claims.keep(connection, loadbalancer_id, name, later))
@@ -465,7 +465,7 @@ def _member_of(pool_id: str, source: data_models.Member) -> Any:
 
 def _ring(load_balancer_id: str) -> None:
     """Wake whoever makes the world match, and whoever tells Octavia about it."""
-    points.reach(points.Point.INTENT_COMMITTED)
+    failpoints.reach(failpoints.Point.INTENT_COMMITTED)
     conf = _shared().conf
     hints.tell(conf, doorbell.CONTROLLER, load_balancer_id)
     hints.tell(conf, doorbell.REPORTER)

@@ -14,15 +14,15 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import config
-from amphora_driver.agent_client import Applied, Info, Loaded, Vrrp
-from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.agent.client import Applied, Info, Loaded, Vrrp
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.model.enums import Kind, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
-from amphora_driver.model.vocabulary import Kind, Topology
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.plugins import Catalogue
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store import amphorae, statuses
 from amphora_driver.store.amphorae import State

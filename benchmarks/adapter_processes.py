@@ -59,7 +59,7 @@ class Processes:
 
 def _configuration(etc):
     """Everything a controller and a health manager read when they start."""
-    from amphora_driver.certificates.authority import Authority, create_authority  # noqa: PLC0415
+    from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     etc.mkdir(parents=True, exist_ok=True)
     certificate, key = create_authority("bench amphorae")
@@ -98,7 +98,7 @@ client_certificate = {etc}/controller.pem
 
 def _agent_script(folder):
     """Start the agent in a mount namespace of its own: its paths are fixed."""
-    from amphora_driver.certificates.authority import Authority, create_authority  # noqa: PLC0415
+    from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     amphora = str(uuid.uuid4())
     etc = folder / "etc"

@@ -76,7 +76,7 @@ class Provider:
 
 def _certificate():
     """A real one, with its authority's: what cannot be served is refused."""
-    from amphora_driver.certificates.authority import Authority, create_authority  # noqa: PLC0415
+    from amphora_driver.certificates.ca import Authority, create_authority  # noqa: PLC0415
 
     authority, key = create_authority("bench")
     issued = Authority(authority, key).issue_server(str(uuid.uuid4()), 30)

@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The harness's load balancers as our model, whole: nothing of them is left out."""
 
+from amphora_driver.model.enums import (
+    Algorithm,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -10,15 +19,6 @@ from amphora_driver.model.loadbalancer import (
     Member,
     Pool,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PoolProtocol,
 )
 
 _SUITES = ("AES128-GCM-SHA256", "AES256-GCM-SHA384", "CHACHA20-POLY1305")

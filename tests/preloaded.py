@@ -19,7 +19,7 @@ from pathlib import Path
 import forks
 import preloaded_agent
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.compute import netns
 from amphora_driver.compute import process as processes
 from amphora_driver.sandbox.processes import Supervision
@@ -100,7 +100,7 @@ def _become(request, descriptors) -> None:
         os.dup2(descriptors[0], 3)
     if request["namespace"] is not None:
         forks.enter(request["namespace"])
-    points._DIRECTORY = os.environ.get(points.VARIABLE)
+    failpoints._DIRECTORY = os.environ.get(failpoints.VARIABLE)
     netns.spawn = _spawn_amphora
     module, *arguments = request["argv"]
     sys.argv = [module, *arguments]

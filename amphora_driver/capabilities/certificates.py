@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.secrets import Material, Purpose, SecretName
+from amphora_driver.model.secret_refs import Material, Purpose, SecretName
 from amphora_driver.secret import Secret
 
 # What OpenSSL's security level 2 refuses, the level Debian and Ubuntu build with: HAProxy would not start.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from amphora_driver.model.vocabulary import Topology
+from amphora_driver.model.enums import Topology
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from amphora_driver.capabilities import log_format
 from amphora_driver.capabilities.deployment import Deployment
 from amphora_driver.capabilities.metadata import NOT_YET, Schema, Terms
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.vocabulary import Topology
+from amphora_driver.model.enums import Topology
 
 SCHEMA = Schema("flavor", "flavor.json")
 # What a compute or a network backend has to fulfil.

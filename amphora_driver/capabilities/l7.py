@@ -14,8 +14,8 @@ import re
 
 from amphora_driver.capabilities import regex
 from amphora_driver.capabilities.refusal import one_of, refuse
+from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule
-from amphora_driver.model.vocabulary import L7Action, L7Compare, L7RuleType
 
 MAX_RULES = 50
 """Rules of one policy, as in Octavia. HAProxy takes 64 words a line, of which an action needs up to seven."""

@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls, virtual_servers
 from amphora_driver.capabilities.refusal import NOT_YET, absent, between, one_of, refuse
+from amphora_driver.model.enums import Algorithm, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -23,7 +24,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
 )
-from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, PersistenceType, PoolProtocol
 
 LISTENER_PROTOCOLS = (
     ListenerProtocol.HTTP,

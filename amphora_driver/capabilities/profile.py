@@ -15,8 +15,8 @@ from amphora_driver.capabilities import flavors, zones
 from amphora_driver.capabilities.deployment import Backend, Deployment
 from amphora_driver.capabilities.metadata import NOT_YET
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.model.vocabulary import Topology
 
 _WHOLE_NUMBERS = (
     "timeout_client_data",

@@ -15,8 +15,8 @@ from cliff.columns import FormattableColumn
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.certificates import rotation, trust
-from amphora_driver.certificates.authority import fingerprint
+from amphora_driver.certificates import ca_rotation, trust_store
+from amphora_driver.certificates.ca import fingerprint
 from amphora_driver.cli.columns import Moment
 from amphora_driver.errors import CertificateError
 from amphora_driver.store import authorities
@@ -68,9 +68,9 @@ class ListCertificates(Lister):
         recorded = self.app.read(authorities.every)
         held: tuple[Held, ...] = self.app.read(authorities.held)
         options = self.app.conf.certificates
-        terms = rotation.Terms(validity=options.validity_days * rotation.DAY, renew_at=options.renew_at)
+        terms = ca_rotation.Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
         rows = (
-            (one, rotation.condition(one, wanted, terms, now), rotation.why(one, wanted, terms, now))
+            (one, ca_rotation.condition(one, wanted, terms, now), ca_rotation.why(one, wanted, terms, now))
             for one in held
             for wanted in [_wanted(one, recorded)]
         )
@@ -117,7 +117,7 @@ class ListAuthorities(Lister):
             of_kind = [one for one in everyone if one.kind is kind]
             if all(one.state is State.GONE for one in of_kind):
                 yield self._of_files(kind, held, now)
-            phase = rotation.phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
+            phase = ca_rotation.phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
             for one in of_kind:
                 moves = one.state in (State.NEXT, State.FORMER, State.LEAVING)
                 yield (
@@ -129,7 +129,7 @@ class ListAuthorities(Lister):
 
     def _of_files(self, kind: Kind, held: tuple[Held, ...], now: float) -> tuple[Any, ...]:
         try:
-            found = trust.configured(self.app.conf, kind)
+            found = trust_store.configured(self.app.conf, kind)
         except CertificateError as error:
             # Whoever may ask the database may not be able to read files of the controllers.
             return (None, kind.value, "current", "", Moment(None), Moment(None), None, len(held), str(error), Names(()))
@@ -167,8 +167,8 @@ class RotateAuthority(ShowOne):
         vault = Vault.load(conf.store.encryption_key_file)
         # Once rows count, the files may be gone.
         rotated = any(one.kind is kind for one in self.app.read(authorities.every))
-        new = trust.create(kind, vault, parsed_args.days)
-        present = new if rotated else trust.configured(conf, kind)
+        new = trust_store.create(kind, vault, parsed_args.days)
+        present = new if rotated else trust_store.configured(conf, kind)
         now = database.now()
         number = database.write(lambda connection: authorities.begin(connection, kind, present, new, now))
         names = ("ID", "Kind", "State", "Fingerprint", "Expires")
@@ -181,13 +181,13 @@ class RotateAuthority(ShowOne):
         )
 
 
-def _wanted(one: Held, recorded: tuple[Recorded, ...]) -> rotation.Wanted:
+def _wanted(one: Held, recorded: tuple[Recorded, ...]) -> ca_rotation.Wanted:
     """What an amphora is to have; what is in files, which only controllers may be able to read, it has."""
     ids = [each.id for each in recorded if each.kind is Kind.CONTROLLER and each.state in authorities.TRUSTED]
     signer = [each.id for each in recorded if each.kind is Kind.AMPHORA and each.state is State.CURRENT]
-    return rotation.Wanted(
+    return ca_rotation.Wanted(
         authority=signer[0] if signer else one.authority,
-        trusts=rotation.trusts(ids, b"", None) if ids else one.trusts or "files-",
+        trusts=ca_rotation.trusts(ids, b"", None) if ids else one.trusts or "files-",
     )
 
 
@@ -195,10 +195,10 @@ def _depends(one: Held, authority: Recorded) -> bool:
     """Whether an amphora could not be reached, or could not reach, if this authority were gone now."""
     if authority.kind is Kind.AMPHORA:
         return one.authority == authority.id
-    trusted = rotation.controllers_in(one.trusts)
+    trusted = ca_rotation.controllers_in(one.trusts)
     # One that was given files was given what was imported from them.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 
 def _days(until: float | None, now: float) -> float | None:
-    return None if until is None else round((until - now) / rotation.DAY, 1)
+    return None if until is None else round((until - now) / ca_rotation.DAY, 1)

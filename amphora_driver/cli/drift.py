@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from cliff.command import Command
 
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.cli import differing, prefixes
 from amphora_driver.cli.screen import plain
 from amphora_driver.controller.auditing import record_of
 from amphora_driver.controller.expected import bodies
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
+from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell
 from amphora_driver.store import drifts
 from amphora_driver.store.intents import Op

@@ -36,8 +36,8 @@ from amphora_driver.cli.screen import plain
 from amphora_driver.cli.work import waits_for
 from amphora_driver.controller import configured, vips
 from amphora_driver.errors import UnknownObject
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.render import haproxy
 from amphora_driver.store import claims, wanted
 from amphora_driver.store.tables import request, wanted_object, work

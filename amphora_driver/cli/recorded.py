@@ -14,8 +14,8 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli import prefixes
+from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.model.vocabulary import Kind, Provisioning
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.fleet_tables import failover, silence
 from amphora_driver.store.intents import Op

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from cryptography import x509
 
-from amphora_driver.backends import Catalogue
 from amphora_driver.cli import checks, prefixes
 from amphora_driver.cli.checks import Check, failure, warning, well
 from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.plugins import Catalogue
 from amphora_driver.store import resealing
 from amphora_driver.store.tables import work
 from amphora_driver.store.vault import Vault

@@ -21,7 +21,7 @@ import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute import acceleration
 from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architecture, of_image
 from amphora_driver.compute.config_drive import config_drive

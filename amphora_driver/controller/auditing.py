@@ -31,8 +31,8 @@ from amphora_driver.controller.reconcile import networks
 from amphora_driver.controller.virtual_servers import engines_of
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.model.secrets import used_in
-from amphora_driver.model.vocabulary import Provisioning
+from amphora_driver.model.enums import Provisioning
+from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import amphorae, drifts, secrets, wanted
 from amphora_driver.store.tables import status
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
-    from amphora_driver.agent_client import BundleState
+    from amphora_driver.agent.client import BundleState
     from amphora_driver.controller.steps import Backends
     from amphora_driver.store.amphorae import Amphora
     from amphora_driver.store.drifts import Candidate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from amphora_driver.controller.bundle import BundleFile
 from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import StoreError
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store.secrets import place
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.controller import breaker as breaking
 from amphora_driver.controller.breaker import Allowance, Breaker, Count, Fallen, Pauses, resumed, too_many
 from amphora_driver.controller.detection import (
@@ -401,7 +401,7 @@ class Detector:
 
         begun = self._database.write(write)
         if begun:
-            points.reach(points.Point.FAILOVER_BEGUN)
+            failpoints.reach(failpoints.Point.FAILOVER_BEGUN)
         for amphora_id in begun:
             LOG.warning("load balancer %s: amphora %s is silent and is replaced", load_balancer_id, amphora_id)
         if not begun:

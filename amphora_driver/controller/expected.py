@@ -17,7 +17,7 @@ from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.controller.virtual_servers import virtual_servers
 from amphora_driver.errors import ModelError
-from amphora_driver.model.secrets import tickets as ticket_seed
+from amphora_driver.model.secret_refs import tickets as ticket_seed
 from amphora_driver.render.haproxy import render
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.model.secrets import SecretName
+    from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.store.amphorae import Amphora, Plugged
     from amphora_driver.store.secrets import Sealed
     from amphora_driver.store.vault import Vault

@@ -15,7 +15,7 @@ from amphora_driver.controller import tickets
 from amphora_driver.controller.renewal import attended
 from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError, StoreError
-from amphora_driver.model.secrets import tickets as tickets_of
+from amphora_driver.model.secret_refs import tickets as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import claims, failovers, generations, processes, rotations, secrets
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.backends import Catalogue
     from amphora_driver.controller.renewal import Certificates
+    from amphora_driver.plugins import Catalogue
     from amphora_driver.store.engine import Database
     from amphora_driver.store.vault import Vault
 

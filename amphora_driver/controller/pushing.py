@@ -23,10 +23,9 @@ from amphora_driver.controller.configured import advert_interval, defaults, limi
 from amphora_driver.controller.tickets import begun, ticket_keys
 from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
-from amphora_driver.foreign_text import printable
 from amphora_driver.health.unmeasured import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.secrets import tickets
+from amphora_driver.model.secret_refs import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
 from amphora_driver.render.haproxy import render
 from amphora_driver.store import amphorae, failovers, generations, statuses
@@ -35,6 +34,7 @@ from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.secrets import Sealed
 from amphora_driver.telemetry import logs, metrics
+from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from amphora_driver.controller.steps import Backends
     from amphora_driver.controller.turn import Turn
     from amphora_driver.health.status import Statuses
-    from amphora_driver.model.secrets import SecretName
+    from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.render.tls import File
 
     # What came of a wave by amphora id; None where the generation is served.

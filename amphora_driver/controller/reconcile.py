@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller import vips
 from amphora_driver.controller.configured import advert_interval
@@ -33,7 +33,7 @@ from amphora_driver.errors import (
     Superseded,
     UnsupportedOption,
 )
-from amphora_driver.model.secrets import used_in
+from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
 from amphora_driver.store import amphorae, failovers, secrets, statuses
 from amphora_driver.store.intents import Op
@@ -101,12 +101,12 @@ class Reconciler:
     def _attempt(self, lease: Lease, turn: Turn) -> str:
         """The same; returns how it ended, in the words of the metrics."""
         try:
-            points.reach(points.Point.CLAIMED)
+            failpoints.reach(failpoints.Point.CLAIMED)
             self._dare(lease)
             found = self._converge(turn)
-            points.reach(points.Point.FINISHING)
+            failpoints.reach(failpoints.Point.FINISHING)
             self._give_back(turn, *found)
-            points.reach(points.Point.FINISHED)
+            failpoints.reach(failpoints.Point.FINISHED)
         except LeaseLost as error:
             if not turn.over:
                 LOG.warning("load balancer %s: %s", lease.load_balancer_id, error)

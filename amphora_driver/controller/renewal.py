@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver import points
-from amphora_driver.certificates import rotation
-from amphora_driver.certificates.authority import fingerprint
-from amphora_driver.certificates.rotation import Terms
-from amphora_driver.certificates.trust import Papers
+from amphora_driver import failpoints
+from amphora_driver.certificates import ca_rotation
+from amphora_driver.certificates.ca import fingerprint
+from amphora_driver.certificates.ca_rotation import Terms
+from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
 from amphora_driver.queue.jobs import guard
 from amphora_driver.store import amphorae, authorities
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.agent_client import AgentClient
-    from amphora_driver.certificates.authority import Issued
-    from amphora_driver.certificates.trust import Trust
+    from amphora_driver.agent.client import AgentClient
+    from amphora_driver.certificates.ca import Issued
+    from amphora_driver.certificates.trust_store import Trust
     from amphora_driver.controller.turn import Turn
     from amphora_driver.store.engine import Database
 
@@ -55,15 +55,15 @@ _NAMED = 5
 def terms(conf: ConfigOpts) -> Terms:
     """How long certificates live, as configured."""
     options = conf.certificates
-    return Terms(validity=options.validity_days * rotation.DAY, renew_at=options.renew_at)
+    return Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
 
 
-def due(observed: Sequence[Amphora], wanted: rotation.Wanted, agreed: Terms, now: float) -> dict[str, str]:
+def due(observed: Sequence[Amphora], wanted: ca_rotation.Wanted, agreed: Terms, now: float) -> dict[str, str]:
     """Which amphorae of a load balancer are to be given another certificate now, and why.
 
     Those whose agents have not answered yet come later, and one that is known to be dead is not asked.
     """
-    found = {one.id: rotation.why(_held(one), wanted, agreed, now) for one in observed if _answers(one)}
+    found = {one.id: ca_rotation.why(_held(one), wanted, agreed, now) for one in observed if _answers(one)}
     return {amphora_id: why for amphora_id, why in found.items() if why}
 
 
@@ -113,7 +113,7 @@ class Renewal:
         self._turn = turn
         self._wanted = self._now()
 
-    def _now(self) -> rotation.Wanted | None:
+    def _now(self) -> ca_rotation.Wanted | None:
         """What amphorae are to have; None where that is not known: then nothing is due."""
         if self._trust is None:
             return None
@@ -147,7 +147,7 @@ class Renewal:
         by, trusts = papers.wanted.authority, papers.wanted.trusts
         if amphora.certificate_issued_at is not None and there():
             by = by if by == amphora.certificate_authority else None
-            trusts = rotation.common(amphora.trusts, trusts)
+            trusts = ca_rotation.common(amphora.trusts, trusts)
         self._note(amphora.id, by, trusts, issued.expires_at)
         return papers, issued
 
@@ -186,7 +186,7 @@ class Renewal:
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning("the certificate of amphora %s is not renewed yet: %s", amphora.id, error)
             return
-        points.reach_in("RenewCertificate", points.Moment.DONE)
+        failpoints.reach_in("RenewCertificate", failpoints.Moment.DONE)
         self._note(amphora.id, papers.wanted.authority, papers.wanted.trusts, issued.expires_at)
         LOG.info("amphora %s has another certificate, and trusts %s", amphora.id, papers.wanted.trusts)
 
@@ -255,32 +255,32 @@ class Certificates:
 
     def advance(self, kind: Kind) -> bool:
         """Take the next step of the rotation of one kind of authority, if it can be taken; whether it was."""
-        points.reach_in(f"Authority-{kind.value}", points.Moment.BEFORE)
+        failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.BEFORE)
         now = self._database.now()
 
-        def see(connection: sa.Connection) -> rotation.Phase:
+        def see(connection: sa.Connection) -> ca_rotation.Phase:
             recorded = authorities.every(connection)
-            if not rotation.goes_on(kind, recorded):
-                return rotation.Phase()
-            return rotation.phase(kind, recorded, authorities.held(connection), now, self._settle)
+            if not ca_rotation.goes_on(kind, recorded):
+                return ca_rotation.Phase()
+            return ca_rotation.phase(kind, recorded, authorities.held(connection), now, self._settle)
 
-        def move(connection: sa.Connection) -> rotation.Phase:
+        def move(connection: sa.Connection) -> ca_rotation.Phase:
             # Once more, in the transaction that writes: what is decided upon is what is there.
             found = see(connection)
-            return found if found.moves and authorities.move(connection, found.moves, now) else rotation.Phase()
+            return found if found.moves and authorities.move(connection, found.moves, now) else ca_rotation.Phase()
 
         found = self._database.read(see)
         if found.moves:
             # A step that lasts for some time by a clock that was set since has perhaps just begun.
-            found = self._database.write(move) if self._database.even_for() >= self._settle else rotation.Phase()
+            found = self._database.write(move) if self._database.even_for() >= self._settle else ca_rotation.Phase()
         if found.moves:
-            points.reach_in(f"Authority-{kind.value}", points.Moment.MARKED)
+            failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
             LOG.info("authorities of kind %s: %s", kind.value, steps)
         self._complain(kind, found)
         return bool(found.moves)
 
-    def _complain(self, kind: Kind, found: rotation.Phase) -> None:
+    def _complain(self, kind: Kind, found: ca_rotation.Phase) -> None:
         """Say once who is waited for, whenever that changes after the time that a step takes anyway."""
         waits = found.waits_for if self._database.now() > found.until else ()
         if waits and waits != self._said.get(kind):
@@ -298,7 +298,7 @@ class Certificates:
         needy = {
             one.load_balancer_id
             for one in fleet.held
-            if one.ready and rotation.why(one, wanted, self._terms, fleet.now)
+            if one.ready and ca_rotation.why(one, wanted, self._terms, fleet.now)
         }
         if not needy:
             return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.controller import rotation as deciding
 from amphora_driver.controller.rotation import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
 from amphora_driver.errors import AmphoraDriverError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.backends import Catalogue
+    from amphora_driver.plugins import Catalogue
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Rotator:
         if not moves:
             return []
         done = self._database.write(lambda connection: self._act(connection, seen.rotation.id, moves))
-        points.reach(points.Point.ROTATION_MOVED)
+        failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
             LOG.info("rotation %d: %s", seen.rotation.id, _sentence(move))
             if isinstance(move, Begin | Finish):
@@ -232,7 +232,7 @@ class Rotator:
         ]
         for move in moves:
             self._write(connection, found, move, now)
-        points.reach(points.Point.ROTATION_WRITTEN)
+        failpoints.reach(failpoints.Point.ROTATION_WRITTEN)
         return moves
 
     def _write(self, connection: sa.Connection, found: Rotation, move: AnyMove, now: float) -> None:

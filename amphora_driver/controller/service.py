@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import cotyledon
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.controller import configured
 from amphora_driver.controller.attendance import Attendance
 from amphora_driver.controller.auditing import Auditing
@@ -34,6 +33,7 @@ from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn, goes_first
 from amphora_driver.controller.waiting import WaitingRoom
 from amphora_driver.errors import AmphoraDriverError, StoreError
+from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.presence import Presence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.leaving import Leaving
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.agent_client import AgentClient
-    from amphora_driver.backends import Catalogue
-    from amphora_driver.certificates.authority import Authority
+    from amphora_driver.agent.client import AgentClient
+    from amphora_driver.certificates.ca import Authority
     from amphora_driver.controller.turn import Turn
     from amphora_driver.network.interface import Network
+    from amphora_driver.plugins import Catalogue
     from amphora_driver.store.engine import Database
     from amphora_driver.store.vault import Vault
 
@@ -135,10 +135,10 @@ class Steps:
         self._network: Network = self._catalogue.network(wanted.network)
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         self._doing = type(step).__name__
-        points.reach_in(self._doing, points.Moment.BEFORE)
+        failpoints.reach_in(self._doing, failpoints.Moment.BEFORE)
         with kept(self._turn.deadline), metrics.step(self._doing):
             self._ways[type(step)](step, wanted, {one.id: one for one in observed})
-        points.reach_in(self._doing, points.Moment.MARKED)
+        failpoints.reach_in(self._doing, failpoints.Moment.MARKED)
 
     def _ways_to(self) -> dict[type, Way]:
         return {
@@ -174,7 +174,7 @@ class Steps:
             guard(connection, self._lease, applied)
             change(connection)
 
-        points.reach_in(self._doing, points.Moment.DONE)
+        failpoints.reach_in(self._doing, failpoints.Moment.DONE)
         self._database.write(write)
 
     def _marked(

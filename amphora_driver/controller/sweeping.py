@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.backends import Catalogue
     from amphora_driver.network.interface import Network
+    from amphora_driver.plugins import Catalogue
     from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 
 from amphora_driver.controller import vips
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.secrets import SecretName
+from amphora_driver.model.secret_refs import SecretName
 from amphora_driver.store.secrets import Sealed
 from amphora_driver.store.spares import Spec, Stock
 

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import NetworkError, RequestError
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
 from amphora_driver.store import claims, generations, wanted
 from amphora_driver.store.claims import Wish

@@ -20,14 +20,14 @@ import msgspec
 from amphora_driver.capabilities import addresses, log_format, monitoring, options
 from amphora_driver.capabilities import virtual_servers as capabilities
 from amphora_driver.errors import ModelError
+from amphora_driver.model.enums import Algorithm, MonitorType
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Algorithm, MonitorType
 from amphora_driver.render import refusals
 from amphora_driver.render.backend import once
 from amphora_driver.render.settings import DEFAULTS, LOG_FORMAT, Defaults, settings
 
 if TYPE_CHECKING:
-    from amphora_driver.backends import Catalogue
+    from amphora_driver.plugins import Catalogue
 
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 HIDDEN, PRESERVED = "hidden", "preserved"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.errors import ContentRefused
-from amphora_driver.foreign_text import printable
 from amphora_driver.health import statistics
 from amphora_driver.store import amphorae, statuses
 from amphora_driver.telemetry import metrics
+from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

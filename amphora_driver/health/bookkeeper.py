@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.errors import ContentRefused, UnknownObject
-from amphora_driver.foreign_text import printable
 from amphora_driver.health import statistics
 from amphora_driver.health.batch import Batches, Entry
 from amphora_driver.health.drifts import Drifts
@@ -26,6 +25,7 @@ from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, drifts, statuses, wanted
 from amphora_driver.store.amphorae import Heard, State
+from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import cotyledon
 
-from amphora_driver import config, points
+from amphora_driver import config, failpoints
 from amphora_driver.errors import StoreError
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.hearing import Hearing
@@ -164,10 +164,10 @@ class HealthManager:
 
     def _flush(self, *, last: bool = False) -> None:
         try:
-            points.reach(points.Point.FLUSHING)
+            failpoints.reach(failpoints.Point.FLUSHING)
             with metrics.flush():
                 news = self._bookkeeper.flush(last=last)
-            points.reach(points.Point.FLUSHED)
+            failpoints.reach(failpoints.Point.FLUSHED)
             self._hearing.written()
             self._written_at = time.monotonic()
             if news:

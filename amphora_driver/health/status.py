@@ -26,8 +26,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool
-from amphora_driver.model.vocabulary import Kind, Operating
 
 # Limits of a report, longer than anything an agent sends: an attacker may control the amphora.
 Name = Annotated[str, Meta(max_length=80)]

@@ -20,8 +20,8 @@ from amphora_driver.health.status import (
     operating_statuses,
     used_pools,
 )
+from amphora_driver.model.enums import Operating
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
-from amphora_driver.model.vocabulary import Operating
 
 _REASON = "its amphorae confirmed it"
 _OPEN, _UP, _NO_CHECK = "OPEN", "UP", "no check"

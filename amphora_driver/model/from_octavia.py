@@ -16,7 +16,8 @@ import msgspec
 from octavia_lib.api.drivers import data_models
 
 from amphora_driver.errors import ModelError
-from amphora_driver.model import l7policies
+from amphora_driver.model import l7policy_positions
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import (
     SHAPES,
     HealthMonitor,
@@ -28,8 +29,7 @@ from amphora_driver.model.loadbalancer import (
     Node,
     Pool,
 )
-from amphora_driver.model.secrets import FIELDS, Material, Purpose, SecretName
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.secret_refs import FIELDS, Material, Purpose, SecretName
 from amphora_driver.secret import Secret
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -105,7 +105,7 @@ def changed(node: S, named: Mapping[str, Any]) -> S:
     children = {name: known.pop(name) for name in list(known) if name in _CHILDREN}
     built = _shape(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
     whole: S = msgspec.structs.replace(built, **children)
-    return cast("S", l7policies.without_leftovers(whole)) if isinstance(whole, L7Policy) else whole
+    return cast("S", l7policy_positions.without_leftovers(whole)) if isinstance(whole, L7Policy) else whole
 
 
 @_understanding
@@ -226,7 +226,7 @@ def healthmonitor(source: Any) -> HealthMonitor:
 @_understanding
 def l7policy(source: Any) -> L7Policy:
     """An L7 policy with its rules, where they were given."""
-    built = l7policies.without_leftovers(_shape(L7Policy, _fields(Kind.L7POLICY, source)))
+    built = l7policy_positions.without_leftovers(_shape(L7Policy, _fields(Kind.L7POLICY, source)))
     return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from amphora_driver.model.vocabulary import (
+from amphora_driver.model.enums import (
     Algorithm,
     ClientAuthentication,
     Kind,

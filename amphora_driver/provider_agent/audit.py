@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.model import from_octavia, l7policies
+from amphora_driver.model import from_octavia, l7policy_positions
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.provider_agent import taking
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import wanted
@@ -199,7 +199,7 @@ def remaining(tree: LoadBalancer, leaving: Collection[str]) -> LoadBalancer:
         return replace(one, rules=rules, redirect_pool_id=_unless(one.redirect_pool_id, leaving))
 
     def listener(one: Listener) -> Listener:
-        policies = l7policies.counted(policy(each) for each in one.l7policies if each.id not in leaving)
+        policies = l7policy_positions.counted(policy(each) for each in one.l7policies if each.id not in leaving)
         return replace(one, l7policies=policies, default_pool_id=_unless(one.default_pool_id, leaving))
 
     def pool(one: Pool) -> Pool:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.capabilities import certificates
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.secrets import used_by
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.secret_refs import used_by
 from amphora_driver.provider_agent import taking
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import reading_back, wanted
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.model.secrets import Material, SecretName
+    from amphora_driver.model.secret_refs import Material, SecretName
     from amphora_driver.store.engine import Database
 
     _Object = LoadBalancer | Listener | Pool
@@ -159,7 +159,7 @@ class Reader:
         if row.read_back:
             tree = from_octavia.load_balancer(found)
             contents = self.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
-            points.reach(points.Point.TREE_READ)
+            failpoints.reach(failpoints.Point.TREE_READ)
             return self._taken(lambda connection: taking.take_tree(connection, row, tree, contents))
         self._mark(row)
         return True
@@ -177,12 +177,12 @@ class Reader:
             if node is not None:
                 nodes.append(node)
                 contents |= given
-        points.reach(points.Point.TREE_READ)
+        failpoints.reach(failpoints.Point.TREE_READ)
         return self._taken(lambda connection: taking.take_objects(connection, row, nodes, contents))
 
     def _taken(self, take: Callable[[Any], bool]) -> bool:
         taken = self._database.write(take)
-        points.reach(points.Point.TREE_TAKEN)
+        failpoints.reach(failpoints.Point.TREE_TAKEN)
         self._wake()
         return taken
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.model.vocabulary import Kind, Provisioning
+from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.audit import Auditor
 from amphora_driver.provider_agent.reading import Reader
@@ -262,16 +262,16 @@ class Reporter:
             }
             for row in rows
         }
-        points.reach(points.Point.BARRIER_NEXT)
+        failpoints.reach(failpoints.Point.BARRIER_NEXT)
         if not self._on_duty():
             return False
         held = self._barrier(barriers)
-        points.reach(points.Point.BARRIER_PASSED)
+        failpoints.reach(failpoints.Point.BARRIER_PASSED)
         waited = [row for row in rows if row.load_balancer_id not in held]
         passed = [(row.load_balancer_id, row.generation) for row in waited if not _asks(row)]
         if passed:
             self._database.write(lambda connection: taking.mark_committed(connection, passed))
-        points.reach(points.Point.COMMITTED)
+        failpoints.reach(failpoints.Point.COMMITTED)
         self._auditor.changed(row.load_balancer_id for row in waited)
         known = [self._reader.read(row, self._auditor.verify) for row in waited if _asks(row)]
         return len(passed) + sum(known) < len(rows)
@@ -324,9 +324,9 @@ class Reporter:
             accepted = [
                 report for report in reports if self._due(report) and self._on_duty() and self._report_alone(report)
             ]
-        points.reach(points.Point.REPORT_SENT)
+        failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: statuses.taken(connection, accepted))
-        points.reach(points.Point.REPORT_TAKEN)
+        failpoints.reach(failpoints.Point.REPORT_TAKEN)
         metrics.reported("taken", len(accepted))
         return True
 

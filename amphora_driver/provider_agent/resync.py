@@ -25,7 +25,7 @@ from octavia_lib.api.drivers import exceptions as octavia_errors
 
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
-from amphora_driver.model.vocabulary import Kind, Provisioning
+from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import audit, taking
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import generations, resyncs, statuses, wanted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
-    from amphora_driver.model.secrets import SecretName
+    from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.provider_agent.reading import Reader
     from amphora_driver.store.engine import Database
     from amphora_driver.store.secrets import Sealed

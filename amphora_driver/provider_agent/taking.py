@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Member
-from amphora_driver.model.secrets import tickets, used_by, used_in
-from amphora_driver.model.vocabulary import Kind, Provisioning
+from amphora_driver.model.secret_refs import tickets, used_by, used_in
 from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
 from amphora_driver.store.intents import Op
 from amphora_driver.store.secrets import Sealed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
-    from amphora_driver.model.secrets import SecretName
+    from amphora_driver.model.secret_refs import SecretName
 
 NOT_GIVEN = "Octavia handed nothing over under a reference: look whether the secret is there and can be read"
 

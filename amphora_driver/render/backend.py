@@ -16,8 +16,8 @@ import msgspec
 
 from amphora_driver.capabilities import options
 from amphora_driver.errors import ModelError
+from amphora_driver.model.enums import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Member, Pool
-from amphora_driver.model.vocabulary import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.render import monitor as monitors
 from amphora_driver.render import quoting, refusals, tls
 from amphora_driver.render.monitor import Monitor

@@ -16,8 +16,8 @@ import msgspec
 
 from amphora_driver.capabilities import log_format, options
 from amphora_driver.errors import ModelError
+from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
 from amphora_driver.render import headers, l7, quoting, refusals, tls
 from amphora_driver.render.backend import Examined, Route, needs_http
 from amphora_driver.render.quoting import Quoted

@@ -8,8 +8,8 @@ X-Forwarded-For is added to.
 from __future__ import annotations
 
 from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
+from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
-from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 

@@ -25,8 +25,8 @@ import msgspec
 
 from amphora_driver.capabilities import l7, regex
 from amphora_driver.errors import ModelError, UnsupportedOption
+from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener
-from amphora_driver.model.vocabulary import L7Action, L7Compare, L7RuleType
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from amphora_driver.capabilities import monitoring, virtual_servers
+from amphora_driver.model.enums import MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Pool
-from amphora_driver.model.vocabulary import MonitorType, PoolProtocol
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 

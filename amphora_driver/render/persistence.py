@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from amphora_driver.model.enums import PersistenceType
 from amphora_driver.model.loadbalancer import Pool
-from amphora_driver.model.vocabulary import PersistenceType
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cryptography.fernet import Fernet
 
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute import acceleration
 from amphora_driver.sandbox import topology
 

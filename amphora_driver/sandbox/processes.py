@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.compute.process import Process, end, spawn
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox.settings import SandboxError
@@ -146,7 +146,7 @@ class Supervision:
             return None
 
     def _environment(self) -> Mapping[str, str]:
-        names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "HOME", points.VARIABLE)
+        names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "HOME", failpoints.VARIABLE)
         kept = {name: os.environ[name] for name in names if name in os.environ}
         fixed = {
             "OCTAVIA_CONF": str(self._settings.octavia_configuration),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.fleet_tables import failover, failover_event
 from amphora_driver.store.tables import URGENT, amphora, work
@@ -120,7 +120,7 @@ def begin(
         # What failed before may well have failed because of these.
         due = {"dirty": True, "free_at": URGENT, "attempts": 0}
         connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
-        points.reach(points.Point.FAILOVER_WRITTEN)
+        failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
 
 

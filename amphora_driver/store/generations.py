@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.model.secrets import Purpose
+from amphora_driver.model.secret_refs import Purpose
 from amphora_driver.store.tables import secret, work
 
 if TYPE_CHECKING:

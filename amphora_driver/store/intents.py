@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver import points
+from amphora_driver import failpoints
 from amphora_driver.errors import UnknownObject
-from amphora_driver.model import from_octavia, l7policies
+from amphora_driver.model import from_octavia, l7policy_positions
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
-from amphora_driver.model.secrets import FIELDS, SecretName, named, used_by
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.secret_refs import FIELDS, SecretName, named, used_by
 from amphora_driver.store import failovers, reading_back, secrets, statuses, wanted
 from amphora_driver.store.engine import recognise_by
 from amphora_driver.store.secrets import Sealed
@@ -399,7 +399,7 @@ def _remember(connection: sa.Connection, load_balancer_id: str, generation: int,
         # A generation is one request.
         connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
     # The last thing of every call.
-    points.reach(points.Point.INTENT_WRITTEN)
+    failpoints.reach(failpoints.Point.INTENT_WRITTEN)
 
 
 def _around(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
@@ -479,7 +479,7 @@ def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: 
 def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
     """Shift the policies of the same listener as Octavia does; returns the one they make room for, at its place."""
     before: dict[str, L7Policy] = wanted.children(connection, policy.listener_id, Kind.L7POLICY)
-    now = {one.id: one for one in l7policies.placed(before.values(), policy)}
+    now = {one.id: one for one in l7policy_positions.placed(before.values(), policy)}
     own = now.pop(policy.id)
     wanted.update(connection, generation, [one for one in now.values() if one != before[one.id]])
     return own
@@ -488,7 +488,9 @@ def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> 
 def _close_up(connection: sa.Connection, generation: int, listener_id: str) -> None:
     """Close the gap a policy has left."""
     before: dict[str, L7Policy] = wanted.children(connection, listener_id, Kind.L7POLICY)
-    wanted.update(connection, generation, [one for one in l7policies.counted(before.values()) if one != before[one.id]])
+    wanted.update(
+        connection, generation, [one for one in l7policy_positions.counted(before.values()) if one != before[one.id]]
+    )
 
 
 def _let_go_of_pool(connection: sa.Connection, generation: int, pool: Pool) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import StoreError
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, authorities, secrets
 from amphora_driver.store.fleet_tables import authority
 from amphora_driver.store.tables import amphora, secret

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store.tables import secret
 from amphora_driver.store.vault import Place
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.model.vocabulary import Kind, Operating
+from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import clock, statuses
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Event

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.model.vocabulary import Kind, Operating, Provisioning
+from amphora_driver.model.enums import Kind, Operating, Provisioning
 from amphora_driver.store.tables import listener_statistics, request, secret, status, wanted_object, work
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.errors import UnknownObject
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import SHAPES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.store.tables import wanted_object
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
 
 import amphora_driver
-from amphora_driver.agent_client import AgentClient
+from amphora_driver.agent.client import AgentClient
 from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.health.heartbeat import open_datagram
 from amphora_driver.network.interface import FixedAddress, Port, Subnet

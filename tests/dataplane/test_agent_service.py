@@ -24,7 +24,7 @@ from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent import gate, server
 from amphora_agent.network.namespace import Namespace
-from amphora_driver.agent_client import AgentClient
+from amphora_driver.agent.client import AgentClient
 from amphora_driver.errors import AgentRefused, AgentUntrusted
 from amphora_driver.secret import Secret
 

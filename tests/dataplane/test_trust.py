@@ -14,8 +14,8 @@ from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 from throwaway_authority import CLIENT, SERVER, Authority
 
 from amphora_agent.stats.codec import decode
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.agent_identity import Instead
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.agent.tls import Instead
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
 from amphora_driver.secret import Secret
 

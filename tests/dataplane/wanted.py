@@ -13,6 +13,17 @@ import uuid
 
 from msgspec.structs import replace
 
+from amphora_driver.model.enums import (
+    Algorithm,
+    ClientAuthentication,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -23,17 +34,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    ClientAuthentication,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 
 VIP, VIP6 = "198.51.100.5", "2001:db8:1::5"

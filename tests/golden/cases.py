@@ -3,6 +3,17 @@
 
 from __future__ import annotations
 
+from amphora_driver.model.enums import (
+    Algorithm,
+    ClientAuthentication,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -14,17 +25,6 @@ from amphora_driver.model.loadbalancer import (
     Profile,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    ClientAuthentication,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 
 LB = "1b000000-0000-4000-8000-000000000000"

@@ -11,8 +11,8 @@ import msgspec
 
 from amphora_agent.virtual_servers import wanted
 from amphora_driver.controller.virtual_servers import virtual_servers
+from amphora_driver.model.enums import Algorithm, PersistenceType
 from amphora_driver.model.loadbalancer import Profile, SessionPersistence
-from amphora_driver.model.vocabulary import Algorithm, PersistenceType
 from amphora_driver.render.haproxy import render
 
 FILE = Path(__file__).parent / "virtual_servers.json"

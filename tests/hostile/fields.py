@@ -16,8 +16,8 @@ import trees
 from trees import REF, balancer
 
 from amphora_driver.capabilities import options
+from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, PersistenceType
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile
-from amphora_driver.model.vocabulary import L7Action, L7Compare, L7RuleType, PersistenceType
 
 Make = Callable[[int, str], LoadBalancer]
 

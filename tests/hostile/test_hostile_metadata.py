@@ -15,7 +15,7 @@ from amphora_driver import capabilities
 from amphora_driver.capabilities import flavors, zones
 from amphora_driver.capabilities.deployment import Backend, Deployment
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.vocabulary import Topology
+from amphora_driver.model.enums import Topology
 
 SCHEMAS = {module: Path(capabilities.__file__).with_name(name) for module, name in (
     (flavors, "flavor.json"), (zones, "availability_zone.json")

@@ -25,8 +25,8 @@ from amphora_driver.capabilities import virtual_servers as capabilities
 from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.virtual_servers import Made, virtual_servers
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Pool
-from amphora_driver.model.vocabulary import ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.render.haproxy import render
 
 LB, LISTENER, POOL, MEMBER, MONITOR, NEAR, BACK = (f"{kind:08x}-0000-4000-8000-000000000001" for kind in range(7))

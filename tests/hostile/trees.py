@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import msgspec
 
+from amphora_driver.model.enums import (
+    ClientAuthentication,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -18,16 +28,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    ClientAuthentication,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 
 change = msgspec.structs.replace

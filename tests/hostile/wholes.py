@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from reading import Words
 from texts import anything, printable
 
-from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool
-from amphora_driver.model.vocabulary import (
+from amphora_driver.model.enums import (
     Algorithm,
     L7Action,
     L7Compare,
@@ -26,6 +25,7 @@ from amphora_driver.model.vocabulary import (
     MonitorType,
     PersistenceType,
 )
+from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool
 
 Make = Callable[[int], LoadBalancer]
 HTTP = (ListenerProtocol.HTTP, ListenerProtocol.TERMINATED_HTTPS)

@@ -10,7 +10,7 @@ VIPs, and the order of SNI certificates.
 
 import msgspec
 
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.store import wanted
 
 _CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}

@@ -14,12 +14,12 @@ from cloud import Cloud
 from sandbox_of_a_test import running
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
+from amphora_driver.plugins import Catalogue
 from amphora_driver.sandbox import demo
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State

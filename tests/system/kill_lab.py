@@ -24,9 +24,9 @@ from sandbox_of_a_test import running
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import find
+from amphora_driver.failpoints import VARIABLE
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.points import VARIABLE
 from amphora_driver.sandbox import demo
 from amphora_driver.store import failovers, fleet_tables, spares, statuses, tables
 from amphora_driver.store.engine import Database

@@ -10,7 +10,7 @@ from cloud import Cloud
 from installed import package
 from sandbox_of_a_test import running
 
-from amphora_driver.backends import COMPUTE
+from amphora_driver.plugins import COMPUTE
 from amphora_driver.sandbox import demo
 from amphora_driver.sandbox.stack import Stack
 from amphora_driver.store import tables

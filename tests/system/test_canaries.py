@@ -27,12 +27,12 @@ from dataplane.pki import Authority
 from sandbox_of_a_test import running
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import AgentRefused
-from amphora_driver.model.secrets import tickets
+from amphora_driver.model.secret_refs import tickets
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo

@@ -20,9 +20,9 @@ import sqlalchemy as sa
 from kill_lab import Witness, in_step
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.certificates.authority import Authority
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.ca import Authority
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.errors import AgentError, AgentUntrusted
 from amphora_driver.network import namespaces
 from amphora_driver.secret import Secret

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from cloud import Cloud
 from sandbox_of_a_test import provider_agents
 
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.sandbox import topology
 from amphora_driver.store import tables, wanted
 

@@ -14,8 +14,8 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.errors import LeaseLost
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.queue.jobs import Jobs, guard
 from amphora_driver.store import amphorae, migrate
 from amphora_driver.store.engine import Database

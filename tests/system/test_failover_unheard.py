@@ -11,8 +11,8 @@ import pytest
 from amphoractl import Amphoractl
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.network import namespaces
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State

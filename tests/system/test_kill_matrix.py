@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from kill_lab import Witness, in_step
 
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.sandbox import topology
 from amphora_driver.store import tables, wanted
 

@@ -16,7 +16,7 @@ import claimed
 import pytest
 
 from amphora_driver import config
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.compute.netns import INNER_NAMESPACE, NetnsCompute
 from amphora_driver.compute.process import find

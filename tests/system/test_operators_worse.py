@@ -18,7 +18,7 @@ from cloud import Cloud
 from sandbox_of_a_test import running
 from test_operators import House
 
-from amphora_driver.certificates.authority import Authority
+from amphora_driver.certificates.ca import Authority
 from amphora_driver.sandbox import demo
 from amphora_driver.secret import Secret
 from amphora_driver.store.engine import Database

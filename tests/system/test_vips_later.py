@@ -16,7 +16,7 @@ from cloud import Cloud
 from installed import package
 from sandbox_of_a_test import running
 
-from amphora_driver.backends import NETWORK
+from amphora_driver.plugins import NETWORK
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import amphorae, tables, wanted
 from amphora_driver.store.engine import Database

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amphora_driver.foreign_text import printable
+from amphora_driver.untrusted_text import printable
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from amphora_driver import points
-from amphora_driver.points import Moment, Point
+from amphora_driver import failpoints
+from amphora_driver.failpoints import Moment, Point
 
 _REACH = """
-from amphora_driver import points
-points.reach(points.Point.CLAIMED)
-points.reach_in("Boot", points.Moment.DONE)
+from amphora_driver import failpoints
+failpoints.reach(failpoints.Point.CLAIMED)
+failpoints.reach_in("Boot", failpoints.Moment.DONE)
 print("through")
 """
 
@@ -23,7 +23,7 @@ print("through")
 def start(folder):
     return subprocess.Popen(
         [sys.executable, "-c", _REACH],
-        env={**os.environ, points.VARIABLE: str(folder)},
+        env={**os.environ, failpoints.VARIABLE: str(folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -60,7 +60,7 @@ def test_it_waits_until_it_may_go_on(tmp_path):
 
 
 def test_nothing_happens_where_nobody_asked_for_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(points, "_DIRECTORY", None)
-    monkeypatch.setattr(points, "_stop", pytest.fail)
-    points.reach(Point.CLAIMED)
-    points.reach_in("Boot", Moment.BEFORE)
+    monkeypatch.setattr(failpoints, "_DIRECTORY", None)
+    monkeypatch.setattr(failpoints, "_stop", pytest.fail)
+    failpoints.reach(Point.CLAIMED)
+    failpoints.reach_in("Boot", Moment.BEFORE)

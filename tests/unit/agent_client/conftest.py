@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from amphora_driver import config
-from amphora_driver.agent_client import AgentClient
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.ca import Authority, create_authority
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 

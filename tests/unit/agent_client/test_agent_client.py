@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from amphora_driver import agent_client
-from amphora_driver.agent_client import AgentClient, Applied, Loaded, Vrrp
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.agent import client as client_module
+from amphora_driver.agent.client import AgentClient, Applied, Loaded, Vrrp
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted, CertificateError
 
@@ -94,7 +94,7 @@ def test_one_connection_serves_many_calls(world):
 
 
 def test_the_pools_are_bounded(world, monkeypatch):
-    monkeypatch.setattr("amphora_driver.agent_client._MOST_POOLS", 3)
+    monkeypatch.setattr("amphora_driver.agent.client._MOST_POOLS", 3)
     client = world.client(1)
     for number in range(10):
         client._pool(f"amphora-{number}", HOST)
@@ -250,7 +250,7 @@ def test_redirects_are_not_followed(world):
 
 
 def test_an_endless_answer_is_cut_off(world, monkeypatch):
-    monkeypatch.setattr("amphora_driver.agent_client._MOST_ANSWER", 1 << 20)
+    monkeypatch.setattr("amphora_driver.agent.client._MOST_ANSWER", 1 << 20)
     agent = world.agent()
     sent = []
 
@@ -412,7 +412,7 @@ def test_wait_until_ready(world):
 
 
 def test_an_agent_that_works_for_long_is_waited_for(world, monkeypatch):
-    monkeypatch.setattr(agent_client, "_SILENCE", 0.3)
+    monkeypatch.setattr(client_module, "_SILENCE", 0.3)
     agent = world.agent()
     agent.behave = lambda handler: (time.sleep(1.5), setattr(agent, "behave", None), agent.serve(handler, b""))
     assert world.client(agent.port).info(AMPHORA, HOST).amphora_id == AMPHORA
@@ -420,8 +420,8 @@ def test_an_agent_that_works_for_long_is_waited_for(world, monkeypatch):
 
 
 def test_an_agent_that_is_frozen_is_not(world, monkeypatch):
-    monkeypatch.setattr(agent_client, "_SILENCE", 0.3)
-    monkeypatch.setattr(agent_client, "_HANDSHAKE", 0.3)
+    monkeypatch.setattr(client_module, "_SILENCE", 0.3)
+    monkeypatch.setattr(client_module, "_HANDSHAKE", 0.3)
     agent = world.agent()
     frozen = threading.Event()
 

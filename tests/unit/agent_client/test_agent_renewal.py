@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from amphora_driver.certificates.authority import CLOCK_SKEW, Authority, create_authority
+from amphora_driver.certificates.ca import CLOCK_SKEW, Authority, create_authority
 from amphora_driver.errors import AgentRefused, AgentUntrusted
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"

@@ -23,9 +23,9 @@ import sqlalchemy as sa
 from bench_harness import BENCHMARKS, CONNECTIONS, adapters, heartbeat, imported_anew, spec
 
 from amphora_driver import config, driver
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.health import bookkeeper
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.store import tables, wanted
 
 FLOWS = (

@@ -4,7 +4,7 @@
 import msgspec
 
 from amphora_driver.capabilities.deployment import Backend, Deployment
-from amphora_driver.model.vocabulary import Topology
+from amphora_driver.model.enums import Topology
 
 NETNS = Backend(name="netns", supports=frozenset({"compute_flavor", "compute_zone"}), wiring="bridge")
 CLOUD = Backend(

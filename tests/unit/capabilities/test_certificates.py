@@ -12,7 +12,7 @@ from dataplane.pki import Authority, key
 
 from amphora_driver.capabilities import certificates
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.secrets import Material, Purpose, SecretName
+from amphora_driver.model.secret_refs import Material, Purpose, SecretName
 from amphora_driver.secret import Secret
 
 OPTION = "listener option default_tls_container_ref"

@@ -6,6 +6,14 @@ import pytest
 from amphora_driver.capabilities import options
 from amphora_driver.capabilities.monitoring import expected_codes
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import (
+    Algorithm,
+    ClientAuthentication,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     Listener,
@@ -14,14 +22,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    ClientAuthentication,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 
 TLS_DEFAULTS = {

@@ -9,8 +9,8 @@ from deployments import CLOUD, ELSEWHERE, IMAGES, LOCAL, NETNS, deployment
 from amphora_driver.capabilities import zones
 from amphora_driver.capabilities.profile import choose
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile, Vip
-from amphora_driver.model.vocabulary import Topology
 
 HERE = deployment(NETNS, IMAGES, CLOUD, network=(LOCAL, ELSEWHERE))
 

@@ -9,15 +9,8 @@ from deployments import ELSEWHERE, LOCAL, NETNS, deployment
 
 from amphora_driver.capabilities import flavors, options, profile, virtual_servers
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, Member, Pool, SessionPersistence, Vip
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    L7Action,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
-)
 
 FILLED_IN = {
     "tls_versions": ("TLSv1.2", "TLSv1.3"),

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from amphora_driver.certificates.authority import CLOCK_SKEW, Authority, create_authority
+from amphora_driver.certificates.ca import CLOCK_SKEW, Authority, create_authority
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 

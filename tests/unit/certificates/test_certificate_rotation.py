@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from amphora_driver.certificates import rotation
-from amphora_driver.certificates.rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
+from amphora_driver.certificates import ca_rotation
+from amphora_driver.certificates.ca_rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
 from amphora_driver.store.authorities import Held, Kind, Recorded, State
 
 NOW = 2_000_000_000.0
@@ -89,20 +89,20 @@ def test_what_it_trusts_is_what_it_should(has, wanted, other):
 )
 def test_when_a_certificate_is_renewed(one, wanted, words, state):
     wanted = wanted or Wanted(authority=None, trusts=FILES)
-    said = rotation.why(one, wanted, TERMS, NOW)
+    said = ca_rotation.why(one, wanted, TERMS, NOW)
     assert words in said
     assert bool(said) is bool(words)
-    assert rotation.condition(one, wanted, TERMS, NOW) == state
+    assert ca_rotation.condition(one, wanted, TERMS, NOW) == state
 
 
 def test_those_that_were_issued_together_are_not_renewed_together():
-    moments = sorted(rotation.due_at(held(number), TERMS) - NOW for number in range(1000))
+    moments = sorted(ca_rotation.due_at(held(number), TERMS) - NOW for number in range(1000))
     assert moments[0] > 0.45 * 7 * DAY - 60
     assert moments[-1] < 0.55 * 7 * DAY + 60
     hours = [len(list(group)) for _, group in itertools.groupby(moments, lambda one: one // 3600)]
     assert max(hours) < 150, "a thousand over seventeen hours"
     late = Terms(validity=DAY, renew_at=0.99)
-    assert rotation.due_at(held(0), late) < NOW + 7 * DAY
+    assert ca_rotation.due_at(held(0), late) < NOW + 7 * DAY
 
 
 CONTROLLERS = [
@@ -127,7 +127,9 @@ def test_the_controllers_authority_moves_when_nobody_is_shut_out(states, trusted
     found = phase(Kind.CONTROLLER, rows, everyone, NOW, 90.0)
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
-    assert phase(Kind.AMPHORA, rows, everyone, NOW, 90.0) == rotation.Phase(), "the other kind is none of its business"
+    assert phase(Kind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.Phase(), (
+        "the other kind is none of its business"
+    )
 
 
 AMPHORAE = [

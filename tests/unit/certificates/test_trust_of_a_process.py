@@ -10,9 +10,9 @@ from cryptography import x509
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.certificates import trust as trusting
-from amphora_driver.certificates.authority import Authority, create_authority
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.certificates import trust_store as trusting
+from amphora_driver.certificates.ca import Authority, create_authority
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import authorities
 from amphora_driver.store.authorities import Kind, State

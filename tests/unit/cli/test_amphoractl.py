@@ -10,8 +10,8 @@ import migrated
 import pytest
 
 from amphora_driver.cli.main import COMMANDS, main
+from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.store import wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import failover, silence

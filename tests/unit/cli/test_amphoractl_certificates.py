@@ -8,7 +8,7 @@ import migrated
 import pytest
 from cryptography.fernet import Fernet
 
-from amphora_driver.certificates.authority import create_authority, fingerprint
+from amphora_driver.certificates.ca import create_authority, fingerprint
 from amphora_driver.store import authorities
 from amphora_driver.store.authorities import State
 from amphora_driver.store.engine import Database

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store import migrate, schema, secrets
 from amphora_driver.store.amphorae import key_place

@@ -11,13 +11,13 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.agent_client import Vrrp
+from amphora_driver.agent.client import Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
 from amphora_driver.errors import AgentUnreachable
+from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from control import TREE, World, controlled
 
-from amphora_driver.agent_client import BundleState
+from amphora_driver.agent.client import BundleState
 from amphora_driver.controller import auditing
 from amphora_driver.controller.auditing import DUTY, Auditing
 from amphora_driver.errors import AgentUnreachable, StoreError

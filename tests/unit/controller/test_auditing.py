@@ -3,7 +3,7 @@
 
 import pytest
 
-from amphora_driver.agent_client import BundleState
+from amphora_driver.agent.client import BundleState
 from amphora_driver.cli import differing
 from amphora_driver.controller.auditing import Verdict, judge
 

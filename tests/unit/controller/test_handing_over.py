@@ -8,7 +8,7 @@ import migrated
 import pytest
 
 from amphora_driver import config
-from amphora_driver.agent_client import Vrrp
+from amphora_driver.agent.client import Vrrp
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn

@@ -7,8 +7,8 @@ import pytest
 from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.errors import AgentRefused, UnsupportedOption
+from amphora_driver.model.enums import Algorithm, Kind, PoolProtocol
 from amphora_driver.model.loadbalancer import Member, Pool
-from amphora_driver.model.vocabulary import Algorithm, Kind, PoolProtocol
 
 
 class Picky(World):

@@ -10,8 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.controller.memory import Trees, count
-from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import (
+from amphora_driver.model.enums import (
     Algorithm,
     Kind,
     L7Action,
@@ -21,6 +20,7 @@ from amphora_driver.model.vocabulary import (
     MonitorType,
     PoolProtocol,
 )
+from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import reading_back, statuses, wanted
 from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents

@@ -3,8 +3,8 @@
 
 from amphora_driver.controller.reconcile import networks
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.model.enums import PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import PoolProtocol
 from amphora_driver.network.interface import Subnet
 
 

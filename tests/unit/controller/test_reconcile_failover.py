@@ -10,8 +10,8 @@ from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.errors import AgentUnreachable, ComputeError
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, reading_back, spares
 from amphora_driver.store.amphorae import State

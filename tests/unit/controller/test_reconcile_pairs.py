@@ -6,7 +6,7 @@ import time
 import pytest
 from control import LB, LISTENER, TREE, controlled
 
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
 

@@ -6,10 +6,10 @@ import pytest
 import sqlalchemy as sa
 from control import LB, TREE, World, controlled
 
-from amphora_driver.agent_client import Info
-from amphora_driver.certificates import rotation
-from amphora_driver.certificates.authority import Authority, create_authority
-from amphora_driver.certificates.trust import Papers
+from amphora_driver.agent.client import Info
+from amphora_driver.certificates import ca_rotation
+from amphora_driver.certificates.ca import Authority, create_authority
+from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.controller import renewal as renewing
 from amphora_driver.controller.renewal import Certificates, attended
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
@@ -26,7 +26,7 @@ class Trusted:
     """What amphorae are to have, as a test says."""
 
     def __init__(self):
-        self.wanted = rotation.Wanted(authority=None, trusts="files-x/y")
+        self.wanted = ca_rotation.Wanted(authority=None, trusts="files-x/y")
         self.error = None
 
     def papers(self):
@@ -127,7 +127,7 @@ def test_of_two_boots_only_what_both_gave_counts(control, trust, monkeypatch, fi
     monkeypatch.setattr(control.world, "get", World.get.__get__(control.world) if there else lambda _: None)
     control.intents.create_load_balancer(TREE, read_back=False)
     for authority, trusts in (first, second):
-        trust.wanted = rotation.Wanted(authority=authority, trusts=trusts)
+        trust.wanted = ca_rotation.Wanted(authority=authority, trusts=trusts)
         control.hurry()
         control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
@@ -155,7 +155,7 @@ def test_one_that_is_due_is_renewed_and_nothing_else_happens(control):
 
 def test_what_it_is_to_trust_has_changed(control, trust):
     begun(control)
-    trust.wanted = rotation.Wanted(authority=2, trusts="1,2")
+    trust.wanted = ca_rotation.Wanted(authority=2, trusts="1,2")
     due(control)
     control.work()
     (now,) = control.observed().values()

@@ -13,13 +13,13 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.agent_client import Applied
-from amphora_driver.backends import Catalogue
+from amphora_driver.agent.client import Applied
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.plugins import Catalogue
 from amphora_driver.provider_agent import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store import amphorae

@@ -9,7 +9,6 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver import config
-from amphora_driver.backends import Catalogue
 from amphora_driver.compute.interface import BootOrder
 from amphora_driver.controller import sweeping
 from amphora_driver.controller.sweeping import Sweeper
@@ -19,6 +18,7 @@ from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork
+from amphora_driver.plugins import Catalogue
 from amphora_driver.store import amphorae, claims
 from amphora_driver.store.engine import Database
 from amphora_driver.store.tables import amphora_seen, orphan, work

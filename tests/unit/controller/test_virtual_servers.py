@@ -22,6 +22,7 @@ from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
 from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
+from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -32,14 +33,6 @@ from amphora_driver.model.loadbalancer import (
     Profile,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    L7Action,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.render.haproxy import render

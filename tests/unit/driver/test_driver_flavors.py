@@ -11,9 +11,9 @@ from octavia_objects import LB, LISTENER, NETWORK, SUBNET, listener, load_balanc
 from stevedore import ExtensionManager, _cache
 
 from amphora_driver import config, driver
-from amphora_driver.backends import NETWORK as NETWORKS
+from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.model.vocabulary import Topology
+from amphora_driver.plugins import NETWORK as NETWORKS
 from amphora_driver.store import tables, wanted
 
 SOURCE = """

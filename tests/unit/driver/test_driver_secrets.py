@@ -10,8 +10,8 @@ from octavia_lib.api.drivers import data_models, exceptions
 from octavia_objects import LB, LISTENER, POOL, listener, load_balancer, pool
 
 from amphora_driver import driver
-from amphora_driver.model.secrets import Purpose, SecretName
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import reading_back, secrets, tables
 from amphora_driver.store.vault import Vault
 

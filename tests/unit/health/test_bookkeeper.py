@@ -12,8 +12,8 @@ from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.heartbeat import Heartbeat
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
+from amphora_driver.model.enums import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.store import amphorae, statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import amphora, amphora_seen, listener_statistics, status, wanted_object, work

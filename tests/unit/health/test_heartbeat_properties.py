@@ -33,8 +33,8 @@ from amphora_driver.health.drifts import Drifts
 from amphora_driver.health.heartbeat import Heartbeat, open_datagram, read, unpack, verify
 from amphora_driver.health.ledger import Seen
 from amphora_driver.health.status import Report, operating_statuses
+from amphora_driver.model.enums import ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.secret import Secret
 
 INPUTS = int(os.environ.get("AMPHORA_HEARTBEATS", "10000"))

@@ -26,8 +26,8 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 from free_ports import free_ports
 
+from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
 from amphora_driver.store.intents import Intents

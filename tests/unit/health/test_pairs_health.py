@@ -10,8 +10,8 @@ from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.heartbeat import Heartbeat
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
+from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import ListenerProtocol, PoolProtocol
 from amphora_driver.store import amphorae, counters
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import amphora_seen, status, work

@@ -5,6 +5,16 @@ import msgspec
 import pytest
 
 from amphora_driver.health.status import Report, operating_statuses
+from amphora_driver.model.enums import (
+    Kind,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    Operating,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -14,16 +24,6 @@ from amphora_driver.model.loadbalancer import (
     Member,
     Pool,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Kind,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    Operating,
-    PoolProtocol,
 )
 
 change = msgspec.structs.replace

@@ -8,6 +8,7 @@ import pytest
 
 from amphora_driver.health.status import ListenerReport, PoolReport, Report, operating_statuses
 from amphora_driver.health.unmeasured import unmeasured
+from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -18,7 +19,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     Vip,
 )
-from amphora_driver.model.vocabulary import L7Action, L7Compare, L7RuleType, ListenerProtocol, MonitorType, PoolProtocol
 
 change = msgspec.structs.replace
 

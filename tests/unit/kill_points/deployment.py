@@ -20,9 +20,9 @@ from unit.driver.octavia_objects import NETWORK, SUBNET
 from world import World, WorldsNetwork
 
 from amphora_driver import config, driver
-from amphora_driver.backends import Catalogue
-from amphora_driver.certificates.authority import create_authority
+from amphora_driver.certificates.ca import create_authority
 from amphora_driver.network.addresses import AddressRange
+from amphora_driver.plugins import Catalogue
 from amphora_driver.store import fleet_tables, migrate, tables
 from amphora_driver.store.engine import Database
 from amphora_driver.store.vault import Vault

@@ -18,7 +18,7 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-from amphora_driver import points
+from amphora_driver import failpoints
 
 _REACHED_THE_END, _FAILED = 0, 70
 # Seconds of processor time for a fork. Time on the wall would let a test fail on a busy machine.
@@ -59,9 +59,9 @@ class Points:
         for one in (self._folder, self._armed):
             one.mkdir()
         self._visits = Counter()
-        self._stop = points._stop
-        monkeypatch.setattr(points, "_DIRECTORY", str(self._folder))
-        monkeypatch.setattr(points, "_stop", self._reached)
+        self._stop = failpoints._stop
+        monkeypatch.setattr(failpoints, "_DIRECTORY", str(self._folder))
+        monkeypatch.setattr(failpoints, "_stop", self._reached)
 
     def arm(self, names, visit=1):
         """A process dies once at each of these points, at its given visit to the point."""

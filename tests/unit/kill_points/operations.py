@@ -15,7 +15,7 @@ from processes import CERTIFICATES, DETECTION, HEALTH, ROTATION
 from runs import Operation
 from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 
-from amphora_driver.certificates import trust
+from amphora_driver.certificates import trust_store
 from amphora_driver.store import authorities, failovers, rotations, spares
 from amphora_driver.store.authorities import Kind
 from amphora_driver.store.rotations import ItemState, Selection
@@ -77,7 +77,7 @@ def _certificates_age(deployment):
 
 def _authorities_rotate(deployment):
     for kind in Kind:
-        new, present = trust.create(kind, deployment.vault, 30), trust.configured(deployment.conf, kind)
+        new, present = trust_store.create(kind, deployment.vault, 30), trust_store.configured(deployment.conf, kind)
         begin = partial(authorities.begin, kind=kind, configured=present, new=new, now=1.0)
         deployment.database.write(begin)
 

@@ -6,7 +6,7 @@ SIGKILL ends all three at once and so loses more than the death of one process.
 
 import time
 
-from amphora_driver.certificates.trust import Trust
+from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.controller.detection import Answer, How
 from amphora_driver.controller.detector import Detector
 from amphora_driver.controller.housekeeping import Housekeeping

@@ -17,7 +17,7 @@ from operations import BEGINNINGS, OPERATIONS
 from runs import Run
 
 from amphora_driver.controller.todo import AnyStep
-from amphora_driver.points import Moment, Point
+from amphora_driver.failpoints import Moment, Point
 from amphora_driver.store.authorities import Kind
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.

@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from dying import Kept
 
-from amphora_driver.agent_answers import Applied, Info, Vrrp
+from amphora_driver.agent.responses import Applied, Info, Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.errors import AgentRefused, AgentUnreachable
 from amphora_driver.health.heartbeat import Heartbeat

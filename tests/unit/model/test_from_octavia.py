@@ -6,9 +6,7 @@ from octavia_lib.api.drivers import data_models
 
 from amphora_driver.errors import ModelError
 from amphora_driver.model import from_octavia
-from amphora_driver.model.loadbalancer import L7Policy, Listener, Pool, SessionPersistence
-from amphora_driver.model.secrets import Purpose, SecretName
-from amphora_driver.model.vocabulary import (
+from amphora_driver.model.enums import (
     ClientAuthentication,
     Kind,
     L7Action,
@@ -16,6 +14,8 @@ from amphora_driver.model.vocabulary import (
     PersistenceType,
     PoolProtocol,
 )
+from amphora_driver.model.loadbalancer import L7Policy, Listener, Pool, SessionPersistence
+from amphora_driver.model.secret_refs import Purpose, SecretName
 
 CERTIFICATE, CA, CRL = Purpose.CERTIFICATE, Purpose.CA, Purpose.CRL
 

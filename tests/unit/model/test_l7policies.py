@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from amphora_driver.model.l7policies import counted, placed, without_leftovers
+from amphora_driver.model.enums import L7Action
+from amphora_driver.model.l7policy_positions import counted, placed, without_leftovers
 from amphora_driver.model.loadbalancer import L7Policy
-from amphora_driver.model.vocabulary import L7Action
 
 ANYWHERE = 2147483647
 

@@ -10,8 +10,8 @@ import pytest
 import sqlalchemy as sa
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import statuses, wanted

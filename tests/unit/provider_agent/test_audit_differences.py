@@ -4,8 +4,8 @@
 import msgspec
 import pytest
 
+from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Algorithm, L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.provider_agent.audit import differences, remaining
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")

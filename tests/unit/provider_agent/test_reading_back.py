@@ -9,9 +9,9 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool, Vip
-from amphora_driver.model.secrets import Purpose, SecretName
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.provider_agent import reading
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import secrets, statuses, wanted

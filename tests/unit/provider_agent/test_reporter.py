@@ -10,8 +10,8 @@ from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
 from amphora_driver.health import statistics
+from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol
 from amphora_driver.provider_agent import reporter as module
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import processes, statuses, wanted

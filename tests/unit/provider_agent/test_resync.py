@@ -11,8 +11,8 @@ from octavia_sockets import OctaviaSockets
 
 from amphora_driver.errors import ConfigurationError, ModelError
 from amphora_driver.model import from_octavia
+from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.model.vocabulary import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.store import resyncs, statuses, wanted
 from amphora_driver.store.intents import Intents

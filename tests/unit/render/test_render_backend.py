@@ -4,6 +4,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from amphora_driver.model.enums import Algorithm, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     Listener,
@@ -13,7 +14,6 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
-from amphora_driver.model.vocabulary import Algorithm, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.render.haproxy import render
 
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")

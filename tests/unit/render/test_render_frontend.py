@@ -5,9 +5,9 @@ import msgspec
 import pytest
 
 from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
+from amphora_driver.model.enums import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, SessionPersistence, Vip
-from amphora_driver.model.secrets import Purpose, tickets
-from amphora_driver.model.vocabulary import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
+from amphora_driver.model.secret_refs import Purpose, tickets
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.settings import Defaults
 

@@ -7,6 +7,16 @@ import msgspec
 import pytest
 
 from amphora_driver.errors import ModelError
+from amphora_driver.model.enums import (
+    Algorithm,
+    L7Action,
+    L7Compare,
+    L7RuleType,
+    ListenerProtocol,
+    MonitorType,
+    PersistenceType,
+    PoolProtocol,
+)
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
     L7Policy,
@@ -17,16 +27,6 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
     Vip,
-)
-from amphora_driver.model.vocabulary import (
-    Algorithm,
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PersistenceType,
-    PoolProtocol,
 )
 from amphora_driver.render.haproxy import forget, render
 

@@ -5,7 +5,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.model.secrets import Purpose, SecretName, tickets
+from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
 from amphora_driver.store import generations, secrets, statuses
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.secrets import Sealed

@@ -10,8 +10,8 @@ from bad_line import BadLine
 from free_ports import free_ports
 
 from amphora_driver.errors import StoreError
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.model.vocabulary import Kind
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store.engine import Database
 from amphora_driver.store.fleet_tables import metadata

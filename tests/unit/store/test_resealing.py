@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver.errors import StoreError
-from amphora_driver.model.secrets import Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, authorities, resealing, secrets
 from amphora_driver.store.fleet_tables import authority, metadata

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.model.enums import Kind, ListenerProtocol, Operating, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.model.vocabulary import Kind, ListenerProtocol, Operating, Provisioning
 from amphora_driver.store import statuses, wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import status, work

@@ -17,7 +17,7 @@ from alembic.script import ScriptDirectory
 from cryptography.fernet import Fernet
 
 from amphora_driver.errors import SchemaMismatch, StoreError
-from amphora_driver.model.vocabulary import Kind
+from amphora_driver.model.enums import Kind
 from amphora_driver.queue.jobs import Jobs, hold_duty
 from amphora_driver.secret import Secret
 from amphora_driver.store import (

@@ -15,7 +15,7 @@ import pytest
 from some_fleet import rows, write
 
 from amphora_driver import config
-from amphora_driver.certificates.authority import Authority, create_authority
+from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
 from amphora_driver.store.processes import Kind
 from amphora_driver.telemetry import metrics, server

@@ -26,15 +26,15 @@ import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-from amphora_driver.agent_answers import Applied, BundleState, Generation, Info, Loaded, Renewed, Vrrp
-from amphora_driver.agent_identity import EXCHANGE, Exchange, Identity
+from amphora_driver.agent.responses import Applied, BundleState, Generation, Info, Loaded, Renewed, Vrrp
+from amphora_driver.agent.tls import EXCHANGE, Exchange, Identity
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
-from amphora_driver.foreign_text import printable
 from amphora_driver.secret import Secret
+from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
-    from amphora_driver.certificates.trust import Trust
+    from amphora_driver.certificates.trust_store import Trust
 
 # What agents answer is known from here.
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver.model.enums import Word
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
-from amphora_driver.model.vocabulary import Word
 from amphora_driver.secret import Secret
 
 if TYPE_CHECKING:

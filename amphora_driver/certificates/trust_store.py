@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.agent_identity import Instead
-from amphora_driver.certificates import rotation
-from amphora_driver.certificates.authority import Authority, Issued, create_authority, ends
+from amphora_driver.agent.tls import Instead
+from amphora_driver.certificates import ca_rotation
+from amphora_driver.certificates.ca import Authority, Issued, create_authority, ends
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import authorities
 from amphora_driver.store.authorities import TRUSTED, Kind, Recorded, State
@@ -57,7 +57,7 @@ class Papers(msgspec.Struct, frozen=True, kw_only=True):
         issuer: signs its certificate.
     """
 
-    wanted: rotation.Wanted
+    wanted: ca_rotation.Wanted
     client_ca: bytes
     server_ca: bytes
     issuer: Authority
@@ -120,9 +120,9 @@ class Trust:
             server_ca = _certificates(recorded, Kind.AMPHORA, {State.NEXT, State.CURRENT})
             if server_ca is None:
                 server_ca = _file(self._options.ca_certificate, "ca_certificate")
-            named = rotation.trusts(controllers, client_ca, server_ca if signer is None else None)
+            named = ca_rotation.trusts(controllers, client_ca, server_ca if signer is None else None)
             return Papers(
-                wanted=rotation.Wanted(authority=None if signer is None else signer.id, trusts=named),
+                wanted=ca_rotation.Wanted(authority=None if signer is None else signer.id, trusts=named),
                 client_ca=client_ca,
                 server_ca=server_ca,
                 issuer=self._issuer(signer),

@@ -17,7 +17,7 @@ from stevedore.exception import MultipleMatches, NoMatches
 
 from amphora_driver.capabilities.deployment import Backend, Deployment
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
-from amphora_driver.model.vocabulary import Topology as Name
+from amphora_driver.model.enums import Topology as Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from amphora_driver.model.enums import L7Action
 from amphora_driver.model.loadbalancer import L7Policy
-from amphora_driver.model.vocabulary import L7Action
 
 _LEFTOVERS: dict[L7Action, tuple[str, ...]] = {
     L7Action.REJECT: ("redirect_pool_id", "redirect_url", "redirect_prefix", "redirect_http_code"),

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of the amphora agent: requests, typed responses, mutual TLS."""
