@@ -21,17 +21,6 @@ import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
 from amphora_driver import config, failpoints
-from amphora_driver.capabilities import (
-    certificates,
-    effort,
-    flavors,
-    membership,
-    options,
-    profile,
-    tls,
-    virtual_servers,
-    zones,
-)
 from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
@@ -53,6 +42,17 @@ from amphora_driver.store.engine import Database
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
+from amphora_driver.validation import (
+    availability_zones,
+    certificates,
+    cost_budget,
+    flavors,
+    options,
+    pool_members,
+    profile,
+    tls,
+    udp,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,8 +79,8 @@ def _check(node: Node) -> None:
     """Refuse what cannot be served, whatever kind of object it is."""
     _CHECKS[wanted.kind_of(node)](node)
     if isinstance(node, Pool):
-        membership.check_distinct(node)
-        virtual_servers.check_monitor(node)
+        pool_members.check_distinct(node)
+        udp.check_monitor(node)
     elif isinstance(node, Listener):
         for policy in node.l7policies:
             options.check_policy_place(policy, node)
@@ -107,13 +107,13 @@ class _Shared:
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Listener) and node.virtual and (pool := balancer.pool(node.default_pool_id)) is not None:
-            virtual_servers.check_families(pool, balancer.vips)
+            udp.check_families(pool, balancer.vips)
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.virtual:
-            virtual_servers.check_engines(node, self.catalogue.engines(chosen.compute))
+            udp.check_engines(node, self.catalogue.engines(chosen.compute))
             if balancer.has_in_front(node):
-                virtual_servers.check_families(node, balancer.vips)
+                udp.check_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
             name = chosen.network or str(self.conf.network.driver)
             options.check_vip_options(node, name, self.catalogue.network(name).supports)
@@ -137,7 +137,7 @@ def _answering(method: F) -> F:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with effort.one_request():
+            with cost_budget.one_request():
                 return method(*args, **kwargs)
         except UnsupportedOption as error:
             raise exceptions.UnsupportedOptionError(**_fault(error)) from error
@@ -252,7 +252,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             tree = tree if answered else without_addresses(tree)
             # Looked at only: they are read back with everything else.
             certificates.contents(from_octavia.secrets(Kind.LOAD_BALANCER, loadbalancer))
-            zones.check_vips(zone, tree.vips)
+            availability_zones.check_vips(zone, tree.vips)
             shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
             # Whether it was recorded is not known. If it was not, housekeeping gives the claimed addresses back.
@@ -425,12 +425,12 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
         """The availability-zone keys this provider serves, with descriptions."""
-        return zones.supported(_shared().catalogue.deployment())
+        return availability_zones.supported(_shared().catalogue.deployment())
 
     @_answering
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
         """Refuse availability-zone keys or values that are not served."""
-        zones.validate(availability_zone_metadata, _shared().catalogue.deployment())
+        availability_zones.validate(availability_zone_metadata, _shared().catalogue.deployment())
 
     # --- the three verbs everything below a load balancer knows -------------------------------------------------------
 

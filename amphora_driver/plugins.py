@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from stevedore import DriverManager, ExtensionManager
 from stevedore.exception import MultipleMatches, NoMatches
 
-from amphora_driver.capabilities.deployment import Backend, Deployment
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 from amphora_driver.model.enums import Topology as Name
+from amphora_driver.validation.backend_capabilities import Backend, Deployment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -82,7 +82,7 @@ class OneChangedRendering(Rendering):
 
 
 def _caches():
-    rooms = ("amphora_driver.capabilities.", "amphora_driver.render.")
+    rooms = ("amphora_driver.validation.", "amphora_driver.render.")
     values = [
         value for name, module in sys.modules.items() if name.startswith(rooms) for value in vars(module).values()
     ]

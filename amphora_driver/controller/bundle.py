@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from amphora_driver.capabilities import addresses
 from amphora_driver.controller.virtual_servers import VirtualServer
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged
+from amphora_driver.validation import addresses
 
 _TCP = "tcp"
 _SERVED = re.compile(r"^frontend (\S+)$", re.MULTILINE)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.capabilities import flavors, log_format
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
 from amphora_driver.render.settings import Defaults
+from amphora_driver.validation import flavors, log_format
 
 if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts

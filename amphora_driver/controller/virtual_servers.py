@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.capabilities import addresses, log_format, monitoring, options
-from amphora_driver.capabilities import virtual_servers as capabilities
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import Algorithm, MonitorType
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.render import refusals
 from amphora_driver.render.backend import once
 from amphora_driver.render.settings import DEFAULTS, LOG_FORMAT, Defaults, settings
+from amphora_driver.validation import addresses, health_monitors, log_format, options
+from amphora_driver.validation import udp as capabilities
 
 if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
@@ -309,7 +309,7 @@ def _member(member: Member, pool: Pool, vips: tuple[Vip, ...] | None) -> Virtual
 def _monitor(monitor: HealthMonitor, pool: Pool) -> VirtualMonitor | None:
     """A pool's monitor; None if it is switched off. It is checked in any case."""
     _check_id(monitor.id)
-    asked = monitoring.checked(monitor)
+    asked = health_monitors.checked(monitor)
     capabilities.check_monitor(pool)
     if not monitor.admin_state_up:
         return None

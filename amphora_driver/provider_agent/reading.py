@@ -16,7 +16,6 @@ import msgspec
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
 from amphora_driver import failpoints
-from amphora_driver.capabilities import certificates
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
@@ -27,6 +26,7 @@ from amphora_driver.queue import doorbell, hints
 from amphora_driver.store import reading_back, wanted
 from amphora_driver.store.secrets import Sealed, place
 from amphora_driver.store.vault import Vault
+from amphora_driver.validation import certificates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-from amphora_driver.capabilities import options
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Member, Pool
@@ -27,6 +26,7 @@ from amphora_driver.render.remember import Memory
 from amphora_driver.render.server import hash_id, server, servers
 from amphora_driver.render.settings import Defaults
 from amphora_driver.render.template import TEMPLATE
+from amphora_driver.validation import options
 
 _BALANCE = {
     Algorithm.ROUND_ROBIN: quoting.keywords("roundrobin"),

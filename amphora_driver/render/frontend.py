@@ -14,7 +14,6 @@ from functools import partial
 
 import msgspec
 
-from amphora_driver.capabilities import log_format, options
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
@@ -24,6 +23,7 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.render.remember import Memory
 from amphora_driver.render.settings import Defaults
 from amphora_driver.render.template import TEMPLATE
+from amphora_driver.validation import log_format, options
 
 METRICS = quoting.keywords("amphora:metrics")
 """The agent's backend that answers with metrics (its own part of the configuration defines it)."""

@@ -22,7 +22,6 @@ from functools import partial
 
 import msgspec
 
-from amphora_driver.capabilities import options
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.render import quoting, refusals, remember
@@ -31,6 +30,7 @@ from amphora_driver.render.frontend import Made, Surroundings, behind, frontend,
 from amphora_driver.render.settings import DEFAULTS, Defaults, settings
 from amphora_driver.render.template import PREAMBLE
 from amphora_driver.render.tls import File
+from amphora_driver.validation import options
 
 NOTHING: frozenset[str] = frozenset()
 

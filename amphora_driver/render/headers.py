@@ -7,11 +7,11 @@ X-Forwarded-For is added to.
 
 from __future__ import annotations
 
-from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
+from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION, FORWARDED_FOR
 
 # Values are log-formats, in which HAProxy writes control characters as %XX: a certificate adds no header of its own.
 # One that was not presented leaves its headers empty.

@@ -23,12 +23,12 @@ from operator import attrgetter
 
 import msgspec
 
-from amphora_driver.capabilities import l7, regex
 from amphora_driver.errors import ModelError, UnsupportedOption
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
+from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import msgspec
 
-from amphora_driver.capabilities import monitoring, virtual_servers
 from amphora_driver.model.enums import MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Pool
 from amphora_driver.render import quoting
 from amphora_driver.render.quoting import Quoted
+from amphora_driver.validation import health_monitors, udp
 
 RESPONDER_PORT = 9101
 """Where the agent of an amphora answers for its members' ICMP echo: `GET /ping/<member id>`."""
@@ -71,7 +71,7 @@ def verified_name(pool: Pool) -> Quoted | None:
     """
     if not pool.tls_enabled or pool.healthmonitor is None:
         return None
-    name = monitoring.host(pool.healthmonitor)
+    name = health_monitors.host(pool.healthmonitor)
     return None if name is None else quoting.host_name(name.removesuffix("."), "the domain name", pool.healthmonitor.id)
 
 
@@ -82,8 +82,8 @@ def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
         UnsupportedOption: an option of it is not served.
         QuotingError: HAProxy has no way to write a value of it.
     """
-    asked = monitoring.checked(wanted)
-    virtual_servers.check_monitor(pool)
+    asked = health_monitors.checked(wanted)
+    udp.check_monitor(pool)
     pace: list[Quoted | int] = [
         _CHECK,
         _INTER,
@@ -100,7 +100,7 @@ def monitor(wanted: HealthMonitor, pool: Pool) -> Monitor | None:
     if wanted.type is MonitorType.PING:
         words = quoting.words([*pace, _RESPONDER])
         return Monitor(check=words, elsewhere=words, explicit_port=False, ping=True, timeout=timeout, http=request)
-    demanded = wanted.type in monitoring.SPEAK_TLS
+    demanded = wanted.type in health_monitors.SPEAK_TLS
     here = demanded or (pool.tls_enabled and wanted.type is MonitorType.HTTP)
     proxy = [_CHECK_PROXY] if pool.protocol in _PROXIES else []
     check = quoting.words([*pace, *(_encryption(wanted, pool) if here else []), *proxy])
@@ -119,7 +119,7 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
     words = [_CHECK_SSL]
     if not pool.tls_enabled:
         words.append(_VERIFY_NONE)
-    name = monitoring.host(wanted)
+    name = health_monitors.host(wanted)
     if name is not None:
         words += [_CHECK_SNI, quoting.host_name(name.removesuffix("."), "the domain name", wanted.id)]
     if pool.tls_enabled and pool.alpn_protocols and wanted.type is not MonitorType.TLS_HELLO:
@@ -127,7 +127,7 @@ def _encryption(wanted: HealthMonitor, pool: Pool) -> list[Quoted]:
     return words
 
 
-def _request(wanted: HealthMonitor, asked: monitoring.HTTPRequest | None) -> Request | None:
+def _request(wanted: HealthMonitor, asked: health_monitors.HTTPRequest | None) -> Request | None:
     """What an HTTP check sends; of its words only the value of `hdr` is a log-format (`http-check send`)."""
     if wanted.type is MonitorType.PING:
         return Request(
@@ -142,7 +142,7 @@ def _request(wanted: HealthMonitor, asked: monitoring.HTTPRequest | None) -> Req
     host = None
     if asked.host is not None:
         host = quoting.log_format(asked.host, "the domain name", wanted.id)
-    elif asked.version == monitoring.VERSIONS[1.1]:
+    elif asked.version == health_monitors.VERSIONS[1.1]:
         host = _BY_ADDRESS
     return Request(
         method=quoting.token(asked.method, "the HTTP method", wanted.id),

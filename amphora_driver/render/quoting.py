@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NoReturn, cast
 
-from amphora_driver.capabilities import addresses
 from amphora_driver.errors import QuotingError
+from amphora_driver.validation import addresses
 
 # HAProxy's proxy and server names (manual section 2.1: letters, digits, - _ . :). The colon is left out
 # because it separates pool and listener in backend names.

@@ -10,11 +10,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from amphora_driver.capabilities import options
 from amphora_driver.model.loadbalancer import Member
 from amphora_driver.render import quoting
 from amphora_driver.render.monitor import Monitor
 from amphora_driver.render.quoting import Quoted
+from amphora_driver.validation import options
 
 _SERVER, _WEIGHT, _ID, _ADDR, _PORT, _BACKUP, _DISABLED = (
     quoting.keywords(word) for word in ("server", "weight", "id", "addr", "port", "backup", "disabled")

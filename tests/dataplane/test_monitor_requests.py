@@ -12,7 +12,7 @@ from peers import MEMBER, MEMBER6, Answer
 from visitors import serving
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
-from amphora_driver.capabilities.monitoring import METHODS
+from amphora_driver.validation.health_monitors import METHODS
 
 pytestmark = pytest.mark.root
 

@@ -15,9 +15,9 @@ from itertools import product
 import trees
 from trees import REF, balancer
 
-from amphora_driver.capabilities import options
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, PersistenceType
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile
+from amphora_driver.validation import options
 
 Make = Callable[[int, str], LoadBalancer]
 

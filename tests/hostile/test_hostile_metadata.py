@@ -11,21 +11,21 @@ import pytest
 from corpus import STRINGS
 from outcomes import shown
 
-from amphora_driver import capabilities
-from amphora_driver.capabilities import flavors, zones
-from amphora_driver.capabilities.deployment import Backend, Deployment
+from amphora_driver import validation
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
+from amphora_driver.validation import availability_zones, flavors
+from amphora_driver.validation.backend_capabilities import Backend, Deployment
 
-SCHEMAS = {module: Path(capabilities.__file__).with_name(name) for module, name in (
-    (flavors, "flavor.json"), (zones, "availability_zone.json")
+SCHEMAS = {module: Path(validation.__file__).with_name(name) for module, name in (
+    (flavors, "flavor.json"), (availability_zones, "availability_zone.json")
 )}  # fmt: skip
 KEYS = [
     (module, key, schema)
     for module, file in SCHEMAS.items()
     for key, schema in json.loads(file.read_text())["properties"].items()
 ]
-COMPUTE = Backend(name="here", supports=frozenset(flavors.COMPUTE_KEYS + zones.COMPUTE_KEYS))
+COMPUTE = Backend(name="here", supports=frozenset(flavors.COMPUTE_KEYS + availability_zones.COMPUTE_KEYS))
 DEPLOYMENT = Deployment(
     topologies=("SINGLE",),
     compute={"here": COMPUTE},

@@ -97,7 +97,7 @@ def unicode_questions(tree: ast.AST) -> list[str]:
     return [f"line {node.lineno}: {name}" for node, name, _ in calls(tree) if name in UNICODE]
 
 
-MAKERS = {(unicode_questions, "capabilities/regex.py")}
+MAKERS = {(unicode_questions, "validation/regex.py")}
 """What makes texts to try a user's pattern with; it judges none."""
 
 

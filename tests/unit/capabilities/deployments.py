@@ -3,8 +3,8 @@
 
 import msgspec
 
-from amphora_driver.capabilities.deployment import Backend, Deployment
 from amphora_driver.model.enums import Topology
+from amphora_driver.validation.backend_capabilities import Backend, Deployment
 
 NETNS = Backend(name="netns", supports=frozenset({"compute_flavor", "compute_zone"}), wiring="bridge")
 CLOUD = Backend(

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_driver.capabilities import l7
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule
+from amphora_driver.validation import l7
 
 KEYS = {L7RuleType.HEADER: "X-Key", L7RuleType.COOKIE: "key", L7RuleType.SSL_DN_FIELD: "CN"}
 VALUES = {L7RuleType.SSL_CONN_HAS_CERT: "True", L7RuleType.SSL_VERIFY_RESULT: "0"}

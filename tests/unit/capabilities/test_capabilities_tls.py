@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_driver.capabilities import tls
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.validation import tls
 
 OLD = "@SECLEVEL=0"
 X, Y = "TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384"

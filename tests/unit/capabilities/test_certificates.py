@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, r
 from cryptography.x509.oid import NameOID
 from dataplane.pki import Authority, key
 
-from amphora_driver.capabilities import certificates
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Material, Purpose, SecretName
 from amphora_driver.secret import Secret
+from amphora_driver.validation import certificates
 
 OPTION = "listener option default_tls_container_ref"
 PEM = serialization.Encoding.PEM

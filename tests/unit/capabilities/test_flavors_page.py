@@ -9,7 +9,7 @@ import pytest
 from deployments import CLOUD, LOCAL, deployment
 
 from amphora_driver import config
-from amphora_driver.capabilities import flavors, zones
+from amphora_driver.validation import availability_zones, flavors
 
 PAGE = Path(__file__).parents[3] / "docs" / "flavors.md"
 # What a key falls back to, where that is not an option of the same name in [haproxy].
@@ -43,7 +43,7 @@ def rows(schema):
         yield f"| `{key}` | {values(one)} | {one['description']} | {default(key)} |"
 
 
-@pytest.mark.parametrize("module", [flavors, zones])
+@pytest.mark.parametrize("module", [flavors, availability_zones])
 def test_every_key_has_its_row(module):
     text = PAGE.read_text(encoding="utf-8")
     written = [line for line in text.splitlines() if line.startswith("| `")]
@@ -53,14 +53,14 @@ def test_every_key_has_its_row(module):
 
 def test_there_is_no_row_too_many():
     written = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert written == [*flavors.SCHEMA.properties, *zones.SCHEMA.properties]
+    assert written == [*flavors.SCHEMA.properties, *availability_zones.SCHEMA.properties]
 
 
 def test_the_examples_would_be_accepted():
     text = PAGE.read_text(encoding="utf-8")
     everywhere = {"topologies": ("SINGLE", "ACTIVE_STANDBY"), "default_compute": "netns"}
     here = deployment(CLOUD, network=(LOCAL,), **everywhere)
-    for module, option in ((flavors, "--flavor-data"), (zones, "--availability-zone-data")):
+    for module, option in ((flavors, "--flavor-data"), (availability_zones, "--availability-zone-data")):
         found = re.findall(rf"{option} '(.+?)'", text, re.DOTALL)
         assert found
         for one in found:

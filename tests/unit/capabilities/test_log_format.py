@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from amphora_driver.capabilities import log_format
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.render.settings import LOG_FORMAT
+from amphora_driver.validation import log_format
 
 GOOD = [
     " ".join(f"%{name}" for name in sorted(log_format.VARIABLES)),

@@ -8,8 +8,8 @@ import copy
 import pytest
 from deployments import CLOUD, ELSEWHERE, IMAGES, LOCAL, NETNS, deployment
 
-from amphora_driver.capabilities import flavors, zones
 from amphora_driver.errors import UnsupportedOption
+from amphora_driver.validation import availability_zones, flavors
 
 # A value for every key of the schemas that the schema takes.
 GOOD = {
@@ -45,7 +45,7 @@ RICH = deployment(NETNS, IMAGES, network=(LOCAL, ELSEWHERE))
 
 
 @pytest.mark.parametrize("here", [PLAIN, RICH, deployment(CLOUD), deployment(IMAGES, NETNS)])
-@pytest.mark.parametrize("module", [flavors, zones])
+@pytest.mark.parametrize("module", [flavors, availability_zones])
 def test_what_is_listed_is_what_is_accepted(module, here):
     assert set(module.SCHEMA.properties) <= set(GOOD), "every key is tried"
     listed = module.supported(here)
@@ -71,7 +71,7 @@ def _accepted(module, metadata, here):
 
 
 def test_nothing_said_is_fine():
-    for module in (flavors, zones):
+    for module in (flavors, availability_zones):
         assert module.validate(None, PLAIN) == {}
         assert module.validate({}, PLAIN) == {}
 
@@ -117,14 +117,24 @@ def test_the_listing_names_the_values_that_are_served():
         (flavors, {"unknown": 1}, "unknown", "no such key"),
         (flavors, {7: 1}, "7", "no such key"),
         (flavors, ["x"], "flavor", "not an object"),
-        (zones, {"volume_zone": "v"}, "volume_zone", "no compute backend of this deployment serves it (netns)"),
-        (zones, {"management_network": "n"}, "management_network", "no compute backend"),
-        (zones, {"valid_vip_networks": "n"}, "valid_vip_networks", "type array"),
-        (zones, {"valid_vip_networks": []}, "valid_vip_networks", "empty"),
-        (zones, {"valid_vip_networks": ["n", 7]}, "valid_vip_networks", "its item 7 must be of type string"),
-        (zones, {"valid_vip_networks": ["n", "n"]}, "valid_vip_networks", "twice"),
-        (zones, {"compute_zone": ["a"]}, "compute_zone", "type string"),
-        (zones, "zone-1", "zone-1", "not an object"),
+        (
+            availability_zones,
+            {"volume_zone": "v"},
+            "volume_zone",
+            "no compute backend of this deployment serves it (netns)",
+        ),
+        (availability_zones, {"management_network": "n"}, "management_network", "no compute backend"),
+        (availability_zones, {"valid_vip_networks": "n"}, "valid_vip_networks", "type array"),
+        (availability_zones, {"valid_vip_networks": []}, "valid_vip_networks", "empty"),
+        (
+            availability_zones,
+            {"valid_vip_networks": ["n", 7]},
+            "valid_vip_networks",
+            "its item 7 must be of type string",
+        ),
+        (availability_zones, {"valid_vip_networks": ["n", "n"]}, "valid_vip_networks", "twice"),
+        (availability_zones, {"compute_zone": ["a"]}, "compute_zone", "type string"),
+        (availability_zones, "zone-1", "zone-1", "not an object"),
     ],
 )
 def test_refused(module, metadata, key, reason):
@@ -183,9 +193,9 @@ def test_what_only_looks_contradictory(flavor):
 def test_the_callers_objects_stay_as_they_are():
     left_out = ("connection_logging", "amp_image_tag", "vrrp_advert_interval")
     flavor = {key: GOOD[key] for key in flavors.supported(RICH) if key not in left_out}
-    zone = {key: GOOD[key] for key in zones.supported(RICH)}
+    zone = {key: GOOD[key] for key in availability_zones.supported(RICH)}
     assert "valid_vip_networks" in zone
     before = copy.deepcopy((flavor, zone))
     flavors.validate(flavor, RICH)
-    zones.validate(zone, RICH)
+    availability_zones.validate(zone, RICH)
     assert (flavor, zone) == before

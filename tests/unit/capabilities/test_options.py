@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_driver.capabilities import options
-from amphora_driver.capabilities.monitoring import expected_codes
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import (
     Algorithm,
@@ -23,6 +21,8 @@ from amphora_driver.model.loadbalancer import (
     SessionPersistence,
     Vip,
 )
+from amphora_driver.validation import options
+from amphora_driver.validation.health_monitors import expected_codes
 
 TLS_DEFAULTS = {
     "tls_versions": ("TLSv1.2", "TLSv1.3"),

@@ -6,11 +6,11 @@ import copy
 import pytest
 from deployments import CLOUD, ELSEWHERE, IMAGES, LOCAL, NETNS, deployment
 
-from amphora_driver.capabilities import zones
-from amphora_driver.capabilities.profile import choose
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile, Vip
+from amphora_driver.validation import availability_zones
+from amphora_driver.validation.profile import choose
 
 HERE = deployment(NETNS, IMAGES, CLOUD, network=(LOCAL, ELSEWHERE))
 
@@ -97,8 +97,8 @@ def vip(network):
 
 
 def test_vips_on_networks_the_zone_allows():
-    zones.check_vips(None, [vip("n1")])
-    zones.check_vips({"compute_zone": "z"}, [vip("n1")])
-    zones.check_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n2")])
+    availability_zones.check_vips(None, [vip("n1")])
+    availability_zones.check_vips({"compute_zone": "z"}, [vip("n1")])
+    availability_zones.check_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n2")])
     with pytest.raises(UnsupportedOption, match=r"n3.*valid_vip_networks.*n1, n2"):
-        zones.check_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n3")])
+        availability_zones.check_vips({"valid_vip_networks": ["n1", "n2"]}, [vip("n1"), vip("n3")])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from amphora_driver.capabilities import effort, regex
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
+from amphora_driver.validation import cost_budget, regex
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_check_has_a_total_budget(steps, pattern):
     """Each search of these patterns is allowed, and hundreds of them take seconds."""
     with pytest.raises(UnsupportedOption, match="too many steps to check"):
         regex.check("it", pattern)
-    assert 0 < sum(steps) <= effort.ONE_PATTERN
+    assert 0 < sum(steps) <= cost_budget.ONE_PATTERN
 
 
 def test_a_refusal_is_cached(steps):
@@ -126,7 +126,7 @@ def test_a_refusal_is_cached(steps):
         regex.check("it", "(a+)+$")
     with pytest.raises(UnsupportedOption, match=r"another option.*explodes"):
         regex.check("another option", "(a+)+$")
-    assert cost <= effort.ONE_PATTERN
+    assert cost <= cost_budget.ONE_PATTERN
     assert sum(steps) - cost <= 2 * max(regex._TRIAL_STEPS)
 
 
@@ -137,17 +137,17 @@ def check_all(patterns):
 
 def test_a_request_has_a_budget(steps):
     patterns = [f"{number}[^q]{{0,50}}[^q]{{0,50}}=(?:{'x' * 50})?(k)*" for number in range(100)]
-    with effort.one_request():
+    with cost_budget.one_request():
         with pytest.raises(UnsupportedOption, match=r"this request take too many steps.*several requests"):
             check_all(patterns)
         regex.check("it", patterns[0])
         regex.check("it", "foo")
-    assert sum(steps) <= effort.ONE_REQUEST
-    assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * effort.ONE_REQUEST_OCTETS
+    assert sum(steps) <= cost_budget.ONE_REQUEST
+    assert regex._Code.run.octets <= len(regex._TRIAL_STEPS) * cost_budget.ONE_REQUEST_OCTETS
     checked = len(steps)
     # None of them is refused for what others needed.
     for pattern in patterns:
-        with effort.one_request():
+        with cost_budget.one_request():
             regex.check("it", pattern)
     assert len(steps) > checked
 

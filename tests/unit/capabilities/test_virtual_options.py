@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from deployments import ELSEWHERE, LOCAL, NETNS, deployment
 
-from amphora_driver.capabilities import flavors, options, profile, virtual_servers
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, Member, Pool, SessionPersistence, Vip
+from amphora_driver.validation import flavors, options, profile, udp
 
 FILLED_IN = {
     "tls_versions": ("TLSv1.2", "TLSv1.3"),
@@ -95,7 +95,7 @@ def test_a_listener_promises_nothing_it_has_not(protocol, more):
     ],
 )
 def test_a_mask_of_one_family_says_nothing_of_the_other(granularity, prefixes):
-    assert virtual_servers.prefixes(granularity) == prefixes
+    assert udp.prefixes(granularity) == prefixes
     options.check_pool(pool(session_persistence=kept(persistence_granularity=granularity)))
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_mask(granularity):
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 360), (0, 360), (1, 1), (2678400, 2678400)])
 def test_how_long_a_client_stays(given, seconds):
-    assert virtual_servers.timeout(kept(persistence_timeout=given)) == seconds
+    assert udp.timeout(kept(persistence_timeout=given)) == seconds
 
 
 @pytest.mark.parametrize("given", [-1, 2678401, True, 1.5])
@@ -142,35 +142,35 @@ def test_a_pool_does_not_encrypt(protocol):
 def test_monitors_of_virtual_pools(protocol, kind):
     options.check_healthmonitor(checked_by(kind).healthmonitor)
     if kind in (MonitorType.HTTPS, MonitorType.TLS_HELLO):
-        sentence = said(virtual_servers.check_monitor, checked_by(kind, protocol))
+        sentence = said(udp.check_monitor, checked_by(kind, protocol))
         assert f"health monitor type '{kind}': members of {protocol} pools are not checked so" in sentence
     else:
-        virtual_servers.check_monitor(checked_by(kind, protocol))
+        udp.check_monitor(checked_by(kind, protocol))
 
 
 @pytest.mark.parametrize("kind", ["UDP-CONNECT", "SCTP"])
 def test_monitors_of_other_pools(kind):
-    sentence = said(virtual_servers.check_monitor, checked_by(kind, "HTTP"))
+    sentence = said(udp.check_monitor, checked_by(kind, "HTTP"))
     assert f"health monitor type '{kind}': only members of UDP and SCTP pools are checked so" in sentence
-    virtual_servers.check_monitor(checked_by("TLS-HELLO", "TCP"))
-    virtual_servers.check_monitor(pool("TCP"))
+    udp.check_monitor(checked_by("TLS-HELLO", "TCP"))
+    udp.check_monitor(pool("TCP"))
 
 
 def test_an_algorithm_that_no_engine_has_with_persistence():
     kept = SessionPersistence(type=PersistenceType.SOURCE_IP)
     least = pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept)
-    sentence = said(virtual_servers.check_engines, least, frozenset({"nftables"}))
+    sentence = said(udp.check_engines, least, frozenset({"nftables"}))
     assert "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence it needs amphorae whose" in sentence
     assert "they forward with nftables" in sentence
     assert "Use SOURCE_IP, or no session_persistence" in sentence
     for engines in (None, frozenset({"lvs", "nftables"})):
-        virtual_servers.check_engines(least, engines)
+        udp.check_engines(least, engines)
     for served in (
         pool(lb_algorithm=Algorithm.LEAST_CONNECTIONS),
         pool("TCP", lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=kept),
         pool(lb_algorithm=Algorithm.SOURCE_IP_PORT, session_persistence=kept),
     ):
-        virtual_servers.check_engines(served, frozenset({"nftables"}))
+        udp.check_engines(served, frozenset({"nftables"}))
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_an_algorithm_that_no_engine_has_with_persistence():
 )
 def test_packets_keep_their_family(members, addresses, refused):
     if refused is None:
-        virtual_servers.check_families(pool("UDP", *members), vips(*addresses))
+        udp.check_families(pool("UDP", *members), vips(*addresses))
     else:
-        sentence = said(virtual_servers.check_families, pool("UDP", *members), vips(*addresses))
+        sentence = said(udp.check_families, pool("UDP", *members), vips(*addresses))
         assert f"member option address '{refused}': it is IPv" in sentence
-    virtual_servers.check_families(pool("TCP", *members), vips(*addresses))
+    udp.check_families(pool("TCP", *members), vips(*addresses))
 
 
 @pytest.mark.parametrize("protocol", [one for one in ListenerProtocol if one not in options.READS_HTTP])

@@ -4,12 +4,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from amphora_driver.capabilities.headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
 from amphora_driver.model.enums import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, SessionPersistence, Vip
 from amphora_driver.model.secret_refs import Purpose, tickets
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.settings import Defaults
+from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
 
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
 VIP6 = Vip(address="2001:db8::5", subnet_id="s", network_id="n", port_id="p")

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from amphora_driver.capabilities import regex
-from amphora_driver.capabilities.l7 import COMPARISONS
 from amphora_driver.errors import ConfigurationError, ModelError
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, ListenerProtocol
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener
 from amphora_driver.render import l7, quoting
+from amphora_driver.validation import regex
+from amphora_driver.validation.l7 import COMPARISONS
 
 KEYS = {L7RuleType.HEADER: "X-!#$%&'*+-.^_`|~", L7RuleType.COOKIE: "a'b", L7RuleType.SSL_DN_FIELD: "CN"}
 VALUES = {L7RuleType.SSL_CONN_HAS_CERT: "True", L7RuleType.SSL_VERIFY_RESULT: "2"}

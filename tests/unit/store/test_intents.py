@@ -4,13 +4,13 @@
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.capabilities import l7, regex
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind, L7Action, L7Compare, L7RuleType, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool, Vip
 from amphora_driver.store import wanted
 from amphora_driver.store.intents import Intents
 from amphora_driver.store.tables import request, status, wanted_object, work
+from amphora_driver.validation import l7, regex
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 

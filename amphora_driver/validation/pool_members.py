@@ -7,9 +7,9 @@ checks and two statistics for the same thing.
 
 from __future__ import annotations
 
-from amphora_driver.capabilities import addresses
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import Pool
+from amphora_driver.validation import addresses
 
 
 def check_distinct(pool: Pool) -> None:

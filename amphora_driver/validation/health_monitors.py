@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from amphora_driver.capabilities.refusal import between, one_of
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import MonitorType
 from amphora_driver.model.loadbalancer import HealthMonitor
+from amphora_driver.validation.unsupported import between, one_of
 
 TYPES = tuple(MonitorType)
 """Which of them go with a pool: `virtual_servers.check_monitor`."""

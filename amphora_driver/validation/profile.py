@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from amphora_driver.capabilities import flavors, zones
-from amphora_driver.capabilities.deployment import Backend, Deployment
-from amphora_driver.capabilities.metadata import NOT_YET
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
+from amphora_driver.validation import availability_zones, flavors
+from amphora_driver.validation.backend_capabilities import Backend, Deployment
+from amphora_driver.validation.metadata_schema import NOT_YET
 
 _WHOLE_NUMBERS = (
     "timeout_client_data",
@@ -58,7 +58,7 @@ def choose(
         UnsupportedOption: a wish that cannot be fulfilled, or not together with the others.
     """
     wishes: Mapping[str, Any] = flavors.validate(flavor, deployment)
-    place: Mapping[str, Any] = zones.validate(zone, deployment)
+    place: Mapping[str, Any] = availability_zones.validate(zone, deployment)
     compute = _backend("compute", wishes.get("compute_driver", deployment.default_compute), deployment.compute)
     allocator = vip_network or deployment.default_network
     network = _backend("network", wishes.get("network_driver", allocator), deployment.network)
@@ -80,7 +80,7 @@ def choose(
             f"it cannot plug ports of the network backend {network.name}",
             "Choose another flavor.",
         )
-    for key in zones.COMPUTE_KEYS:
+    for key in availability_zones.COMPUTE_KEYS:
         if key in place and key not in compute.supports:
             raise UnsupportedOption(
                 f"use the availability zone key '{key}'",
@@ -88,7 +88,7 @@ def choose(
                 "Choose another availability zone, or a flavor with another compute backend.",
             )
     chosen: dict[str, Any] = {
-        **{key: place.get(key) for key in zones.COMPUTE_KEYS},
+        **{key: place.get(key) for key in availability_zones.COMPUTE_KEYS},
         # JSON says 5.0 for a whole number too.
         **{key: int(wishes[key]) for key in _WHOLE_NUMBERS if key in wishes},
         **{key: wishes[key] for key in _SAME_NAME if key in wishes},

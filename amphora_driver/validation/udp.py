@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from ipaddress import IPv4Address, IPv6Address
 from typing import NamedTuple
 
-from amphora_driver.capabilities import addresses
-from amphora_driver.capabilities.refusal import absent, refuse
 from amphora_driver.model.enums import Algorithm, MonitorType, PersistenceType
 from amphora_driver.model.loadbalancer import Listener, Pool, SessionPersistence, Vip
+from amphora_driver.validation import addresses
+from amphora_driver.validation.unsupported import absent, refuse
 
 MONITORS = (MonitorType.UDP_CONNECT, MonitorType.SCTP, MonitorType.TCP, MonitorType.HTTP, MonitorType.PING)
 """As Octavia's API has it, for UDP and SCTP alike: a member may be asked at a port where it speaks something else."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from amphora_driver.capabilities import addresses, headers, l7, monitoring, tls, virtual_servers
-from amphora_driver.capabilities.refusal import NOT_YET, absent, between, one_of, refuse
 from amphora_driver.model.enums import Algorithm, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
@@ -24,6 +22,8 @@ from amphora_driver.model.loadbalancer import (
     Pool,
     SessionPersistence,
 )
+from amphora_driver.validation import addresses, health_monitors, insert_headers, l7, tls, udp
+from amphora_driver.validation.unsupported import NOT_YET, absent, between, one_of, refuse
 
 LISTENER_PROTOCOLS = (
     ListenerProtocol.HTTP,
@@ -125,12 +125,12 @@ def check_listener(listener: Listener) -> None:
             addresses.parse_network(cidr)
         except ValueError:
             refuse("listener option allowed_cidrs", cidr, "it is not a network", "Use one like 198.51.100.0/24.")
-    headers.check(listener)
+    insert_headers.check(listener)
     _check_hsts(listener)
     if protocol is ListenerProtocol.PROMETHEUS:
         absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener serves itself")
     if listener.virtual:
-        virtual_servers.check_listener(listener)
+        udp.check_listener(listener)
     tls.check_listener(listener)
 
 
@@ -166,7 +166,7 @@ def check_pool(pool: Pool) -> None:
     one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
     one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        check = virtual_servers.check_persistence if pool.virtual else _check_persistence
+        check = udp.check_persistence if pool.virtual else _check_persistence
         check(pool, pool.session_persistence)
     tls.check_pool(pool)
 
@@ -221,7 +221,7 @@ def check_healthmonitor(monitor: HealthMonitor) -> None:
     Raises:
         UnsupportedOption: an option, or a value of it, is not served.
     """
-    monitoring.checked(monitor)
+    health_monitors.checked(monitor)
 
 
 check_l7policy = l7.check_l7policy

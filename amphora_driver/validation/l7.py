@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 
-from amphora_driver.capabilities import regex
-from amphora_driver.capabilities.refusal import one_of, refuse
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule
+from amphora_driver.validation import regex
+from amphora_driver.validation.unsupported import one_of, refuse
 
 MAX_RULES = 50
 """Rules of one policy, as in Octavia. HAProxy takes 64 words a line, of which an action needs up to seven."""

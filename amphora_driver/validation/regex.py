@@ -24,9 +24,9 @@ from weakref import finalize
 
 import msgspec
 
-from amphora_driver.capabilities.effort import ONE_PATTERN, Exhausted, spend
-from amphora_driver.capabilities.refusal import refuse
 from amphora_driver.errors import ConfigurationError
+from amphora_driver.validation.cost_budget import ONE_PATTERN, Exhausted, spend
+from amphora_driver.validation.unsupported import refuse
 
 LIBRARY = "libpcre2-8.so.0"
 

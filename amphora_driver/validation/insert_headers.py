@@ -6,9 +6,9 @@ Invariant: every name that the API accepts (`octavia_lib.common.constants`) is h
 
 from __future__ import annotations
 
-from amphora_driver.capabilities.refusal import refuse
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
+from amphora_driver.validation.unsupported import refuse
 
 FORWARDED_FOR = "X-Forwarded-For"
 """The one header that is added to what the client sent: it is a list of hops."""

@@ -15,9 +15,9 @@ import ssl
 from functools import lru_cache
 from typing import NamedTuple
 
-from amphora_driver.capabilities.refusal import refuse
 from amphora_driver.model.enums import ClientAuthentication, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
+from amphora_driver.validation.unsupported import refuse
 
 VERSIONS = {"TLSv1": "TLSv1.0", "TLSv1.1": "TLSv1.1", "TLSv1.2": "TLSv1.2", "TLSv1.3": "TLSv1.3"}
 """The API's words and HAProxy's, oldest first."""

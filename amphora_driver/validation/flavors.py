@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from amphora_driver.capabilities import log_format
-from amphora_driver.capabilities.deployment import Deployment
-from amphora_driver.capabilities.metadata import NOT_YET, Schema, Terms
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
+from amphora_driver.validation import log_format
+from amphora_driver.validation.backend_capabilities import Deployment
+from amphora_driver.validation.metadata_schema import NOT_YET, Schema, Terms
 
 SCHEMA = Schema("flavor", "flavor.json")
 # What a compute or a network backend has to fulfil.

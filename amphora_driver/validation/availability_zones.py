@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from amphora_driver.capabilities.deployment import Deployment
-from amphora_driver.capabilities.metadata import Schema, Terms
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.validation.backend_capabilities import Deployment
+from amphora_driver.validation.metadata_schema import Schema, Terms
 
 SCHEMA = Schema("availability zone", "availability_zone.json")
 # What a compute backend has to fulfil.
