@@ -21,6 +21,8 @@ import msgspec
 from octavia_lib.api.drivers import data_models, exceptions, provider_base
 
 from amphora_driver import config, failpoints
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import (
     AmphoraDriverError,
     Conflict,
@@ -37,11 +39,9 @@ from amphora_driver.model.secret_refs import Material, SecretName
 from amphora_driver.network.interface import NotYet, VipRequest
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell, hints
-from amphora_driver.store import claims, wanted
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.secrets import Sealed, place
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import desired_objects, vip_claims
+from amphora_driver.store.requests import Intents
+from amphora_driver.store.sealed_secrets import Sealed, place
 from amphora_driver.validation import (
     availability_zones,
     certificates,
@@ -77,7 +77,7 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
 
 def _check(node: Node) -> None:
     """Refuse what cannot be served, whatever kind of object it is."""
-    _CHECKS[wanted.kind_of(node)](node)
+    _CHECKS[desired_objects.kind_of(node)](node)
     if isinstance(node, Pool):
         pool_members.check_distinct(node)
         udp.check_monitor(node)
@@ -121,7 +121,10 @@ class _Shared:
     def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
         """The network backend a load balancer's VIPs were taken from, or would be; and whether it has answered."""
         noted, wish = self.database.read(
-            lambda connection: (claims.of(connection, load_balancer_id), claims.wish_of(connection, load_balancer_id))
+            lambda connection: (
+                vip_claims.of(connection, load_balancer_id),
+                vip_claims.wish_of(connection, load_balancer_id),
+            )
         )
         return noted or str(self.conf.network.driver), wish is None
 
@@ -209,15 +212,15 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         ]
         shared = _shared()
         name = shared.database.write(
-            lambda connection: claims.note(connection, loadbalancer_id, shared.conf.network.driver)
+            lambda connection: vip_claims.note(connection, loadbalancer_id, shared.conf.network.driver)
         )
         failpoints.reach(failpoints.Point.CLAIM_NOTED)
-        wish = claims.Wish(project_id=project_id, vips=(primary, *more), since=shared.database.now())
+        wish = vip_claims.Wish(project_id=project_id, vips=(primary, *more), since=shared.database.now())
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
         failpoints.reach(failpoints.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
-            later = claims.later(wish, found, shared.database.now())
-            shared.database.write(lambda connection: claims.keep(connection, loadbalancer_id, name, later))
+            later = vip_claims.later(wish, found, shared.database.now())
+            shared.database.write(lambda connection: vip_claims.keep(connection, loadbalancer_id, name, later))
         first, *others = wish.vips if isinstance(found, NotYet) else found
         answer = {
             **vip_dictionary,

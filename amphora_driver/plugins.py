@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.network.interface import Network
-    from amphora_driver.store.engine import Database
     from amphora_driver.topology.interface import Topology
 
 LOG = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from adapter_store import Store
 from adapters.api import Adapter
 from cryptography.fernet import Fernet
 
-from amphora_driver.store.vault import Vault
+from amphora_driver.database.vault import Vault
 
 
 class Haproxy(Rendering, Store, Heard, Beats, Provider, Flow, Processes, Metrics, Agent, Adapter):

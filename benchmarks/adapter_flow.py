@@ -19,15 +19,15 @@ from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.database.tables import status, work
 from amphora_driver.model.enums import Kind, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import amphorae, statuses
+from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
+from amphora_driver.store.requests import Intents
 
 # More rounds than any of these jobs takes.
 _MOST_ROUNDS = 50
@@ -159,7 +159,7 @@ class Flow:
         )
 
     def _report(self):
-        self.database.write(lambda connection: statuses.taken(connection, statuses.due(connection, 10_000)))
+        self.database.write(lambda connection: status_outbox.taken(connection, status_outbox.due(connection, 10_000)))
 
     def _row(self, load_balancer_id):
         return self.database.read(

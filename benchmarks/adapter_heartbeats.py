@@ -14,12 +14,13 @@ import sqlalchemy as sa
 from amphora_agent.paths import Paths
 from amphora_agent.stats import codec
 from amphora_agent.stats.ledger import Ledger as AgentLedger
+from amphora_driver.database import tables
 from amphora_driver.health import bookkeeper
 from amphora_driver.health.heartbeat import amphora_id_of, open_datagram
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, tables
+from amphora_driver.store import amphorae
 
 GENERATION = 1
 # Datagrams the UDP case prepares for each one it sends: the harness sends the same ones in every run, and a replay

@@ -9,7 +9,7 @@ from adapter_heartbeats import heartbeat_key
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.store import migrate
+from amphora_driver.database import migrate
 
 
 class Processes:

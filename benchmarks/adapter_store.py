@@ -7,9 +7,10 @@ import sqlalchemy as sa
 from adapter_heartbeats import GENERATION, heartbeat_key
 from adapter_tree import tree
 
-from amphora_driver.store import amphorae, migrate, tables, wanted
+from amphora_driver.database import migrate, tables
+from amphora_driver.database.engine import Database
+from amphora_driver.store import amphorae, desired_objects
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.engine import Database
 
 
 class Store:
@@ -26,17 +27,17 @@ class Store:
 
     def _record(self, connection, spec):
         whole = tree(spec)
-        nodes = list(wanted.flatten(whole))
+        nodes = list(desired_objects.flatten(whole))
         connection.execute(
             tables.work.insert().values(
                 load_balancer_id=whole.id, project_id=whole.project_id, op="apply", generation=GENERATION,
                 committed=GENERATION, applied=GENERATION, read_back=False, dirty=False,
             )
         )  # fmt: skip
-        wanted.insert(connection, whole.id, GENERATION, nodes)
+        desired_objects.insert(connection, whole.id, GENERATION, nodes)
         rows = [
             {
-                "object_id": node.id, "kind": wanted.kind_of(node).value, "load_balancer_id": whole.id,
+                "object_id": node.id, "kind": desired_objects.kind_of(node).value, "load_balancer_id": whole.id,
                 "provisioning": "ACTIVE", "operating": "ONLINE", "since": time.time(), "version": 1, "reported": 1,
             }
             for node in nodes
@@ -55,7 +56,7 @@ class Store:
 
         def read(connection):
             work = connection.execute(sa.select(tables.work).where(tables.work.c.load_balancer_id == lb_id)).one()
-            return work, amphorae.of_load_balancer(connection, lb_id), wanted.load_tree(connection, lb_id)
+            return work, amphorae.of_load_balancer(connection, lb_id), desired_objects.load_tree(connection, lb_id)
 
         return self.database.read(read)
 

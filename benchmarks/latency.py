@@ -25,12 +25,12 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import request
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.stack import Stack
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import request
 
 _PATIENCE = 60.0
 _AGENT = Path(__file__).parent.parent / ".sandbox" / "agent-venv" / "bin" / "python"

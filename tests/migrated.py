@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import sqlalchemy as sa
 
-from amphora_driver.store import migrate
+from amphora_driver.database import migrate
 
 
 def write(url: str) -> None:

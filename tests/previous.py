@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 COMMIT = "fd80907c61ffe95747753c2c469eb54e95982fa5"
 # An older commit with the present schema, whose controllers may work beside those of today; None if there is none yet.
 SAME_SCHEMA: str | None = None
-_MIGRATIONS = Path("amphora_driver/store/migrations/versions")
+_MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 _NEWS = {
     "app.py": [
         "    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()\n",

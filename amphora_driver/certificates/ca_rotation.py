@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.store.authorities import Held, Kind, Recorded, State
+from amphora_driver.store.ca_records import Held, Kind, Recorded, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

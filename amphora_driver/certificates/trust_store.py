@@ -26,16 +26,16 @@ from amphora_driver.agent.tls import Instead
 from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates.ca import Authority, Issued, create_authority, ends
 from amphora_driver.errors import CertificateError, StoreError
-from amphora_driver.store import authorities
-from amphora_driver.store.authorities import TRUSTED, Kind, Recorded, State
+from amphora_driver.store import ca_records
+from amphora_driver.store.ca_records import TRUSTED, Kind, Recorded, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.vault import Vault
+    from amphora_driver.database.engine import Database
+    from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
 # Seconds for which what was read is used, at the most, and the part of a rotation's shortest step that this may be.
@@ -155,7 +155,7 @@ class Trust:
         if self._away is not None and begun < self._away[0]:
             raise StoreError(self._away[1].wanted, self._away[1].happened)
         try:
-            found = self._database.read(authorities.every)
+            found = self._database.read(ca_records.every)
         except StoreError as error:
             with self._lock:
                 if self._recorded is None:
@@ -185,7 +185,7 @@ class Trust:
             return issuer
         found = self._issuers.get(signer.id)
         if found is None:
-            key = self._vault.open(signer.sealed_key, authorities.key_place(signer.kind, signer.certificate))
+            key = self._vault.open(signer.sealed_key, ca_records.key_place(signer.kind, signer.certificate))
             found = self._issuers[signer.id] = Authority(signer.certificate, key)
         return found
 
@@ -233,7 +233,7 @@ def _certificates(recorded: Iterable[Recorded], kind: Kind, states: Iterable[Sta
     return b"\n".join(found) + b"\n" if found else None
 
 
-def configured(conf: ConfigOpts, kind: Kind) -> authorities.New:
+def configured(conf: ConfigOpts, kind: Kind) -> ca_records.New:
     """The authority of this kind that the files of the configuration hold, without its key.
 
     Raises:
@@ -241,10 +241,10 @@ def configured(conf: ConfigOpts, kind: Kind) -> authorities.New:
     """
     option = "ca_certificate" if kind is Kind.AMPHORA else "client_ca"
     pem = _file(conf.certificates[option], option)
-    return authorities.New(certificate=pem, sealed_key=None, expires_at=ends(pem))
+    return ca_records.New(certificate=pem, sealed_key=None, expires_at=ends(pem))
 
 
-def create(kind: Kind, vault: Vault, days: int) -> authorities.New:
+def create(kind: Kind, vault: Vault, days: int) -> ca_records.New:
     """A new authority, its key sealed.
 
     Raises:
@@ -253,8 +253,8 @@ def create(kind: Kind, vault: Vault, days: int) -> authorities.New:
     # No two authorities have one name: who signed something is found by it.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
-    sealed = vault.seal(key, authorities.key_place(kind, certificate))
-    return authorities.New(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
+    sealed = vault.seal(key, ca_records.key_place(kind, certificate))
+    return ca_records.New(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
 
 
 def _file(path: str, option: str) -> bytes:

@@ -19,7 +19,7 @@ from cliff.show import ShowOne
 
 from amphora_driver.cli import prefixes, recorded
 from amphora_driver.cli.columns import Age, Moment, Partners, Plain, Ports, Said
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.database.tables import amphora, work
 
 LIST_HEAD = (
     *("ID", "Load balancer", "Role", "State", "Has VIPs", "Address", "Wanted", "Confirmed", "Reported generation"),

@@ -18,13 +18,13 @@ import sqlalchemy as sa
 from cliff.command import Command
 
 from amphora_driver.cli import prefixes
+from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict
 from amphora_driver.queue import doorbell
 from amphora_driver.store import failovers
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.intents import Op
-from amphora_driver.store.spares import ROLE
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.requests import Op
+from amphora_driver.store.spare_pools import ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

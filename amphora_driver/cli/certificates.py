@@ -18,10 +18,10 @@ from cliff.show import ShowOne
 from amphora_driver.certificates import ca_rotation, trust_store
 from amphora_driver.certificates.ca import fingerprint
 from amphora_driver.cli.columns import Moment
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError
-from amphora_driver.store import authorities
-from amphora_driver.store.authorities import Held, Kind, Recorded, State
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import ca_records
+from amphora_driver.store.ca_records import Held, Kind, Recorded, State
 
 _DAYS = 3650
 # How many names a person is shown in a table.
@@ -65,8 +65,8 @@ class ListCertificates(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         now = self.app.database.now()
-        recorded = self.app.read(authorities.every)
-        held: tuple[Held, ...] = self.app.read(authorities.held)
+        recorded = self.app.read(ca_records.every)
+        held: tuple[Held, ...] = self.app.read(ca_records.held)
         options = self.app.conf.certificates
         terms = ca_rotation.Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
         rows = (
@@ -108,8 +108,8 @@ class ListAuthorities(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         now = self.app.database.now()
-        everyone = self.app.read(lambda connection: authorities.every(connection, gone=parsed_args.all))
-        held: tuple[Held, ...] = self.app.read(authorities.held)
+        everyone = self.app.read(lambda connection: ca_records.every(connection, gone=parsed_args.all))
+        held: tuple[Held, ...] = self.app.read(ca_records.held)
         return _AUTHORITIES, self._rows(everyone, held, now)
 
     def _rows(self, everyone: tuple[Recorded, ...], held: tuple[Held, ...], now: float) -> Iterator[tuple[Any, ...]]:
@@ -166,11 +166,11 @@ class RotateAuthority(ShowOne):
         conf, database, kind = self.app.conf, self.app.database, Kind(parsed_args.kind)
         vault = Vault.load(conf.store.encryption_key_file)
         # Once rows count, the files may be gone.
-        rotated = any(one.kind is kind for one in self.app.read(authorities.every))
+        rotated = any(one.kind is kind for one in self.app.read(ca_records.every))
         new = trust_store.create(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.configured(conf, kind)
         now = database.now()
-        number = database.write(lambda connection: authorities.begin(connection, kind, present, new, now))
+        number = database.write(lambda connection: ca_records.begin(connection, kind, present, new, now))
         names = ("ID", "Kind", "State", "Fingerprint", "Expires")
         return names, (
             number,
@@ -183,7 +183,7 @@ class RotateAuthority(ShowOne):
 
 def _wanted(one: Held, recorded: tuple[Recorded, ...]) -> ca_rotation.Wanted:
     """What an amphora is to have; what is in files, which only controllers may be able to read, it has."""
-    ids = [each.id for each in recorded if each.kind is Kind.CONTROLLER and each.state in authorities.TRUSTED]
+    ids = [each.id for each in recorded if each.kind is Kind.CONTROLLER and each.state in ca_records.TRUSTED]
     signer = [each.id for each in recorded if each.kind is Kind.AMPHORA and each.state is State.CURRENT]
     return ca_rotation.Wanted(
         authority=signer[0] if signer else one.authority,

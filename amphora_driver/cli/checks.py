@@ -18,7 +18,7 @@ import msgspec
 
 from amphora_driver.cli import recorded
 from amphora_driver.cli.columns import lasting
-from amphora_driver.store import breakers, processes
+from amphora_driver.store import circuit_breaker, process_registry
 from amphora_driver.store.amphorae import State
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from amphora_driver.cli.recorded import Balancer
 
 # Seconds without a sign of life after which a process is taken for gone: five that were missed.
-GONE_AFTER = 5 * processes.EVERY
+GONE_AFTER = 5 * process_registry.EVERY
 # Ids that are named in one finding.
 _NAMED = 5
 _MONTH = 30 * 86400.0
@@ -35,12 +35,15 @@ _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.AS
 # The part of its life after which a certificate should have been renewed long since: it is at half.
 _LATE = 0.75
 _KINDS = {
-    processes.Kind.CONTROLLER: ("Controllers", "Start amphora-controller: nothing is changed or replaced without one."),
-    processes.Kind.HEALTH_MANAGER: (
+    process_registry.Kind.CONTROLLER: (
+        "Controllers",
+        "Start amphora-controller: nothing is changed or replaced without one.",
+    ),
+    process_registry.Kind.HEALTH_MANAGER: (
         "Health managers",
         "Start amphora-health-manager: nobody hears amphorae without one, and none is replaced.",
     ),
-    processes.Kind.PROVIDER_AGENT: (
+    process_registry.Kind.PROVIDER_AGENT: (
         "Provider agents",
         "Start octavia-driver-agent with `haproxy` among enabled_provider_agents: Octavia hears nothing without one.",
     ),
@@ -199,15 +202,17 @@ def of_rotations(rows: Sequence[Any]) -> Check:
 # --- amphorae -------------------------------------------------------------------------------------------------------
 
 
-def of_breaker(rows: Mapping[str, breakers.Row]) -> Check:
+def of_breaker(rows: Mapping[str, circuit_breaker.Row]) -> Check:
     """Whether amphorae are replaced unasked, and whether the detector sees."""
-    held, automatic, sight = (rows.get(one) for one in (breakers.OPERATOR, breakers.AUTOMATIC, breakers.SIGHT))
+    held, automatic, sight = (
+        rows.get(one) for one in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC, circuit_breaker.SIGHT)
+    )
     if held is not None:
         return warning("Breaker", f"held open by an operator: {held.reason}. Run: amphoractl breaker close.")
-    if automatic is not None and automatic.state != breakers.CLOSED:
+    if automatic is not None and automatic.state != circuit_breaker.CLOSED:
         words = f"{automatic.state}: {automatic.silent} of {automatic.watched} amphorae are silent"
         return failure("Breaker", f"{words}. Nothing is replaced unasked. Look at: amphoractl failover status.")
-    if sight is not None and sight.state == breakers.BLIND:
+    if sight is not None and sight.state == circuit_breaker.BLIND:
         words = f"the detector is blind: {sight.reason}. Nothing is replaced unasked"
         return warning("Breaker", f"{words}. Look at: amphoractl failover status.")
     return well("Breaker", "closed")

@@ -18,8 +18,8 @@ from cliff.lister import Lister
 from amphora_driver.cli.asking import who_where
 from amphora_driver.cli.columns import Age, Listed, Moment
 from amphora_driver.errors import UnknownObject
-from amphora_driver.store import processes
-from amphora_driver.store.processes import Kind
+from amphora_driver.store import process_registry
+from amphora_driver.store.process_registry import Kind
 
 _HEAD = ("Name", "Kind", "Host", "Version", "Since", "Last sign", "Jobs", "Duties", "Draining")
 
@@ -38,8 +38,8 @@ class ListControllers(Lister):
 
         def read(connection: sa.Connection) -> tuple[Any, dict[str, list[str]], dict[str, float]]:
             kind = None if parsed_args.all else Kind.CONTROLLER
-            every = processes.every(connection, kind)
-            return every, processes.duties(connection), processes.drained_hosts(connection)
+            every = process_registry.every(connection, kind)
+            return every, process_registry.duties(connection), process_registry.drained_hosts(connection)
 
         rows, duties, hosts = self.app.read(read)
         return _HEAD, (_shown(row, duties.get(row.name, []), hosts) for row in rows)
@@ -67,16 +67,16 @@ class _Draining(Command):
 
     def _one(self, connection: sa.Connection, name: str) -> None:
         verb = "drain" if self.draining else "resume"
-        row = next((one for one in processes.every(connection, Kind.CONTROLLER) if one.name == name), None)
+        row = next((one for one in process_registry.every(connection, Kind.CONTROLLER) if one.name == name), None)
         if row is None:
             raise UnknownObject(f"{verb} controller {name}", "none of this name is known", "See: controller list.")
-        if not self.draining and row.host in processes.drained_hosts(connection):
+        if not self.draining and row.host in process_registry.drained_hosts(connection):
             remedy = f"Use: amphoractl controller resume --host {row.host}."
             raise UnknownObject(f"resume controller {name}", f"its host {row.host} is drained", remedy)
-        processes.drain(connection, name, draining=self.draining)
+        process_registry.drain(connection, name, draining=self.draining)
 
     def _host(self, connection: sa.Connection, host: str) -> None:
-        processes.drain_host(connection, host, who_where(), draining=self.draining)
+        process_registry.drain_host(connection, host, who_where(), draining=self.draining)
 
 
 class DrainController(_Draining):

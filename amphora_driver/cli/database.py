@@ -11,8 +11,8 @@ from typing import Any
 
 from cliff.show import ShowOne
 
+from amphora_driver.database import migrate, schema_check
 from amphora_driver.errors import StoreError
-from amphora_driver.store import migrate, schema
 
 # The first schema whose versions bind sealed values to their rows.
 _BOUND_SINCE = "0004"
@@ -24,10 +24,10 @@ class DatabaseStatus(ShowOne):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
         found = self.app.recorded_schema()
-        wrong = schema.mismatch(found)
+        wrong = schema_check.mismatch(found)
         happened, remedy = wrong or ("", "")
         names = ("Schema", "Wanted", "Fits", "Reason", "What to do")
-        return names, (" ".join(found), schema.revisions()[-1], wrong is None, happened, remedy)
+        return names, (" ".join(found), schema_check.revisions()[-1], wrong is None, happened, remedy)
 
 
 class UpgradeDatabase(ShowOne):

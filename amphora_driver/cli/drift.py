@@ -22,14 +22,14 @@ from amphora_driver.cli import differing, prefixes
 from amphora_driver.cli.screen import plain
 from amphora_driver.controller.auditing import record_of
 from amphora_driver.controller.expected import bodies
+from amphora_driver.database.tables import amphora, amphora_seen, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell
-from amphora_driver.store import drifts
-from amphora_driver.store.intents import Op
-from amphora_driver.store.tables import amphora, amphora_seen, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import config_drift
+from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +96,7 @@ class RepairLoadBalancer(Command):
             op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == chosen)).scalar_one()
             if op != Op.APPLY:
                 raise Conflict(f"repair load balancer {chosen}", "it is being removed", "Wait for that.")
-            return chosen, drifts.take_back_all(connection, chosen, "operator: its configuration is given again")
+            return chosen, config_drift.take_back_all(connection, chosen, "operator: its configuration is given again")
 
         chosen, amphorae = self.app.database.write(write)
         doorbell.ring(self.app.conf.queue.doorbell_dir, doorbell.CONTROLLER)

@@ -20,10 +20,11 @@ from cliff.show import ShowOne
 from amphora_driver.cli.asking import who
 from amphora_driver.cli.columns import Age, Moment, Plain, Span
 from amphora_driver.cli.screen import plain
+from amphora_driver.database import clock
+from amphora_driver.database.tables import duty
+from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import UnknownObject
-from amphora_driver.store import breakers, clock, failovers, silences, zombies
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import duty
+from amphora_driver.store import circuit_breaker, failovers, silent_amphorae, unknown_amphorae
 
 _LISTED = ("ID", "Cause", "Load balancer", "Amphora", "Began", "Served after", "Ended", "Outcome")
 _SHOWN = (
@@ -131,24 +132,26 @@ class FailoverStatus(ShowOne):
 
         def work(connection: sa.Connection) -> tuple[Any, ...]:
             held = sa.select(duty.c.owner).where(
-                duty.c.name == silences.DUTY, duty.c.leased_until > clock.now(connection)
+                duty.c.name == silent_amphorae.DUTY, duty.c.leased_until > clock.now(connection)
             )
             return (
                 connection.execute(held).scalar(),
-                breakers.every(connection),
-                silences.every(connection),
+                circuit_breaker.every(connection),
+                silent_amphorae.every(connection),
                 failovers.open_ones(connection),
             )
 
         detector, rows, silent, going = self.app.read(work)
-        automatic, sight = rows.get(breakers.AUTOMATIC), rows.get(breakers.SIGHT)
-        state = automatic.state if automatic is not None else breakers.CLOSED
+        automatic, sight = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.SIGHT)
+        state = automatic.state if automatic is not None else circuit_breaker.CLOSED
         values = {
             "Allowed now": Plain(allowed(detector, rows, automatic=self.app.conf.failover.automatic)),
-            "Breaker": f"held {breakers.OPEN}" if breakers.OPERATOR in rows else state,
-            "Since": Moment(getattr(rows.get(breakers.OPERATOR) or automatic, "since", None)),
-            "Reason": Plain(getattr(rows.get(breakers.OPERATOR) or automatic, "reason", None)),
-            "Next trial": Moment(automatic.trial_at if automatic is not None and state == breakers.OPEN else None),
+            "Breaker": f"held {circuit_breaker.OPEN}" if circuit_breaker.OPERATOR in rows else state,
+            "Since": Moment(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "since", None)),
+            "Reason": Plain(getattr(rows.get(circuit_breaker.OPERATOR) or automatic, "reason", None)),
+            "Next trial": Moment(
+                automatic.trial_at if automatic is not None and state == circuit_breaker.OPEN else None
+            ),
             "Detector": detector,
             "Watched": sight.watched if sight is not None else None,
             "Silent": Silent(silent),
@@ -170,7 +173,7 @@ class OpenBreaker(Command):
         """Write it down."""
         database = self.app.database
         reason = ": ".join(part for part in (who(), parsed_args.reason) if part)
-        database.write(lambda connection: breakers.hold(connection, reason, database.now()))
+        database.write(lambda connection: circuit_breaker.hold(connection, reason, database.now()))
         self.app.stdout.write("The breaker is held open: no amphora is replaced unasked.\n")
 
 
@@ -181,7 +184,7 @@ class CloseBreaker(Command):
         """Write it down."""
         database = self.app.database
         reason = f"closed by {who()}"
-        database.write(lambda connection: breakers.close(connection, reason, database.now()))
+        database.write(lambda connection: circuit_breaker.close(connection, reason, database.now()))
         self.app.stdout.write("The breaker is closed.\n")
 
 
@@ -191,13 +194,13 @@ class ListZombies(Lister):
     def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         head = ("Amphora", "Address", "First heard", "Last heard", "Verdict")
-        rows = self.app.read(zombies.every)
+        rows = self.app.read(unknown_amphorae.every)
         return head, (
             (row.amphora_id, row.address, Moment(row.first_at), Age(row.last_at), Plain(row.verdict)) for row in rows
         )
 
 
-def allowed(detector: str | None, rows: dict[str, breakers.Row], *, automatic: bool) -> str:
+def allowed(detector: str | None, rows: dict[str, circuit_breaker.Row], *, automatic: bool) -> str:
     """Whether a silent amphora would be replaced now, and if not, why not.
 
     Args:
@@ -205,19 +208,19 @@ def allowed(detector: str | None, rows: dict[str, breakers.Row], *, automatic: b
         rows: the breaker's.
         automatic: option of [failover].
     """
-    sight, known = rows.get(breakers.SIGHT), rows.get(breakers.AUTOMATIC)
-    held = rows.get(breakers.OPERATOR)
+    sight, known = rows.get(circuit_breaker.SIGHT), rows.get(circuit_breaker.AUTOMATIC)
+    held = rows.get(circuit_breaker.OPERATOR)
     if not automatic:
         return "nothing: [failover] automatic is off"
     if held is not None:
         return f"nothing: the breaker is held open by {held.reason or 'an operator'}"
     if detector is None:
         return "nothing: no controller looks for silent amphorae; is one running?"
-    if sight is None or sight.state == breakers.BLIND:
+    if sight is None or sight.state == circuit_breaker.BLIND:
         return f"nothing: the control plane is blind ({sight.reason if sight is not None else 'it has not looked yet'})"
-    if known is not None and known.state == breakers.OPEN:
+    if known is not None and known.state == circuit_breaker.OPEN:
         return f"nothing: the breaker is open ({known.reason})"
-    if known is not None and known.state != breakers.CLOSED:
+    if known is not None and known.state != circuit_breaker.CLOSED:
         return f"one fail-over at a time, for a trial ({known.reason})"
     return "fail-over of silent amphorae"
 

@@ -35,12 +35,12 @@ from amphora_driver.cli.recorded import Balancer
 from amphora_driver.cli.screen import plain
 from amphora_driver.cli.work import waits_for
 from amphora_driver.controller import configured, vips
+from amphora_driver.database.tables import request, wanted_object, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.render import haproxy
-from amphora_driver.store import claims, wanted
-from amphora_driver.store.tables import request, wanted_object, work
+from amphora_driver.store import desired_objects, vip_claims
 
 LIST_HEAD = (
     *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae", "Has VIPs"),
@@ -142,7 +142,7 @@ class RenderLoadBalancer(Command):
         """Print; 1 if a part of it cannot be rendered."""
 
         def load(connection: sa.Connection) -> LoadBalancer:
-            return wanted.load_tree(connection, prefixes.load_balancer(connection, parsed_args.load_balancer))
+            return desired_objects.load_tree(connection, prefixes.load_balancer(connection, parsed_args.load_balancer))
 
         tree = self.app.read(load)
         rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf), shared_tickets=True)
@@ -229,10 +229,10 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     Octavia's users see no address that was found after the creation: an operator finds it here.
     """
     try:
-        node: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+        node: LoadBalancer = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
-    wish = claims.wish_of(connection, load_balancer_id)
+    wish = vip_claims.wish_of(connection, load_balancer_id)
     waiting = "" if wish is None else f" ({wish.reason}; asked {wish.attempts} times)"
     shown: dict[str, Any] = {"VIPs": ", ".join(vip.address or f"not known yet{waiting}" for vip in node.vips)}
     if node.vip_qos_policy_id:
@@ -249,7 +249,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
 def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     """What was chosen at creation, without what has a line of its own; nothing of one that is being removed."""
     try:
-        node = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+        node = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
     chosen: dict[str, Any] = msgspec.to_builtins(node.profile)

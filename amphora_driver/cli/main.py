@@ -23,9 +23,9 @@ from sqlalchemy.exc import DBAPIError
 
 from amphora_driver import config
 from amphora_driver.cli.screen import screened
+from amphora_driver.database import schema_check
+from amphora_driver.database.engine import Database, parsed
 from amphora_driver.errors import ConfigurationError, StoreError
-from amphora_driver.store import schema
-from amphora_driver.store.engine import Database, parsed
 
 COMMANDS = "amphoractl.commands"
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Amphoractl(App):
         """
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
-                return schema.recorded(connection)
+                return schema_check.recorded(connection)
         except DBAPIError as error:
             raise StoreError("read from the database", str(error.orig or error)) from error
 

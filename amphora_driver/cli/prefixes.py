@@ -11,9 +11,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, request, work
+from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import UnknownObject
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import amphora, request, work
 
 # A pool of warm spares is a row of the same table, by this word.
 SPARES = "spares"

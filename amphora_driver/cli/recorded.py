@@ -14,12 +14,12 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli import prefixes
+from amphora_driver.database.tables import amphora, amphora_seen, request, status, wanted_object, work
+from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.fleet_tables import failover, silence
-from amphora_driver.store.intents import Op
-from amphora_driver.store.tables import amphora, amphora_seen, request, status, wanted_object, work
+from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -18,10 +18,10 @@ from cliff.lister import Lister
 from amphora_driver.cli import prefixes
 from amphora_driver.cli.asking import who_where
 from amphora_driver.cli.columns import Moment, Plain
+from amphora_driver.database.tables import work
 from amphora_driver.errors import RequestError, UnknownObject
 from amphora_driver.queue import doorbell
 from amphora_driver.store import resyncs
-from amphora_driver.store.tables import work
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
 # Seconds between two looks whether it is done.

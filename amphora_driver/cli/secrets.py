@@ -13,8 +13,8 @@ from typing import Any
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.store import resealing
-from amphora_driver.store.vault import Vault
+from amphora_driver.database import reencryption
+from amphora_driver.database.vault import Vault
 
 
 class SecretsStatus(Lister):
@@ -23,7 +23,7 @@ class SecretsStatus(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
-        counts = resealing.count(self.app.database, vault)
+        counts = reencryption.count(self.app.database, vault)
         rows = (
             (one.column, _place(one.key), one.fingerprint, _use(one.key), one.rows, one.unbound, one.misplaced)
             for one in counts
@@ -48,8 +48,8 @@ class ResealSecrets(ShowOne):
         """Names and values."""
         vault = Vault.load(self.app.conf.store.encryption_key_file)
         database = self.app.database
-        done = resealing.reseal(database, vault, self._tell, bind=parsed_args.bind)
-        counts = resealing.count(database, vault)
+        done = reencryption.reseal(database, vault, self._tell, bind=parsed_args.bind)
+        counts = reencryption.count(database, vault)
         left = sum(one.rows for one in counts if one.key not in (0, None))
         lost = sum(one.rows for one in counts if one.key is None)
         # Some are left where a process that has not read the key file yet sealed one meanwhile: run it again.

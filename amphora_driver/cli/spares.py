@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 
 from amphora_driver.cli.columns import Counts
-from amphora_driver.store import spares
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.spares import Spec
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.spare_pools import Spec
 
 if TYPE_CHECKING:
     import argparse
@@ -39,11 +39,11 @@ class ListSpares(Lister):
 
 
 def _rows(connection: sa.Connection, configured: int) -> list[tuple[Any, ...]]:
-    pools = spares.pools(connection)
+    pools = spare_pools.pools(connection)
     there = connection.execute(
         sa.select(amphora.c.load_balancer_id, amphora.c.state, amphora.c.image)
         .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
-        .where(work.c.op == spares.OP)
+        .where(work.c.op == spare_pools.OP)
     ).all()
     counted = sa.select(work.c.spare_pool, sa.func.count()).where(work.c.spare_pool.is_not(None))
     users: dict[str | None, int] = dict(connection.execute(counted.group_by(work.c.spare_pool)).tuples().all())

@@ -19,10 +19,11 @@ from cliff.lister import Lister
 from amphora_driver.cli import checks, prefixes, recorded, surroundings
 from amphora_driver.cli.checks import Check, Result, failure, warning, well
 from amphora_driver.cli.columns import Plain
+from amphora_driver.database import schema_check
+from amphora_driver.database.tables import work
+from amphora_driver.database.tables_fleet import authority, process, rotation, zombie
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import breakers, failovers, processes, resyncs, schema
-from amphora_driver.store.fleet_tables import authority, process, rotation, zombie
-from amphora_driver.store.tables import work
+from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
 
 HEAD = ("Check", "Result", "Details")
 
@@ -78,7 +79,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     machines: Any
     failovers: Any
     rotations: Any
-    breaker: dict[str, breakers.Row]
+    breaker: dict[str, circuit_breaker.Row]
     zombies: Any
     authorities: Any
     resyncs: Any
@@ -86,14 +87,14 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 def _schema(app: Any) -> Check:
     try:
-        wrong = schema.mismatch(app.recorded_schema())
+        wrong = schema_check.mismatch(app.recorded_schema())
         if wrong is None:
-            app.database.read(schema.check_text)
+            app.database.read(schema_check.check_text)
     except AmphoraDriverError as error:
         return failure("Database", str(error))
     if wrong is not None:
         return failure("Database", f"{wrong[0]}. {wrong[1]}")
-    return well("Database", f"schema {schema.revisions()[-1]}, the one of this version")
+    return well("Database", f"schema {schema_check.revisions()[-1]}, the one of this version")
 
 
 def _rows(connection: sa.Connection) -> Rows:
@@ -105,7 +106,7 @@ def _rows(connection: sa.Connection) -> Rows:
         machines=connection.execute(machines).all(),
         failovers=failovers.open_ones(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
-        breaker=breakers.every(connection),
+        breaker=circuit_breaker.every(connection),
         zombies=connection.execute(sa.select(zombie)).all(),
         authorities=connection.execute(alive).all(),
         resyncs=resyncs.of(connection),
@@ -116,9 +117,9 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     # What a change may take until it is over or in ERROR, with a machine that boots in it.
     patience = conf.controller.boot_timeout + conf.controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.balancers}
-    agents = surroundings.hosts_of(rows.processes, now, processes.Kind.PROVIDER_AGENT.value)
+    agents = surroundings.hosts_of(rows.processes, now, process_registry.Kind.PROVIDER_AGENT.value)
     here = socket.gethostname() in agents
-    yield from checks.of_processes(rows.processes, now, processes.version())
+    yield from checks.of_processes(rows.processes, now, process_registry.version())
     questions: dict[str, Callable[[], Check]] = {
         "Octavia's sockets": lambda: surroundings.sockets(conf, elsewhere=any(agents.values()), here=here),
         "Authorities": lambda: surroundings.authorities(conf, rows.authorities, now),
@@ -132,7 +133,7 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Rotations": lambda: checks.of_rotations(rows.rotations),
         "Drift": lambda: checks.of_drift(rows.machines),
         "Zombies": lambda: checks.of_zombies(rows.zombies),
-        "Agents": lambda: checks.of_agents(rows.machines, processes.version()),
+        "Agents": lambda: checks.of_agents(rows.machines, process_registry.version()),
         "Images": lambda: checks.of_images(rows.machines, now, conf.rotation.image_days),
         "Octavia's records": lambda: checks.of_resyncs(rows.resyncs, now, patience),
     }

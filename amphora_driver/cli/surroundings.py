@@ -19,18 +19,18 @@ from cryptography import x509
 
 from amphora_driver.cli import checks, prefixes
 from amphora_driver.cli.checks import Check, failure, warning, well
+from amphora_driver.database import reencryption
+from amphora_driver.database.tables import work
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.plugins import Catalogue
-from amphora_driver.store import resealing
-from amphora_driver.store.tables import work
-from amphora_driver.store.vault import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 # Seconds for the broker's and a socket's answer.
 _PATIENCE = 5.0
@@ -48,7 +48,7 @@ def keys(conf: ConfigOpts, database: Database) -> Check:
     """Whether every secret can be opened with the keys of this host."""
     try:
         vault = Vault.load(conf.store.encryption_key_file)
-        counts = resealing.count(database, vault)
+        counts = reencryption.count(database, vault)
     except AmphoraDriverError as error:
         return failure("Keys", f"{error}")
     lost = sum(one.rows for one in counts if one.key is None)

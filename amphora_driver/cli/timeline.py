@@ -13,8 +13,8 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli.columns import Moment, Plain, Span, lasting
-from amphora_driver.store.fleet_tables import failover, failover_event, resync
-from amphora_driver.store.tables import request
+from amphora_driver.database.tables import request
+from amphora_driver.database.tables_fleet import failover, failover_event, resync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from cliff.lister import Lister
 
 from amphora_driver.cli import prefixes, recorded
 from amphora_driver.cli.columns import Age, Left, Plain
-from amphora_driver.store.tables import work
+from amphora_driver.database.tables import work
 
 HEAD = (
     *("Load balancer", "Op", "Wanted", "Applied", "Waits for", "Pending since"),

@@ -12,12 +12,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import processes
+from amphora_driver.store import process_registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class Attendance:
         self.draining = threading.Event()
         self._database = database
         self._name = name
-        self._registry = processes.Registry(database, name, processes.Kind.CONTROLLER)
+        self._registry = process_registry.Registry(database, name, process_registry.Kind.CONTROLLER)
         self._jobs = jobs
 
     def run(self, stopping: threading.Event) -> None:
         """Sign now and then, until told to stop."""
         while True:
             self.sign()
-            if stopping.wait(processes.EVERY):
+            if stopping.wait(process_registry.EVERY):
                 return
 
     def sign(self) -> None:

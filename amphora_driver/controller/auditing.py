@@ -29,13 +29,13 @@ from amphora_driver.controller.expected import Recorded, bodies
 from amphora_driver.controller.left_out import left_out_of
 from amphora_driver.controller.reconcile import networks
 from amphora_driver.controller.virtual_servers import engines_of
+from amphora_driver.database.tables import status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import amphorae, drifts, secrets, wanted
-from amphora_driver.store.tables import status
+from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
 
 if TYPE_CHECKING:
     import threading
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from amphora_driver.agent.client import BundleState
     from amphora_driver.controller.steps import Backends
+    from amphora_driver.database.engine import Database
     from amphora_driver.store.amphorae import Amphora
-    from amphora_driver.store.drifts import Candidate
-    from amphora_driver.store.engine import Database
+    from amphora_driver.store.config_drift import Candidate
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
@@ -105,7 +105,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
     row, everyone = amphorae.with_work(connection, load_balancer_id)
     if row is None or row.op != "apply" or row.read_back:
         return None
-    tree = wanted.load_tree(connection, load_balancer_id)
+    tree = desired_objects.load_tree(connection, load_balancer_id)
     if not vips.known(tree):
         return None
     needed, failed = networks(tree, everyone, catalogue.network(row.network))
@@ -121,7 +121,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
             **vips.refusals(connection, load_balancer_id, vips.given_of(row)),
             **left_out_of(row),
         },
-        secrets=secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},
+        secrets=sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
         priorities=dict(catalogue.topology(row.topology).priorities),
         engines=engines_of(tree, catalogue),
@@ -237,9 +237,9 @@ class Auditing:
         self._later = {one: at for one, at in self._later.items() if at > moment}
 
         def read(connection: sa.Connection) -> list[Candidate]:
-            many = math.ceil(drifts.count(connection) * _SPARE * self._round / self._interval)
+            many = math.ceil(config_drift.count(connection) * _SPARE * self._round / self._interval)
             limit = max(many, self._most) + len(self._later)
-            return drifts.candidates(connection, now - self._interval, limit)
+            return config_drift.candidates(connection, now - self._interval, limit)
 
         due = [one for one in self._database.read(read) if one.amphora_id not in self._later]
         by_balancer: dict[str, list[Candidate]] = {}
@@ -339,7 +339,7 @@ class Auditing:
         now = self._database.now()
         if verdict is Verdict.SAME:
             self._waiting.pop(of, None)
-            self._database.write(lambda connection: drifts.audited(connection, [amphora.id], now))
+            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now))
             return
         if verdict is Verdict.RENDERER:
             why = "renderer: it was given what another version, or other options, made of the same generation"
@@ -348,23 +348,23 @@ class Auditing:
                 why = f"{why}; pushed once, and not again"
             else:
                 self._waiting.setdefault(of)
-            self._database.write(lambda connection: drifts.audited(connection, [amphora.id], now, why))
+            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now, why))
             return
         why = f"generation: it confirmed {generation} and says that it has {said.generation}"
         if verdict is Verdict.FAR:
             why = (
                 f"{why}, which nobody has given it; it takes nothing any more, and is to be replaced (amphora failover)"
             )
-            self._database.write(lambda connection: drifts.audited(connection, [amphora.id], now, why))
+            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now, why))
             LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
             return
 
         def write(connection: sa.Connection) -> bool:
-            drifts.hold(connection, [amphora.id])
-            drifts.audited(connection, [amphora.id], now, why)
+            config_drift.hold(connection, [amphora.id])
+            config_drift.audited(connection, [amphora.id], now, why)
             if verdict is Verdict.AHEAD:
-                return drifts.overtake(connection, of, generation, said.generation or 0)
-            return drifts.take_back(connection, amphora.id, generation, why)
+                return config_drift.overtake(connection, of, generation, said.generation or 0)
+            return config_drift.take_back(connection, amphora.id, generation, why)
 
         if self._database.write(write):
             LOG.warning("load balancer %s, amphora %s: %s; it is given its configuration again", of, amphora.id, why)
@@ -403,7 +403,9 @@ class Auditing:
         # One taken back is enough: what it is given takes the next generation, for all of them.
         first = different[0]
         why = "renderer: it is given what this version makes of its load balancer"
-        if self._database.write(lambda connection: drifts.take_back(connection, first.id, recorded.generation, why)):
+        if self._database.write(
+            lambda connection: config_drift.take_back(connection, first.id, recorded.generation, why)
+        ):
             LOG.info("load balancer %s is rendered in another way now, and is pushed", of)
             self._due()
 

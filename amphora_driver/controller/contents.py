@@ -15,13 +15,13 @@ from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
-from amphora_driver.store.secrets import place
+from amphora_driver.store.sealed_secrets import place
 
 if TYPE_CHECKING:
+    from amphora_driver.database.vault import Vault
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.render.tls import File
-    from amphora_driver.store.secrets import Sealed
-    from amphora_driver.store.vault import Vault
+    from amphora_driver.store.sealed_secrets import Sealed
 
 
 def filled(

@@ -35,10 +35,10 @@ from amphora_driver.controller.witnesses import Witnesses
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue import doorbell
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import breakers, failovers, silences
+from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Event, Why
-from amphora_driver.store.silences import Silence
+from amphora_driver.store.silent_amphorae import Silence
 
 if TYPE_CHECKING:
     import threading
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.controller.witnesses import Agents
-    from amphora_driver.store.breakers import Row
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.silences import Look, Sight
+    from amphora_driver.database.engine import Database
+    from amphora_driver.store.circuit_breaker import Row
+    from amphora_driver.store.silent_amphorae import Look, Sight
 
 LOG = logging.getLogger(__name__)
 # Seconds between two looks, or an eighth of the silence that is looked for.
@@ -67,7 +67,7 @@ _MOST_SAID = 20
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One silent amphora, and what is thought of it."""
 
-    sight: silences.Sight
+    sight: silent_amphorae.Sight
     quiet: Quiet
     judgement: Judgement
 
@@ -161,7 +161,7 @@ class Detector:
         if self._mine:
             self._lose(why)
             self._renew_at = 0.0
-            drop_duty(self._database, silences.DUTY, self._owner)
+            drop_duty(self._database, silent_amphorae.DUTY, self._owner)
 
     def turn(self) -> None:
         """One look, and what follows from it.
@@ -170,7 +170,7 @@ class Detector:
             StoreError: the database is away.
         """
         if time.monotonic() >= self._renew_at:
-            held = hold_duty(self._database, silences.DUTY, self._owner, _DUTY)
+            held = hold_duty(self._database, silent_amphorae.DUTY, self._owner, _DUTY)
             self._renew_at = time.monotonic() + _RENEWED_EVERY
             if not held:
                 self._lose("another controller has the duty")
@@ -178,7 +178,7 @@ class Detector:
         elif not self._mine:
             return
         begun = time.monotonic()
-        look, rows = self._database.read(lambda c: (silences.look(c), breakers.every(c)))
+        look, rows = self._database.read(lambda c: (silent_amphorae.look(c), circuit_breaker.every(c)))
         if look.owner != self._owner:
             self._lose("another controller has the duty")
             return
@@ -209,14 +209,14 @@ class Detector:
     def _learn(self, look: Look, rows: dict[str, Row]) -> None:
         """What the one before has found."""
         self._pauses.keep(())
-        begun = self._database.read(lambda connection: silences.begun(connection, self._history))
+        begun = self._database.read(lambda connection: silent_amphorae.begun(connection, self._history))
         now = time.monotonic()
         for load_balancer_id, known in begun.items():
             self._pauses.resume(load_balancer_id, known.ages, known.there, now)
         self._fallen = Fallen(self._breaking.window)
         self._going.clear()
         self._trial = None
-        known_row = rows.get(breakers.AUTOMATIC)
+        known_row = rows.get(circuit_breaker.AUTOMATIC)
         if known_row is None:
             self._breaker = Breaker(since=now)
             return
@@ -338,7 +338,7 @@ class Detector:
         if self._trial is not None and self._trial[0] not in goes_on and self._sees_enough(now):
             LOG.warning("the fail-over on trial has ended well: load balancer %s", self._trial[0])
             self._trial = None
-        held = rows.get(breakers.OPERATOR)
+        held = rows.get(circuit_breaker.OPERATOR)
         return Allowance(
             automatic=self._automatic,
             held=None if held is None else held.reason or "",
@@ -389,14 +389,14 @@ class Detector:
         at = self._database.now()
 
         def write(connection: sa.Connection) -> list[str]:
-            still = silences.unchanged(connection, load_balancer_id, orders, self._owner)
+            still = silent_amphorae.unchanged(connection, load_balancer_id, orders, self._owner)
             begun = [
                 case.sight.amphora_id
                 for case in due
                 if case.sight.amphora_id in still and self._retire(connection, case, at, now)
             ]
             if dead and len(begun) == len(due):
-                silences.not_served(connection, load_balancer_id, dead)
+                silent_amphorae.not_served(connection, load_balancer_id, dead)
             return begun
 
         begun = self._database.write(write)
@@ -425,24 +425,24 @@ class Detector:
         failovers.note(connection, load_balancer_id, Event.FOUND, at, amphora_id, found)
         return True
 
-    def _words(self, look: Look, now: float, silent: int, watched: int) -> list[breakers.Row]:
+    def _words(self, look: Look, now: float, silent: int, watched: int) -> list[circuit_breaker.Row]:
         """The rows of the breaker, as they are to be."""
         since = look.at - (now - self._breaker.since)
         trial = since + self._breaking.trial if self._breaker.state is breaking.State.OPEN else None
         blind = self._watch.blind or self._doubted
         counts = {"silent": silent, "watched": watched}
         return [
-            breakers.Row(
-                name=breakers.AUTOMATIC,
+            circuit_breaker.Row(
+                name=circuit_breaker.AUTOMATIC,
                 state=self._breaker.state.value,
                 since=since,
                 trial_at=trial,
                 reason=self._breaker.reason or None,
                 **counts,
             ),
-            breakers.Row(
-                name=breakers.SIGHT,
-                state=breakers.BLIND if blind else breakers.SEEING,
+            circuit_breaker.Row(
+                name=circuit_breaker.SIGHT,
+                state=circuit_breaker.BLIND if blind else circuit_breaker.SEEING,
                 since=look.at - self._watch.sees_for(now),
                 reason=blind or None,
                 **counts,

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.vault import Vault
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.store.amphorae import Amphora, Plugged
-    from amphora_driver.store.secrets import Sealed
-    from amphora_driver.store.vault import Vault
+    from amphora_driver.store.sealed_secrets import Sealed
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):

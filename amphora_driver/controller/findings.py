@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.store import breakers, silences, zombies
-from amphora_driver.store.breakers import Row
+from amphora_driver.store import circuit_breaker, silent_amphorae, unknown_amphorae
+from amphora_driver.store.circuit_breaker import Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import sqlalchemy as sa
 
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.silences import Silence
+    from amphora_driver.database.engine import Database
+    from amphora_driver.store.silent_amphorae import Silence
 
 # Seconds between two writes of numbers alone, and between two looks at zombies.
 _NUMBERS_EVERY = 5.0
@@ -61,14 +61,14 @@ class Findings:
             self._rows = dict(rows)
         self._silent.clear()
         self._told.clear()
-        self._known = {row.amphora_id for row in self._database.read(silences.every)}
+        self._known = {row.amphora_id for row in self._database.read(silent_amphorae.every)}
 
     def closed_by_operator(self, rows: dict[str, Row]) -> bool:
         """Whether somebody else has closed the breaker since it was written last."""
-        mine, there = self._rows.get(breakers.AUTOMATIC), rows.get(breakers.AUTOMATIC)
-        closed = there is not None and there != mine and there.state == breakers.CLOSED
+        mine, there = self._rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.AUTOMATIC)
+        closed = there is not None and there != mine and there.state == circuit_breaker.CLOSED
         if there is not None:
-            self._rows[breakers.AUTOMATIC] = there
+            self._rows[circuit_breaker.AUTOMATIC] = there
         return closed
 
     def say(self, silent: Sequence[Silence], rows: Sequence[Row]) -> None:
@@ -86,11 +86,11 @@ class Findings:
         if changed or gone or differing:
 
             def write(connection: sa.Connection) -> list[Row]:
-                silences.write(connection, changed, gone)
-                there = breakers.every(connection)
+                silent_amphorae.write(connection, changed, gone)
+                there = circuit_breaker.every(connection)
                 mine = [row for row in differing if there.get(row.name) == self._rows.get(row.name)]
                 for row in mine:
-                    breakers.put(connection, row)
+                    circuit_breaker.put(connection, row)
                 return mine
 
             written = self._database.write(write)
@@ -118,8 +118,8 @@ class Findings:
             return False
 
         def write(connection: sa.Connection) -> None:
-            if silences.unchanged(connection, load_balancer_id, orders, owner) == set(orders):
-                silences.not_served(connection, load_balancer_id, reason)
+            if silent_amphorae.unchanged(connection, load_balancer_id, orders, owner) == set(orders):
+                silent_amphorae.not_served(connection, load_balancer_id, reason)
 
         self._database.write(write)
         self._told[load_balancer_id] = dict(orders)
@@ -132,9 +132,9 @@ class Findings:
         return msgspec.structs.replace(one, since=before.since) if before is not None and same else one
 
     def _judge_zombies(self) -> None:
-        verdicts = self._database.read(lambda connection: zombies.judge(connection, self._grace))
+        verdicts = self._database.read(lambda connection: unknown_amphorae.judge(connection, self._grace))
         if verdicts:
-            self._database.write(lambda connection: zombies.write_verdicts(connection, verdicts))
+            self._database.write(lambda connection: unknown_amphorae.write_verdicts(connection, verdicts))
 
 
 def _differs(known: Row | None, row: Row, *, numbers: bool) -> bool:

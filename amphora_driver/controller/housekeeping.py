@@ -17,16 +17,16 @@ from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model.secret_refs import tickets as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import claims, failovers, generations, processes, rotations, secrets
+from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
     from amphora_driver.controller.renewal import Certificates
+    from amphora_driver.database.engine import Database
+    from amphora_driver.database.vault import Vault
     from amphora_driver.plugins import Catalogue
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.vault import Vault
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
@@ -101,10 +101,10 @@ class Housekeeping:
         before = self._database.now() - self._patience
         if self._database.even_for() < self._patience:
             return
-        orphans, served = self._database.read(lambda connection: claims.settled(connection, before))
+        orphans, served = self._database.read(lambda connection: vip_claims.settled(connection, before))
         done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]
         if done:
-            self._database.write(lambda connection: claims.drop(connection, done))
+            self._database.write(lambda connection: vip_claims.drop(connection, done))
 
     def rotate(self) -> int:
         """Have load balancers take their next TLS ticket keys; returns how many.
@@ -125,7 +125,7 @@ class Housekeeping:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
-            processes.tidy(connection, now)
+            process_registry.tidy(connection, now)
             rotations.tidy(connection, now - self._history)
 
         self._database.write(write)
@@ -137,14 +137,14 @@ class Housekeeping:
         """The state after this one, sealed; None if it cannot be used: the next push then makes a new one."""
         if one.sealed is None:
             return None
-        place = secrets.place(tickets_of(one.load_balancer_id))
+        place = sealed_secrets.place(tickets_of(one.load_balancer_id))
         try:
             return self._vault.seal(tickets.rotated(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning("load balancer %s gets new TLS ticket keys: %s", one.load_balancer_id, error)
             return None
 
-    def _released(self, orphan: claims.Orphan) -> bool:
+    def _released(self, orphan: vip_claims.Orphan) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""
         LOG.info("load balancer %s never came: its VIPs are released", orphan.load_balancer_id)
         try:

@@ -16,14 +16,14 @@ import msgspec
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.render.remember import Memory
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import sqlalchemy as sa
 
-    from amphora_driver.store.wanted import Change
+    from amphora_driver.store.desired_objects import Change
 
     # The changed children of one kind, by their parent's id, then by their own.
     Children = dict[str | None, dict[str, Change]]
@@ -66,17 +66,17 @@ class Trees:
         load_balancer_id, generation = row.load_balancer_id, int(row.generation)
         if row.read_back:
             self._known.drop(load_balancer_id)
-            return wanted.load_tree(connection, load_balancer_id)
+            return desired_objects.load_tree(connection, load_balancer_id)
         known = self._known.recall(load_balancer_id)
         if known is not None and (known.generation, known.epoch) == (generation, epoch):
             return known.tree
         tree = None
         if known is not None and known.generation <= generation:
-            alive, changes = wanted.since(connection, load_balancer_id, known.generation)
+            alive, changes = desired_objects.since(connection, load_balancer_id, known.generation)
             tree = updated(known.tree, changes, known.generation)
             tree = tree if tree is not None and count(tree) == alive else None
         if tree is None:
-            tree = wanted.load_tree(connection, load_balancer_id)
+            tree = desired_objects.load_tree(connection, load_balancer_id)
         self._known.keep(load_balancer_id, _Known(generation=generation, epoch=epoch, tree=tree), count(tree))
         return tree
 

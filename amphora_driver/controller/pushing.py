@@ -28,11 +28,11 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
 from amphora_driver.render.haproxy import render
-from amphora_driver.store import amphorae, failovers, generations, statuses
-from amphora_driver.store import secrets as kept
+from amphora_driver.store import amphorae, failovers, generations, status_outbox
+from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.failovers import Event
-from amphora_driver.store.secrets import Sealed
+from amphora_driver.store.sealed_secrets import Sealed
 from amphora_driver.telemetry import logs, metrics
 from amphora_driver.untrusted_text import printable
 
@@ -257,7 +257,7 @@ class Pushing:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
         known = Unmeasured({}, {}) if wanted.tree is None else unmeasured(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
-        statuses.confirm(connection, of, wanted.generation, failed, certain, first)
+        status_outbox.confirm(connection, of, wanted.generation, failed, certain, first)
         if wanted.replacing and not wanted.gone:
             failovers.served(connection, of, self._database.now(), but=self._turn.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
@@ -327,9 +327,9 @@ class Pushing:
         return True
 
 
-def _observations(found: Statuses) -> list[statuses.Observation]:
+def _observations(found: Statuses) -> list[status_outbox.Observation]:
     return [
-        statuses.Observation(object_id=one, kind=known.kind, operating=known.status, reason=known.reason)
+        status_outbox.Observation(object_id=one, kind=known.kind, operating=known.status, reason=known.reason)
         for one, known in found.items()
     ]
 

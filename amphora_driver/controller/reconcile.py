@@ -23,6 +23,7 @@ from amphora_driver.controller.memory import Trees
 from amphora_driver.controller.steps import Backends, Steps
 from amphora_driver.controller.turn import Turn
 from amphora_driver.controller.waiting import Awaited, WaitingRoom
+from amphora_driver.database.tables import work
 from amphora_driver.errors import (
     AgentError,
     AmphoraDriverError,
@@ -35,17 +36,16 @@ from amphora_driver.errors import (
 )
 from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
-from amphora_driver.store import amphorae, failovers, secrets, statuses
-from amphora_driver.store.intents import Op
-from amphora_driver.store.tables import work
+from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
+from amphora_driver.store.requests import Op
 from amphora_driver.telemetry import logs, metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.network.interface import Network
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Seconds between two looks at what goes on by itself, at the least: others have their turn first. Where a user waits
@@ -205,7 +205,7 @@ class Reconciler:
         failed |= vips.refusals(connection, load_balancer_id, given)
         # Only in a snapshot of one moment do references and contents belong together.
         uses_some = tree is not None and next(used_in(tree), None) is not None
-        kept = secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
+        kept = sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
             return self._observe(connection, turn, steps, now)
         topology = catalogue.topology(row.topology)
@@ -391,7 +391,7 @@ def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool
     generation = turn.generation or _generation(connection, of)
     if not always and not unanswered(connection, of, generation):
         return False
-    statuses.fail(connection, of, generation, reason)
+    status_outbox.fail(connection, of, generation, reason)
     note_outcome(connection, of, generation, f"failed: {reason}")
     return True
 

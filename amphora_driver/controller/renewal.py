@@ -23,9 +23,9 @@ from amphora_driver.certificates.ca_rotation import Terms
 from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
 from amphora_driver.queue.jobs import guard
-from amphora_driver.store import amphorae, authorities
+from amphora_driver.store import amphorae, ca_records
 from amphora_driver.store.amphorae import Amphora, State
-from amphora_driver.store.authorities import Held, Kind
+from amphora_driver.store.ca_records import Held, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from amphora_driver.certificates.ca import Issued
     from amphora_driver.certificates.trust_store import Trust
     from amphora_driver.controller.turn import Turn
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Seconds that one renewal may take of a turn in which users may wait for something else.
@@ -210,7 +210,7 @@ class Renewal:
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Authorities and what amphorae have of them, of one moment."""
 
-    recorded: tuple[authorities.Recorded, ...]
+    recorded: tuple[ca_records.Recorded, ...]
     held: tuple[Held, ...]
     now: float
 
@@ -223,7 +223,7 @@ def look(database: Database) -> Fleet:
     """
     now = database.now()
     return database.read(
-        lambda connection: Fleet(recorded=authorities.every(connection), held=authorities.held(connection), now=now)
+        lambda connection: Fleet(recorded=ca_records.every(connection), held=ca_records.held(connection), now=now)
     )
 
 
@@ -259,15 +259,15 @@ class Certificates:
         now = self._database.now()
 
         def see(connection: sa.Connection) -> ca_rotation.Phase:
-            recorded = authorities.every(connection)
+            recorded = ca_records.every(connection)
             if not ca_rotation.goes_on(kind, recorded):
                 return ca_rotation.Phase()
-            return ca_rotation.phase(kind, recorded, authorities.held(connection), now, self._settle)
+            return ca_rotation.phase(kind, recorded, ca_records.held(connection), now, self._settle)
 
         def move(connection: sa.Connection) -> ca_rotation.Phase:
             # Once more, in the transaction that writes: what is decided upon is what is there.
             found = see(connection)
-            return found if found.moves and authorities.move(connection, found.moves, now) else ca_rotation.Phase()
+            return found if found.moves and ca_records.move(connection, found.moves, now) else ca_rotation.Phase()
 
         found = self._database.read(see)
         if found.moves:
@@ -304,7 +304,7 @@ class Certificates:
             return 0
         # Whoever cannot be reached is among them at each look, and must not keep the others from it.
         chosen = random.sample(sorted(needy), min(_MOST, len(needy)))
-        return self._database.write(lambda connection: authorities.make_due(connection, chosen, fleet.now))
+        return self._database.write(lambda connection: ca_records.make_due(connection, chosen, fleet.now))
 
 
 def attended(certificates: Certificates) -> None:

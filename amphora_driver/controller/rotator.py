@@ -18,12 +18,13 @@ import sqlalchemy as sa
 from amphora_driver import failpoints
 from amphora_driver.controller import rotation as deciding
 from amphora_driver.controller.rotation import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
+from amphora_driver.database import clock
+from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue.jobs import drop_duty, hold_duty
-from amphora_driver.store import amphorae, breakers, clock, failovers, rotations
-from amphora_driver.store.intents import Op
+from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
+from amphora_driver.store.requests import Op
 from amphora_driver.store.rotations import Item, ItemState, Rotation, State
-from amphora_driver.store.tables import amphora, status, work
 
 if TYPE_CHECKING:
     import threading
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.plugins import Catalogue
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 DUTY = "rotation"
@@ -321,13 +322,13 @@ def _seen(row: sa.Row[tuple[object, ...]]) -> Seen:
 
 def _breaker(connection: sa.Connection) -> str | None:
     """Why no fail-over is to be begun now, in words."""
-    rows = breakers.every(connection)
-    sight = rows.get(breakers.SIGHT)
-    if sight is not None and sight.state == breakers.BLIND:
+    rows = circuit_breaker.every(connection)
+    sight = rows.get(circuit_breaker.SIGHT)
+    if sight is not None and sight.state == circuit_breaker.BLIND:
         return f"nobody can tell which amphorae live ({sight.reason or 'no reason is known'})"
-    for name in (breakers.OPERATOR, breakers.AUTOMATIC):
+    for name in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC):
         row = rows.get(name)
-        if row is not None and row.state != breakers.CLOSED:
+        if row is not None and row.state != circuit_breaker.CLOSED:
             return f"the breaker of fail-overs is {row.state} ({row.reason or 'no reason is known'})"
     return None
 

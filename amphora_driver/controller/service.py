@@ -32,14 +32,15 @@ from amphora_driver.controller.rotator import Rotator
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn, goes_first
 from amphora_driver.controller.waiting import WaitingRoom
+from amphora_driver.database import schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.presence import Presence
-from amphora_driver.store import processes, schema
-from amphora_driver.store.engine import Database
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import process_registry
 from amphora_driver.telemetry import logs
 from amphora_driver.telemetry.server import Telemetry
 
@@ -134,7 +135,7 @@ class Controller:
         )
         self._detector = Detector(conf, self._database, everything.agents, name, lambda role: hints.tell(conf, role))
         self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
-        self._telemetry = Telemetry(conf, processes.Kind.CONTROLLER, name, self._does_its_duty)
+        self._telemetry = Telemetry(conf, process_registry.Kind.CONTROLLER, name, self._does_its_duty)
         self._looked_at = time.monotonic()
 
     def run(self) -> None:
@@ -336,7 +337,7 @@ class Controller:
 
     def _free(self, name: str) -> None:
         self._jobs.release_all(name)
-        self._database.write(lambda connection: processes.forget(connection, name))
+        self._database.write(lambda connection: process_registry.forget(connection, name))
 
 
 class ControllerService(cotyledon.Service):
@@ -363,7 +364,7 @@ def main() -> int:
     """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     logs.setup(conf, ControllerService.name)
-    if not schema.fits(Database(conf.store.connection)):
+    if not schema_check.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(ControllerService, workers=1, args=(conf,))

@@ -23,12 +23,12 @@ from amphora_driver.controller.todo import (
     Wanted,
 )
 from amphora_driver.store.amphorae import Amphora, State
-from amphora_driver.store.spares import ROLE
+from amphora_driver.store.spare_pools import ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amphora_driver.store.spares import Stock
+    from amphora_driver.store.spare_pools import Stock
 
 # Seconds between two looks at a pool in which nothing happens; and after which a spare that is neither heard nor
 # answers, while others are heard, is given up. Nobody waits for it: whoever takes a spare asks it first.

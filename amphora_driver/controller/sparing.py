@@ -15,9 +15,9 @@ import msgspec
 
 from amphora_driver.controller import todo
 from amphora_driver.errors import AgentError, AmphoraDriverError
-from amphora_driver.store import breakers, failovers, spares
+from amphora_driver.store import circuit_breaker, failovers, spare_pools
 from amphora_driver.store.failovers import Event
-from amphora_driver.store.spares import Spare, Spec, Stock
+from amphora_driver.store.spare_pools import Spare, Spec, Stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,25 +67,25 @@ class Sparing:
         if tree is None:
             return None
         number = self._backends.conf.spares.number
-        return spares.spec_of(tree.profile, row.compute, row.network, number)
+        return spare_pools.spec_of(tree.profile, row.compute, row.network, number)
 
     def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
         """Ids of spares that the load balancer could take as far as the rows say, the best first (see `judged`)."""
-        self._ready = () if pool_id is None or self.given_up else spares.ready(connection, pool_id)
+        self._ready = () if pool_id is None or self.given_up else spare_pools.ready(connection, pool_id)
         return tuple(one.id for one in self._ready)
 
     def stock(self, connection: sa.Connection, row: Any) -> Stock:
         """The pool, as its own job sees it; of which spares nobody is to take any more `judged` tells."""
         spec = msgspec.json.decode(row.spares, type=Spec)
-        users = spares.users(connection, row.load_balancer_id)
+        users = spare_pools.users(connection, row.load_balancer_id)
         number = self._backends.conf.spares.number if spec.number is None else spec.number
-        self._ready = spares.ready(connection, row.load_balancer_id)
+        self._ready = spare_pools.ready(connection, row.load_balancer_id)
         return Stock(
             spec=spec,
             number=number if users else 0,
             users=users,
-            heard=spares.heard(connection),
-            sees=_sees(breakers.every(connection)),
+            heard=spare_pools.heard(connection),
+            sees=_sees(circuit_breaker.every(connection)),
         )
 
     def judged(self, wanted: todo.Wanted) -> todo.Wanted:
@@ -99,7 +99,7 @@ class Sparing:
         image = self._image(spec)
         # Its certificate is renewed at half life: one that has so little left was not.
         lasting = self._backends.conf.certificates.validity_days * _DAY / 3
-        unfit = {one.id: why for one in self._ready if (why := spares.unfit(one, image, wanted.now, lasting))}
+        unfit = {one.id: why for one in self._ready if (why := spare_pools.unfit(one, image, wanted.now, lasting))}
         if wanted.stock is not None:
             return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
         return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
@@ -120,7 +120,7 @@ class Sparing:
     def adopt(self, step: todo.Adopt, wanted: todo.Wanted, now: float) -> None:
         """Take the first spare that answers; if there is none, none is sought in this turn any more."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
-        known = {one.id: one for one in self._backends.database.read(lambda c: spares.ready(c, pool_id))}
+        known = {one.id: one for one in self._backends.database.read(lambda c: spare_pools.ready(c, pool_id))}
         for amphora_id in step.amphora_ids:
             if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
                 continue
@@ -128,7 +128,7 @@ class Sparing:
             taken: list[bool] = []
 
             def take(connection: sa.Connection, spare: str = amphora_id, taken: list[bool] = taken) -> None:
-                taken[:] = [spares.take(connection, spare, pool_id, of, step.role)]
+                taken[:] = [spare_pools.take(connection, spare, pool_id, of, step.role)]
                 if taken[0] and wanted.replacing:
                     failovers.note(connection, of, Event.ADOPTED, now, spare)
 
@@ -140,11 +140,11 @@ class Sparing:
 
     def join(self, step: todo.Join, wanted: todo.Wanted) -> None:
         """Note which pool it takes spares from."""
-        self._write(lambda connection: spares.join(connection, wanted.load_balancer_id, step.spec, step.former))
+        self._write(lambda connection: spare_pools.join(connection, wanted.load_balancer_id, step.spec, step.former))
 
     def retire(self, step: todo.Retire, pool_id: str) -> None:
         """Mark a spare that is about to go."""
-        self._write(lambda connection: spares.retire(connection, step.amphora_id, pool_id, step.reason))
+        self._write(lambda connection: spare_pools.retire(connection, step.amphora_id, pool_id, step.reason))
 
     def ask(self, step: todo.AskSpares, by_id: dict[str, Amphora]) -> None:
         """Find out which of them are there."""
@@ -158,7 +158,7 @@ class Sparing:
         """Forget the pool, unless somebody has come."""
 
         def write(connection: sa.Connection) -> None:
-            self._turn.over = spares.disband(connection, pool_id)
+            self._turn.over = spare_pools.disband(connection, pool_id)
 
         self._write(write)
 
@@ -174,8 +174,10 @@ class Sparing:
         return True
 
 
-def _sees(rows: dict[str, breakers.Row]) -> bool:
+def _sees(rows: dict[str, circuit_breaker.Row]) -> bool:
     """Whether those who are not heard are silent, as far as the detector says: it hears, and nothing is held up."""
-    sight, automatic, operator = (rows.get(one) for one in (breakers.SIGHT, breakers.AUTOMATIC, breakers.OPERATOR))
-    closed = all(one is None or one.state == breakers.CLOSED for one in (automatic, operator))
-    return sight is not None and sight.state == breakers.SEEING and closed
+    sight, automatic, operator = (
+        rows.get(one) for one in (circuit_breaker.SIGHT, circuit_breaker.AUTOMATIC, circuit_breaker.OPERATOR)
+    )
+    closed = all(one is None or one.state == circuit_breaker.CLOSED for one in (automatic, operator))
+    return sight is not None and sight.state == circuit_breaker.SEEING and closed

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.certificates.ca import Authority
     from amphora_driver.controller.turn import Turn
+    from amphora_driver.database.engine import Database
+    from amphora_driver.database.vault import Vault
     from amphora_driver.network.interface import Network
     from amphora_driver.plugins import Catalogue
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.vault import Vault
 
     # How a step is taken: the step, what is wanted, and the amphorae as they were seen.
     Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.network.interface import Network
     from amphora_driver.plugins import Catalogue
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 # So many things of one kind that belong to nobody are believed, or a tenth of all; and all there is only if it is one.

@@ -12,8 +12,8 @@ import msgspec
 from amphora_driver.controller import vips
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.spares import Spec, Stock
+from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.spare_pools import Spec, Stock
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import request, work
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check
-from amphora_driver.store.intents import Op
-from amphora_driver.store.tables import request, work
+from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
-# What a request for a fail-over is called in the history (store/intents.py).
+# What a request for a fail-over is called in the history (store/requests.py).
 _FAILOVER = "failover loadbalancer"
 
 

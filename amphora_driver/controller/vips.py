@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import request, work
 from amphora_driver.errors import NetworkError, RequestError
 from amphora_driver.model.enums import Kind
 from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
-from amphora_driver.store import claims, generations, wanted
-from amphora_driver.store.claims import Wish
-from amphora_driver.store.tables import request, work
+from amphora_driver.store import desired_objects, generations, vip_claims
+from amphora_driver.store.vip_claims import Wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amphora_driver.controller import plan as planning
+    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer, Vip
     from amphora_driver.network.interface import Network
     from amphora_driver.store.amphorae import Amphora
-    from amphora_driver.store.engine import Database
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
 
@@ -116,7 +116,7 @@ def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | No
 
 def again_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
     """When the backend is to be asked (again) for the addresses, in seconds since 1970; 0 for now."""
-    wish = claims.wish_of(connection, load_balancer_id)
+    wish = vip_claims.wish_of(connection, load_balancer_id)
     return 0.0 if wish is None or wish.again_at > now + wish.pause else wish.again_at
 
 
@@ -142,13 +142,13 @@ class Vips:
             NetworkError: the backend failed, or has needed too long.
         """
         begun = self._database.now()
-        wish = self._database.read(lambda connection: claims.wish_of(connection, tree.id)) or _wish(tree, begun)
+        wish = self._database.read(lambda connection: vip_claims.wish_of(connection, tree.id)) or _wish(tree, begun)
         answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
         if isinstance(answer, NotYet):
             now = self._database.now()
-            later = claims.later(wish, answer, now)
+            later = vip_claims.later(wish, answer, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
-            self._write(lambda connection: claims.keep(connection, tree.id, seen.network, later))
+            self._write(lambda connection: vip_claims.keep(connection, tree.id, seen.network, later))
             if now - wish.since > self._patience:
                 waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"take a VIP for load balancer {tree.id}", waited, final=True)
@@ -180,9 +180,11 @@ def settle(connection: sa.Connection, load_balancer_id: str, generation: int, fo
     now = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
-    node: LoadBalancer = wanted.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
-    wanted.update(connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))])
-    claims.answered(connection, load_balancer_id)
+    node: LoadBalancer = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    desired_objects.update(
+        connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))]
+    )
+    vip_claims.answered(connection, load_balancer_id)
 
 
 def _wish(tree: LoadBalancer, now: float) -> Wish:

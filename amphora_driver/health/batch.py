@@ -16,7 +16,7 @@ import msgspec
 
 from amphora_driver.errors import ContentRefused
 from amphora_driver.health import statistics
-from amphora_driver.store import amphorae, statuses
+from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.telemetry import metrics
 from amphora_driver.untrusted_text import printable
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.store.amphorae import Heard
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Entry(msgspec.Struct, frozen=True):
     """What is to be written for one load balancer."""
 
     load_balancer_id: str
-    news: Sequence[statuses.Observation] = ()
+    news: Sequence[status_outbox.Observation] = ()
     rows: tuple[statistics.Row, ...] = ()
 
 
@@ -116,7 +116,7 @@ class Batches:
             if seen:
                 amphorae.seen(connection, seen)
             return sum(
-                statuses.observe(connection, entry.load_balancer_id, entry.news) for entry in entries if entry.news
+                status_outbox.observe(connection, entry.load_balancer_id, entry.news) for entry in entries if entry.news
             )
 
         try:

@@ -23,7 +23,7 @@ from amphora_driver.health.leftovers import Leftovers
 from amphora_driver.health.losses import Losses
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.store import amphorae, drifts, statuses, wanted
+from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
 from amphora_driver.store.amphorae import Heard, State
 from amphora_driver.untrusted_text import printable
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.health.drifts import Broken
     from amphora_driver.health.ledger import Ledger, Seen
     from amphora_driver.health.losses import Loss
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Bookkeeper:
             return
 
         def write(connection: sa.Connection) -> list[Loss]:
-            drifts.hold(connection, [one.amphora_id for one in losses])
+            config_drift.hold(connection, [one.amphora_id for one in losses])
             return [one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)]
 
         lost = self._database.write(write)
@@ -249,15 +249,15 @@ class Bookkeeper:
             return
 
         def write(connection: sa.Connection) -> tuple[int, list[str]]:
-            drifts.hold(connection, [one.amphora_id for one in broken])
-            drifts.mark(connection, marks)
+            config_drift.hold(connection, [one.amphora_id for one in broken])
+            config_drift.mark(connection, marks)
             told = [
                 amphora_id
                 for amphora_id, one in sorted(news.items())
-                if drifts.note(connection, amphora_id, _plain(one.sentence), one.moment)
+                if config_drift.note(connection, amphora_id, _plain(one.sentence), one.moment)
             ]
             taken = sum(
-                drifts.take_back(connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug)
+                config_drift.take_back(connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug)
                 for one in broken
             )
             return taken, told
@@ -336,7 +336,7 @@ class Bookkeeper:
 
 def _tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
     try:
-        return wanted.load_tree(connection, load_balancer_id)
+        return desired_objects.load_tree(connection, load_balancer_id)
     except UnknownObject:
         return None
 
@@ -349,7 +349,7 @@ def _news(word: _Word) -> _News:
     found = operating_statuses(account.tree, [word.reports[each] for each in word.trusted])
     written = account.written
     news = [
-        statuses.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
+        status_outbox.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
         for object_id, one in found.items()
         if object_id not in written or written[object_id].status is not one.status
     ]

@@ -13,13 +13,13 @@ import time
 from typing import TYPE_CHECKING
 
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import processes
+from amphora_driver.store import process_registry
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Seconds a datagram of its own may take.
@@ -40,7 +40,7 @@ class Hearing:
     def __init__(
         self, database: Database, name: str, hears: Callable[[float], bool], every: float, patience: float
     ) -> None:
-        self._registry = processes.Registry(database, name, processes.Kind.HEALTH_MANAGER)
+        self._registry = process_registry.Registry(database, name, process_registry.Kind.HEALTH_MANAGER)
         self._hears = hears
         self._every = every
         self._patience = patience

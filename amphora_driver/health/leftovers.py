@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora_seen, listener_statistics
 from amphora_driver.health.statistics import Row
-from amphora_driver.store.tables import amphora_seen, listener_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Container

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 import cotyledon
 
 from amphora_driver import config, failpoints
+from amphora_driver.database import schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.hearing import Hearing
@@ -25,9 +28,7 @@ from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.strays import Strays
 from amphora_driver.queue import doorbell, hints
 from amphora_driver.queue.jobs import process_name
-from amphora_driver.store import amphorae, processes, schema, zombies
-from amphora_driver.store.engine import Database
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import amphorae, process_registry, unknown_amphorae
 from amphora_driver.telemetry import logs, metrics
 from amphora_driver.telemetry.server import Telemetry
 
@@ -79,10 +80,10 @@ class HealthManager:
             self._receiver.forget,
         )
         # Often enough that a pause is seen long before anybody is silent.
-        every = min(processes.EVERY, conf.failover.silent_after / 5)
+        every = min(process_registry.EVERY, conf.failover.silent_after / 5)
         patience = _LOOK_EVERY + 2 * conf.health.flush_interval
         self._hearing = Hearing(self._database, name, self._receiver.hears, every, patience)
-        self._telemetry = Telemetry(conf, processes.Kind.HEALTH_MANAGER, name, self._does_its_duty)
+        self._telemetry = Telemetry(conf, process_registry.Kind.HEALTH_MANAGER, name, self._does_its_duty)
         self._written_at = time.monotonic()
         self._news = threading.Event()
         self._stopping = threading.Event()
@@ -149,7 +150,7 @@ class HealthManager:
         if not due:
             return
         at = self._database.now()
-        left_out = self._database.write(lambda connection: zombies.note(connection, due, at))
+        left_out = self._database.write(lambda connection: unknown_amphorae.note(connection, due, at))
         self._strays.told(due, now)
         if left_out:
             LOG.warning("%d more amphorae that nobody knows are heard than there is room for", left_out)
@@ -204,7 +205,7 @@ def main() -> int:
     """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     logs.setup(conf, HealthManagerService.name)
-    if not schema.fits(Database(conf.store.connection)):
+    if not schema_check.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(HealthManagerService, workers=1, args=(conf,))

@@ -15,8 +15,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health.status import ListenerReport, Report
-from amphora_driver.store.tables import listener_statistics
 
 # (listener id, amphora id)
 Key = tuple[str, str]

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amphora_driver.store.zombies import MOST, MOST_OF_ADDRESS, Stray
+from amphora_driver.store.unknown_amphorae import MOST, MOST_OF_ADDRESS, Stray
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.errors import NetworkError, UnsupportedOption
-from amphora_driver.network import namespaces, policies, rows
-from amphora_driver.network.bridges import near_end
-from amphora_driver.network.interface import VipOptions
-from amphora_driver.network.policies import Guarded, QosPolicy, Rule, SecurityGroup
-from amphora_driver.store.tables import (
+from amphora_driver.database.tables import (
     local_address,
     local_port,
     local_qos_policy,
     local_security_group,
     local_vip_option,
 )
+from amphora_driver.errors import NetworkError, UnsupportedOption
+from amphora_driver.network import namespaces, policies, rows
+from amphora_driver.network.bridges import near_end
+from amphora_driver.network.interface import VipOptions
+from amphora_driver.network.policies import Guarded, QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 _SECONDS = 30
 

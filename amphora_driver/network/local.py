@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import local_address, local_network, local_port, local_subnet
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.network import addresses, rows
 from amphora_driver.network.addresses import AddressRange, Segment
 from amphora_driver.network.guards import Guards
 from amphora_driver.network.interface import FixedAddress, NotYet, Owners, Port, Subnet, VipOptions, VipRequest
-from amphora_driver.store.tables import local_address, local_network, local_port, local_subnet
 
 if TYPE_CHECKING:
     from oslo_config import cfg
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 
 _VIP_OWNER = "lb-"

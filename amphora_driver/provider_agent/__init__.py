@@ -18,10 +18,10 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue import jobs
-from amphora_driver.store.engine import Database
-from amphora_driver.store.processes import Kind
+from amphora_driver.store.process_registry import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.provider_agent import taking
 from amphora_driver.queue import doorbell, hints
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import Node
     from amphora_driver.provider_agent.reading import Reader
-    from amphora_driver.store.engine import Database
 
 LOG = logging.getLogger(__name__)
 # Changes so many seconds ago are looked at when a reporter begins: the one before may not have come to it.
@@ -236,14 +236,14 @@ def changed(recorded: LoadBalancer, kept: LoadBalancer) -> dict[str, Kind]:
     """The objects that are in both, and not the same, with their kinds."""
     ours, theirs = nodes(remaining(recorded, ())), nodes(remaining(kept, ()))
     both = ours.keys() & theirs.keys()
-    return {one: wanted.kind_of(theirs[one]) for one in sorted(both) if _differing(ours[one], theirs[one])}
+    return {one: desired_objects.kind_of(theirs[one]) for one in sorted(both) if _differing(ours[one], theirs[one])}
 
 
 def nodes(tree: LoadBalancer) -> Mapping[str, Node]:
     """Every object of a tree without its children, by id."""
     return {
         node.id: msgspec.structs.replace(node, **_CHILDREN[type(node)]) if type(node) in _CHILDREN else node
-        for node in wanted.flatten(tree)
+        for node in desired_objects.flatten(tree)
     }
 
 
@@ -268,4 +268,4 @@ def _plain(value: Any) -> Any:
 
 
 def _name(node: Node) -> str:
-    return f"{wanted.kind_of(node).value[:-1]} {node.id}"
+    return f"{desired_objects.kind_of(node).value[:-1]} {node.id}"

@@ -16,6 +16,7 @@ import msgspec
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
 from amphora_driver import failpoints
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
@@ -23,9 +24,8 @@ from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.secret_refs import used_by
 from amphora_driver.provider_agent import taking
 from amphora_driver.queue import doorbell, hints
-from amphora_driver.store import reading_back, wanted
-from amphora_driver.store.secrets import Sealed, place
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import desired_objects, pending_rereads
+from amphora_driver.store.sealed_secrets import Sealed, place
 from amphora_driver.validation import certificates
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import Material, SecretName
-    from amphora_driver.store.engine import Database
 
     _Object = LoadBalancer | Listener | Pool
 
@@ -141,7 +141,7 @@ class Reader:
 
     def _known(self, row: Any) -> bool:
         """Whether Octavia has committed, and what arrived incomplete has been read."""
-        objects = reading_back.objects_of(row.reread)
+        objects = pending_rereads.objects_of(row.reread)
         if row.committed and objects is not None:
             return self._reread(row, objects)
         found = self._library().get_loadbalancer(row.load_balancer_id)
@@ -212,7 +212,7 @@ class Reader:
             if isinstance(error, octavia_errors.DriverAgentTimeout):
                 self._mark(row)
             return isinstance(error, octavia_errors.DriverAgentTimeout)
-        if reading_back.objects_of(row.reread) is not None:
+        if pending_rereads.objects_of(row.reread) is not None:
             taken = self._database.write(lambda connection: taking.take_objects(connection, row, [], {}, _UNREAD))
         else:
             taken = self._in_pieces(row)
@@ -225,7 +225,7 @@ class Reader:
 
     def _in_pieces(self, row: Any) -> bool:
         """Read listener by listener and pool by pool; False if that was not enough to serve the rest."""
-        tree = self._database.read(lambda connection: wanted.load_tree(connection, row.load_balancer_id))
+        tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, Sealed] = {}
         # Those were read before, but for the ones that were not.
         again = any(one.unread for one in tree.listeners)

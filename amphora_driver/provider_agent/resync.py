@@ -23,15 +23,15 @@ import msgspec
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
+from amphora_driver.database.tables import AT_ONCE, status, work
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import audit, taking
 from amphora_driver.queue import doorbell, hints
-from amphora_driver.store import generations, resyncs, statuses, wanted
-from amphora_driver.store.intents import Op
+from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
+from amphora_driver.store.requests import Op
 from amphora_driver.store.resyncs import Outcome
-from amphora_driver.store.tables import AT_ONCE, status, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
     from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.provider_agent.reading import Reader
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.secrets import Sealed
+    from amphora_driver.store.sealed_secrets import Sealed
 
 LOG = logging.getLogger(__name__)
 # Seconds before one that waits for its users is looked at again, and one that went wrong.
@@ -219,7 +219,7 @@ class Resyncer:
                     return False
                 # What is not served yet is not ACTIVE yet, and neither is the whole of it.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
-                statuses.expect(connection, tree.id, row.generation + 1, waiting)
+                status_outbox.expect(connection, tree.id, row.generation + 1, waiting)
             elif not taking.is_as_seen(connection, row):
                 return False
             _expect_unsaid(connection, tree.id, row.generation, renewed=bool(differing))
@@ -292,7 +292,7 @@ def _deleted(gone: Iterable[Node]) -> dict[str, list[dict[str, str]]]:
     """The status document that says that these are gone."""
     document: dict[str, list[dict[str, str]]] = {}
     for node in gone:
-        document.setdefault(wanted.kind_of(node).value, []).append(
+        document.setdefault(desired_objects.kind_of(node).value, []).append(
             {"id": node.id, "provisioning_status": Provisioning.DELETED.value}
         )
     return document

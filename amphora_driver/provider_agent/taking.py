@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import AT_ONCE, request, status, wanted_object, work
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Member
 from amphora_driver.model.secret_refs import tickets, used_by, used_in
-from amphora_driver.store import generations, reading_back, secrets, statuses, wanted
-from amphora_driver.store.intents import Op
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import AT_ONCE, request, status, wanted_object, work
+from amphora_driver.store import desired_objects, generations, pending_rereads, sealed_secrets, status_outbox
+from amphora_driver.store.requests import Op
+from amphora_driver.store.sealed_secrets import Sealed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -89,15 +89,17 @@ def take_tree(
     """
     if not is_as_seen(connection, row):
         return False
-    added = wanted.replace_tree(connection, row.generation, tree)
-    statuses.expect(connection, tree.id, row.generation, [(wanted.kind_of(node), node.id) for node in added])
+    added = desired_objects.replace_tree(connection, row.generation, tree)
+    status_outbox.expect(
+        connection, tree.id, row.generation, [(desired_objects.kind_of(node), node.id) for node in added]
+    )
     lost = Sealed(reason=reason)
-    recorded = secrets.of_load_balancer(connection, tree.id)
+    recorded = sealed_secrets.of_load_balancer(connection, tree.id)
     known = {name: one for name, one in recorded.items() if one.content is not None}
     used = dict.fromkeys(used_in(tree))
-    secrets.drop(connection, recorded.keys() - used.keys() - {tickets(tree.id)})
-    secrets.put(connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used})
-    reading_back.done(connection, tree.id)
+    sealed_secrets.drop(connection, recorded.keys() - used.keys() - {tickets(tree.id)})
+    sealed_secrets.put(connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used})
+    pending_rereads.done(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
     return True
 
@@ -113,21 +115,21 @@ def take_objects(
     if not is_as_seen(connection, row):
         return False
     for node in nodes:
-        if wanted.refresh(connection, row.generation, node):
+        if desired_objects.refresh(connection, row.generation, node):
             used = used_by(node)
-            secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
-    tree = wanted.load_tree(connection, row.load_balancer_id)
-    recorded = secrets.of_load_balancer(connection, row.load_balancer_id)
+            sealed_secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
+    tree = desired_objects.load_tree(connection, row.load_balancer_id)
+    recorded = sealed_secrets.of_load_balancer(connection, row.load_balancer_id)
     lost = {name: Sealed(reason=reason) for name in dict.fromkeys(used_in(tree)) if name not in recorded}
-    secrets.put(connection, row.load_balancer_id, lost)
-    reading_back.done(connection, row.load_balancer_id)
+    sealed_secrets.put(connection, row.load_balancer_id, lost)
+    pending_rereads.done(connection, row.load_balancer_id)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
     return True
 
 
 def fail(connection: sa.Connection, row: Any, reason: str) -> None:
     """Octavia has committed what it will not hand over: its user is told."""
-    statuses.fail(connection, row.load_balancer_id, row.generation, reason)
+    status_outbox.fail(connection, row.load_balancer_id, row.generation, reason)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
 
 
@@ -136,9 +138,9 @@ def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
     generation = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
-    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
-    wanted.remove(connection, generation + 1, [object_id for _, object_id in everything])
-    statuses.expect(connection, load_balancer_id, generation + 1, everything)
+    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *desired_objects.below(connection, [load_balancer_id])]
+    desired_objects.remove(connection, generation + 1, [object_id for _, object_id in everything])
+    status_outbox.expect(connection, load_balancer_id, generation + 1, everything)
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id)
@@ -172,14 +174,14 @@ def correct(
         return False
     generation = row.generation + 1
     generations.renew(connection, tree.id, row.generation)
-    added = wanted.replace_tree(connection, generation, tree)
-    statuses.expect(connection, tree.id, generation, [(wanted.kind_of(node), node.id) for node in added])
+    added = desired_objects.replace_tree(connection, generation, tree)
+    status_outbox.expect(connection, tree.id, generation, [(desired_objects.kind_of(node), node.id) for node in added])
     for one in sorted(gone):
         connection.execute(status.delete().where(status.c.object_id == one))
-    secrets.drop_objects(connection, sorted(gone))
-    kept, lost = secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
+    sealed_secrets.drop_objects(connection, sorted(gone))
+    kept, lost = sealed_secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
     missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept or kept[name].content is None]
-    secrets.put(connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing})
+    sealed_secrets.put(connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing})
     connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=AT_ONCE))
     return True
 
@@ -253,7 +255,7 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
         changed = wanted_object.update().where(wanted_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
     # Perhaps it is noted already that they are gone: nobody says so before they are back.
-    statuses.expect(connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)])
+    status_outbox.expect(connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)])
     return True
 
 
@@ -272,7 +274,7 @@ def settled(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, Load
     if connection.execute(_UNTOLD, {"of": load_balancer_id}).first() is not None:
         return None
     leaving = set(connection.execute(_LEAVING, {"of": load_balancer_id}).scalars())
-    return row, wanted.load_tree(connection, load_balancer_id), leaving
+    return row, desired_objects.load_tree(connection, load_balancer_id), leaving
 
 
 def stays(connection: sa.Connection, load_balancer_id: str) -> bool:

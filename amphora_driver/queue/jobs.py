@@ -6,7 +6,7 @@ before it. A write made under a lease checks owner and epoch in the same transac
 which was stopped, lost its lease and woke up again changes nothing. A job is "make load balancer X as recorded": it
 carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted, or if it
 became urgent (`tables.URGENT`) while it ran: what a job has not seen is never forgotten by its end. Leases and
-pauses are measured by the database's clock, the same for all controllers (store/clock.py); what ends later than it
+pauses are measured by the database's clock, the same for all controllers (database/clock.py); what ends later than it
 could, because that clock was set back, is cut short (`cut_short`).
 """
 
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database import clock
+from amphora_driver.database.tables import amphora, duty, request, work
 from amphora_driver.errors import LeaseLost
-from amphora_driver.store import clock
-from amphora_driver.store.tables import amphora, duty, request, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 # A lease that has more than so many of its lengths left, and more than these seconds, was taken by another clock. The
 # same for a duty; hosts of one deployment need not have the same options at every moment.

@@ -15,10 +15,10 @@ from octavia.network import base
 from octavia.network import data_models as shown
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
 from amphora_driver.network.addresses import AddressRange, Segment
 from amphora_driver.network.interface import Port
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store.engine import Database
 
 
 @functools.lru_cache(maxsize=1)

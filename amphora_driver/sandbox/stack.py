@@ -22,13 +22,13 @@ from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import Process, end
 from amphora_driver.compute.qemu import QemuCompute
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology, waking
 from amphora_driver.sandbox.processes import Program, Supervision
 from amphora_driver.sandbox.settings import SandboxError
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
 
 if TYPE_CHECKING:
     from amphora_driver.sandbox.settings import Settings

@@ -17,18 +17,18 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from amphora_driver.database.tables import AT_ONCE, amphora, amphora_seen, status, work
+from amphora_driver.database.tables_fleet import failover
+from amphora_driver.database.vault import Place
 from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import AT_ONCE, amphora, amphora_seen, status, work
-from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
+    from amphora_driver.database.vault import Vault
     from amphora_driver.secret import Secret
-    from amphora_driver.store.vault import Vault
 
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500

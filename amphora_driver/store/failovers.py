@@ -15,9 +15,9 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
+from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.fleet_tables import failover, failover_event
-from amphora_driver.store.tables import URGENT, amphora, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import secret, work
 from amphora_driver.model.secret_refs import Purpose
-from amphora_driver.store.tables import secret, work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from amphora_driver.store.tables import amphora, amphora_seen, listener_statistics, orphan, vip_claim, work
+from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, orphan, vip_claim, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from amphora_driver.store.fleet_tables import resync
-from amphora_driver.store.tables import status
+from amphora_driver.database.tables import status
+from amphora_driver.database.tables_fleet import resync
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

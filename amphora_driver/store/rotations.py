@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database import clock
+from amphora_driver.database.tables import URGENT, amphora, duty, wanted_object, work
+from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
-from amphora_driver.store import clock, spares
+from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import State as AmphoraState
-from amphora_driver.store.fleet_tables import rotation, rotation_item
-from amphora_driver.store.tables import URGENT, amphora, duty, wanted_object, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -350,8 +351,8 @@ def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selectio
     """Have no amphora replaced by one that is as old. Pools look after the image of their spares themselves."""
     if not wanted.everything and wanted.older_than is None:
         return
-    for pool in spares.pools(connection):
-        spares.wake(connection, pool.load_balancer_id)
+    for pool in spare_pools.pools(connection):
+        spare_pools.wake(connection, pool.load_balancer_id)
         old = amphora.update().where(
             amphora.c.load_balancer_id == pool.load_balancer_id,
             amphora.c.state == AmphoraState.READY.value,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.store.breakers import BLIND
-from amphora_driver.store.processes import EVERY, Kind
+from amphora_driver.store.circuit_breaker import BLIND
+from amphora_driver.store.process_registry import EVERY, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

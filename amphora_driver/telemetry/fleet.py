@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store import breakers, clock, fleet_tables, spares, tables
-from amphora_driver.store.intents import Op
-from amphora_driver.store.spares import Spec
+from amphora_driver.database import clock, tables, tables_fleet
+from amphora_driver.store import circuit_breaker, spare_pools
+from amphora_driver.store.requests import Op
+from amphora_driver.store.spare_pools import Spec
 from amphora_driver.telemetry.facts import (
     SPARE,
     Authority,
@@ -36,7 +37,7 @@ from amphora_driver.telemetry.facts import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 MOST_BALANCERS = 20_000
 MOST_AMPHORAE = 50_000
@@ -66,9 +67,9 @@ _WORK = tables.work
 _STATUS = tables.status
 _AMPHORA = tables.amphora
 _SEEN = tables.amphora_seen
-_SILENCE = fleet_tables.silence
-_FAILOVER = fleet_tables.failover
-_EVENT = fleet_tables.failover_event
+_SILENCE = tables_fleet.silence
+_FAILOVER = tables_fleet.failover
+_EVENT = tables_fleet.failover_event
 
 # Putting a statement together costs more than running it.
 _BALANCERS = (
@@ -143,22 +144,22 @@ _LAST_EVENTS = (
 )
 _WAITING = _STATUS.c.version > _STATUS.c.reported
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
-_PROCESSES = sa.select(fleet_tables.process).order_by(fleet_tables.process.c.kind, fleet_tables.process.c.name)
-_ITEM = fleet_tables.rotation_item
-_ROTATIONS = sa.select(fleet_tables.rotation).order_by(fleet_tables.rotation.c.id.desc()).limit(MOST_ROTATIONS)
+_PROCESSES = sa.select(tables_fleet.process).order_by(tables_fleet.process.c.kind, tables_fleet.process.c.name)
+_ITEM = tables_fleet.rotation_item
+_ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MOST_ROTATIONS)
 _ITEMS = (
     sa.select(_ITEM.c.rotation_id, _ITEM.c.state, sa.func.count().label("number"))
     .where(_ITEM.c.rotation_id.in_(sa.bindparam("ids", expanding=True)))
     .group_by(_ITEM.c.rotation_id, _ITEM.c.state)
 )
-_ZOMBIES = sa.select(fleet_tables.zombie).order_by(fleet_tables.zombie.c.last_at.desc()).limit(MOST_FINDINGS)
+_ZOMBIES = sa.select(tables_fleet.zombie).order_by(tables_fleet.zombie.c.last_at.desc()).limit(MOST_FINDINGS)
 _AUTHORITIES = (
     sa.select(
-        *(fleet_tables.authority.c.id, fleet_tables.authority.c.kind),
-        *(fleet_tables.authority.c.state, fleet_tables.authority.c.expires_at),
+        *(tables_fleet.authority.c.id, tables_fleet.authority.c.kind),
+        *(tables_fleet.authority.c.state, tables_fleet.authority.c.expires_at),
     )
-    .where(fleet_tables.authority.c.state != "gone")
-    .order_by(fleet_tables.authority.c.id)
+    .where(tables_fleet.authority.c.state != "gone")
+    .order_by(tables_fleet.authority.c.id)
     .limit(MOST_FINDINGS)
 )
 
@@ -206,7 +207,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
     machines = connection.execute(_AMPHORAE).all()
     accepted = {row.load_balancer_id: row.accepted_at for row in connection.execute(_ACCEPTED)}
     amphorae = _machines(machines, {row.load_balancer_id: row for row in rows})
-    rows_of_breaker = breakers.every(connection)
+    rows_of_breaker = circuit_breaker.every(connection)
     outbox = connection.execute(_OUTBOX).one()
     return Fleet(
         at=now,
@@ -215,7 +216,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
         amphorae=amphorae,
         failovers=_failovers(connection),
         breaker=_breaker(rows_of_breaker),
-        sight=_sight(rows_of_breaker.get(breakers.SIGHT)),
+        sight=_sight(rows_of_breaker.get(circuit_breaker.SIGHT)),
         processes=tuple(_of(Process, row) for row in connection.execute(_PROCESSES.limit(MOST_FINDINGS))),
         pools=_pools(rows, amphorae, spares_configured),
         rotations=_rotations(connection),
@@ -231,9 +232,9 @@ def _of(kind: Any, row: Any) -> Any:
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__})
 
 
-def _breaker(rows: Mapping[str, breakers.Row]) -> Breaker:
+def _breaker(rows: Mapping[str, circuit_breaker.Row]) -> Breaker:
     """What is so of all its rows: an operator goes before the automatic."""
-    automatic, operator = rows.get(breakers.AUTOMATIC), rows.get(breakers.OPERATOR)
+    automatic, operator = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.OPERATOR)
     found = Breaker()
     if automatic is not None:
         found = Breaker(
@@ -245,17 +246,17 @@ def _breaker(rows: Mapping[str, breakers.Row]) -> Breaker:
         )
     if operator is None:
         return found
-    held = {"state": breakers.OPEN, "since": operator.since, "reason": operator.reason, "held": True}
+    held = {"state": circuit_breaker.OPEN, "since": operator.since, "reason": operator.reason, "held": True}
     return msgspec.structs.replace(found, **held)
 
 
-def _sight(row: breakers.Row | None) -> Sight:
+def _sight(row: circuit_breaker.Row | None) -> Sight:
     return Sight() if row is None else Sight(state=row.state, since=row.since, reason=row.reason)
 
 
 def _machines(rows: Iterable[Any], work: Mapping[str, Any]) -> tuple[Machine, ...]:
-    newest = {one: row.generation for one, row in work.items() if row.op != spares.OP}
-    pools = {one for one, row in work.items() if row.op == spares.OP}
+    newest = {one: row.generation for one, row in work.items() if row.op != spare_pools.OP}
+    pools = {one for one, row in work.items() if row.op == spare_pools.OP}
     found = []
     for row in rows:
         # By place: by name it takes three times as long, and there are many.
@@ -281,7 +282,7 @@ def _balancers(
 ) -> tuple[Balancer, ...]:
     found = []
     for row in rows:
-        if row.op == spares.OP:
+        if row.op == spare_pools.OP:
             continue
         name, addresses = _shown(row.body)
         found.append(
@@ -338,7 +339,7 @@ def _pools(rows: Iterable[Any], amphorae: Iterable[Machine], configured: int) ->
     used = {row.spare_pool for row in rows}
     found = []
     for row in rows:
-        if row.op != spares.OP:
+        if row.op != spare_pools.OP:
             continue
         mine = kept.get(row.load_balancer_id, [])
         ready = sum(one.state == "ready" for one in mine)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store.engine import Database
 from amphora_driver.telemetry import fleet as reading
 from amphora_driver.telemetry import metrics
 from amphora_driver.telemetry.attention import Notice, notices

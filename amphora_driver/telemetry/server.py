@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amphora_driver.store.processes import Kind, version
+from amphora_driver.store.process_registry import Kind, version
 from amphora_driver.telemetry.answers import Answer, Answers, TokenFile, refused
 from amphora_driver.telemetry.head import LONGEST_HEAD, Refused, parse
 from amphora_driver.telemetry.looking import Looking, read_only

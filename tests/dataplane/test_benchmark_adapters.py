@@ -28,9 +28,9 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.network.namespace import Namespace
 from amphora_driver.compute import process
-from amphora_driver.store import processes
-from amphora_driver.store.engine import Database
-from amphora_driver.store.processes import Kind
+from amphora_driver.database.engine import Database
+from amphora_driver.store import process_registry
+from amphora_driver.store.process_registry import Kind
 
 pytestmark = pytest.mark.root
 AGENT_PORT, METRICS_PORT, IDLE_AGENT_PORT = 9443, 9102, 15558
@@ -275,8 +275,8 @@ def test_idle_daemons_do_their_duty(made, room):
     daemons = {one["name"]: one for one in made.processes()}
     database = Database(f"sqlite:///{room.place}/etc/store.sqlite")
     signs = {
-        "amphora-controller": lambda: database.read(lambda c: processes.every(c, Kind.CONTROLLER)),
-        "amphora-health-manager": lambda: database.read(lambda c: processes.every(c, Kind.HEALTH_MANAGER)),
+        "amphora-controller": lambda: database.read(lambda c: process_registry.every(c, Kind.CONTROLLER)),
+        "amphora-health-manager": lambda: database.read(lambda c: process_registry.every(c, Kind.HEALTH_MANAGER)),
         "amphora-agent": lambda: room.run(listens, IDLE_AGENT_PORT),
     }
     assert set(signs) == set(daemons)

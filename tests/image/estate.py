@@ -29,14 +29,14 @@ from wanted import NETWORK, SUBNET, SUBNET6
 from amphora_agent.network.namespace import Namespace
 from amphora_driver import config
 from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate
 from amphora_driver.store.amphorae import Plugged
-from amphora_driver.store.engine import Database
 
 MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
 CONTROLLER = "203.0.113.2"

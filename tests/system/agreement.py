@@ -11,7 +11,7 @@ VIPs, and the order of SNI certificates.
 import msgspec
 
 from amphora_driver.model.enums import Kind
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 _CHILDREN = {"listeners", "pools", "members", "healthmonitor", "l7policies", "rules"}
 _HIDDEN = {"profile", "flavor", "availability_zone", "unread"}
@@ -64,15 +64,15 @@ def differences(ours, octavias):
 
 def recorded(cloud, balancer):
     """Our rows of a load balancer: for each object (kind, id) its fields, without those that say nothing."""
-    tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
-    return {(wanted.kind_of(node).value, node.id): _ours(node) for node in wanted.flatten(tree)}
+    tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
+    return {(desired_objects.kind_of(node).value, node.id): _ours(node) for node in desired_objects.flatten(tree)}
 
 
 def _ours(node):
     fields = {name: msgspec.to_builtins(getattr(node, name)) for name in node.__struct_fields__}
     for name in _CHILDREN | _HIDDEN:
         fields.pop(name, None)
-    if wanted.kind_of(node) is Kind.LOAD_BALANCER:
+    if desired_objects.kind_of(node) is Kind.LOAD_BALANCER:
         fields |= {f"vip_{name}": value for name, value in fields.pop("vip").items()}
         fields["additional_vips"] = [f"{one['subnet_id']} {one['address']}" for one in fields["additional_vips"]]
     return _canonical(fields)
@@ -115,7 +115,7 @@ def shown(cloud, balancer):
 
 
 def _octavias(kind, source):
-    shape = wanted.SHAPES[kind]
+    shape = desired_objects.SHAPES[kind]
     fields = {name: source[name] for name in shape.__struct_fields__ if name not in _CHILDREN | _HIDDEN | {"vip"}}
     if kind is Kind.LOAD_BALANCER:
         fields |= {name: source[name] for name in ("vip_address", "vip_subnet_id", "vip_network_id", "vip_port_id")}

@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 import sqlalchemy as sa
 from openstack.exceptions import NotFoundException
 
+from amphora_driver.database import tables
 from amphora_driver.errors import StoreError
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store import amphorae, breakers, statuses, tables
+from amphora_driver.store import amphorae, circuit_breaker, status_outbox
 
 PATIENCE = 60.0
 
@@ -109,11 +110,11 @@ class Cloud:
     @contextmanager
     def without_automatic_failover(self):
         """No amphora is replaced unasked in this block: a test may keep one silent for as long as it likes."""
-        self.database.write(lambda c: breakers.hold(c, "a test keeps an amphora silent", self.database.now()))
+        self.database.write(lambda c: circuit_breaker.hold(c, "a test keeps an amphora silent", self.database.now()))
         try:
             yield
         finally:
-            self.database.write(lambda c: breakers.close(c, "the test is over", self.database.now()))
+            self.database.write(lambda c: circuit_breaker.close(c, "the test is over", self.database.now()))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,9 @@ class Cloud:
             if row is None or row.error is not None:
                 return True
             told = row.applied >= row.generation and row.committed >= row.generation and not row.read_back
-            return told and not any(one.load_balancer_id == load_balancer_id for one in statuses.due(connection, 100))
+            return told and not any(
+                one.load_balancer_id == load_balancer_id for one in status_outbox.due(connection, 100)
+            )
 
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:

@@ -11,8 +11,8 @@ import pytest
 import sandbox_of_a_test
 from cloud import Cloud
 
+from amphora_driver.database.engine import Database
 from amphora_driver.sandbox import demo
-from amphora_driver.store.engine import Database
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,15 @@ from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.sandbox import demo
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora, work
-from amphora_driver.store.vault import Vault
 
 PAUSE = 2.0
 AUDIT = {

@@ -24,12 +24,13 @@ from sandbox_of_a_test import running
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.process import find
+from amphora_driver.database import tables, tables_fleet
+from amphora_driver.database.engine import Database
 from amphora_driver.failpoints import VARIABLE
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo
-from amphora_driver.store import failovers, fleet_tables, spares, statuses, tables
-from amphora_driver.store.engine import Database
+from amphora_driver.store import failovers, spare_pools, status_outbox
 
 # What a client sees of an API that dies, or cannot do what it was asked.
 FAILED = (
@@ -251,9 +252,9 @@ class Lab:
                     work.c.read_back,
                 ),
                 # A pool is looked after for ever; what is to be in it the test itself asks.
-                work.c.op != spares.OP,
+                work.c.op != spare_pools.OP,
             )
-            said = [(one.object_id, one.provisioning) for one in statuses.due(connection, 100)]
+            said = [(one.object_id, one.provisioning) for one in status_outbox.due(connection, 100)]
             replacing = [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
             return [tuple(row) for row in connection.execute(busy)] + said + replacing
 
@@ -276,7 +277,7 @@ class Lab:
                 },
                 values(tables.amphora_seen.c.amphora_id),
                 values(tables.orphan.c.id),
-                {row.load_balancer_id for row in spares.pools(connection)},
+                {row.load_balancer_id for row in spare_pools.pools(connection)},
             )
 
         amphorae, ports, owned, seen, noted, pools = self.database.read(read)
@@ -319,7 +320,7 @@ class Lab:
 
     def replacements(self, load_balancer_id):
         """Every fail-over of a load balancer there ever was, the oldest first."""
-        table = fleet_tables.failover
+        table = tables_fleet.failover
         mine = sa.select(table).where(table.c.load_balancer_id == load_balancer_id).order_by(table.c.id)
         return self.database.read(lambda connection: connection.execute(mine).all())
 

@@ -14,8 +14,8 @@ import pytest
 import sqlalchemy as sa
 from openstack.exceptions import ConflictException
 
+from amphora_driver.database.tables import amphora, request, status, work
 from amphora_driver.sandbox import topology
-from amphora_driver.store.tables import amphora, request, status, work
 
 NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
 CHANGED = (NUMBER + 1) // 2

@@ -23,13 +23,13 @@ from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.ca import Authority
 from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.database.tables import amphora
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentError, AgentUntrusted
 from amphora_driver.network import namespaces
 from amphora_driver.secret import Secret
-from amphora_driver.store import authorities
-from amphora_driver.store.authorities import Kind, State
-from amphora_driver.store.tables import amphora
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import ca_records
+from amphora_driver.store.ca_records import Kind, State
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -153,7 +153,7 @@ def test_one_whose_certificate_has_expired_is_enrolled_again(lab, witness):
 
 def phase_of(lab, kind):
     """The phase in which a rotation is; None when it has ended."""
-    found = {one.state for one in lab.database.read(authorities.every) if one.kind is kind}
+    found = {one.state for one in lab.database.read(ca_records.every) if one.kind is kind}
     return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
 
 
@@ -188,7 +188,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     cloud.active(booted.id)
     lab.settled()
     assert only(lab, balancer) == amphora_id, "nothing was failed over"
-    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], State.CURRENT)
     for each in (amphora_id, *cloud.amphorae(booted)):
         row = row_of(lab, each)
@@ -205,7 +205,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
 def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, witness):
     """Both authorities were rotated: what is left of the files is worth nothing to anybody."""
     etc, cloud = lab.settings.etc, lab.cloud
-    if len([one for one in lab.database.read(authorities.every) if one.state is State.CURRENT]) < 2:
+    if len([one for one in lab.database.read(ca_records.every) if one.state is State.CURRENT]) < 2:
         pytest.skip("needs the rotations before")
     away = etc / "away"
     away.mkdir()
@@ -224,7 +224,7 @@ def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, wi
     assert amphoractl(lab, "authority", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
     cloud.until(lambda: phase_of(lab, Kind.AMPHORA) is None, "the next rotation has ended")
     changed(lab, witness.balancer, 7)
-    keys = lab.database.read(lambda c: authorities.every(c, gone=True))
+    keys = lab.database.read(lambda c: ca_records.every(c, gone=True))
     assert [one.sealed_key is None for one in keys] == [one.state is State.GONE for one in keys], "erased"
     for name in names:
         shutil.move(away / name, etc / name)

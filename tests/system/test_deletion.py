@@ -5,8 +5,8 @@ import openstack
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database import tables
 from amphora_driver.network import namespaces
-from amphora_driver.store import tables
 
 pytestmark = pytest.mark.root
 

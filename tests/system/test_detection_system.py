@@ -28,15 +28,15 @@ from cloud import Cloud
 from openstack.exceptions import HttpException
 from sandbox_of_a_test import running
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, amphora_seen, work
+from amphora_driver.database.tables_fleet import failover
+from amphora_driver.database.vault import Vault
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import configuration, demo, topology
 from amphora_driver.secret import Secret
-from amphora_driver.store import breakers, failovers, silences
+from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import key_place
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import amphora, amphora_seen, work
-from amphora_driver.store.vault import Vault
 
 # Half a minute of the real thing in four seconds, on a machine that others load too.
 SILENT_AFTER = 4.0
@@ -106,32 +106,35 @@ def rows(cloud):
     return cloud.database.read(lambda c: c.execute(sa.select(failover).order_by(failover.c.id)).all())
 
 
-def breaker(cloud, name=breakers.AUTOMATIC):
-    return cloud.database.read(breakers.every).get(name)
+def breaker(cloud, name=circuit_breaker.AUTOMATIC):
+    return cloud.database.read(circuit_breaker.every).get(name)
 
 
 def silent(cloud):
-    return {row.amphora_id: row for row in cloud.database.read(silences.every)}
+    return {row.amphora_id: row for row in cloud.database.read(silent_amphorae.every)}
 
 
 def seeing(cloud):
     def ask():
-        sight = breaker(cloud, breakers.SIGHT)
-        return sight is not None and sight.state == breakers.SEEING and not silent(cloud)
+        sight = breaker(cloud, circuit_breaker.SIGHT)
+        return sight is not None and sight.state == circuit_breaker.SEEING and not silent(cloud)
 
     cloud.until(ask, "the detector sees, and nobody is silent")
 
 
 def blind(cloud):
-    cloud.until(lambda: breaker(cloud, breakers.SIGHT).state == breakers.BLIND, "the detector knows that it is blind")
+    cloud.until(
+        lambda: breaker(cloud, circuit_breaker.SIGHT).state == circuit_breaker.BLIND,
+        "the detector knows that it is blind",
+    )
 
 
 def sees_for(cloud, seconds):
     """Wait until it has seen for so long without being blind in between."""
 
     def ask():
-        sight = breaker(cloud, breakers.SIGHT)
-        return sight.state == breakers.SEEING and time.time() - sight.since > seconds
+        sight = breaker(cloud, circuit_breaker.SIGHT)
+        return sight.state == circuit_breaker.SEEING and time.time() - sight.since > seconds
 
     cloud.until(ask, f"it sees for {seconds:.0f} s")
 
@@ -378,18 +381,18 @@ class Fleet:
 @pytest.mark.usefixtures("calm")
 def test_fifty_at_once_open_the_breaker_and_close_it_again(cloud):
     with Fleet(cloud) as fleet:
-        cloud.until(lambda: breaker(cloud, breakers.SIGHT).watched == FLEET + 1, "all are watched")
+        cloud.until(lambda: breaker(cloud, circuit_breaker.SIGHT).watched == FLEET + 1, "all are watched")
         seeing(cloud)
         before = len(rows(cloud))
         fleet.speaks.clear()
-        cloud.until(lambda: breaker(cloud).state == breakers.OPEN, "the breaker is open")
+        cloud.until(lambda: breaker(cloud).state == circuit_breaker.OPEN, "the breaker is open")
         cloud.until(lambda: len(silent(cloud)) == FLEET, "all of them are silent")
         time.sleep(SILENT_AFTER)
-        assert breaker(cloud).state == breakers.OPEN
+        assert breaker(cloud).state == circuit_breaker.OPEN
         assert len(rows(cloud)) == before, "nobody was replaced"
         log = Path(cloud.settings.log, "amphora-controller.log").read_text(encoding="utf-8")
         assert "ERROR" in log
         assert "the breaker is open, no amphora is replaced unasked" in log
         fleet.speaks.set()
-        cloud.until(lambda: breaker(cloud).state == breakers.CLOSED, "the breaker is closed again")
+        cloud.until(lambda: breaker(cloud).state == circuit_breaker.CLOSED, "the breaker is closed again")
         assert not silent(cloud)

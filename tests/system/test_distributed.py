@@ -19,12 +19,12 @@ from bad_line import BadLine
 from cloud import Cloud
 from sandbox_of_a_test import running
 
+from amphora_driver.database import tables
+from amphora_driver.database.engine import Database
 from amphora_driver.queue import doorbell
 from amphora_driver.queue.broker import Sender
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.sandbox.processes import Program
-from amphora_driver.store import tables
-from amphora_driver.store.engine import Database
 
 pytestmark = pytest.mark.root
 FIRST, OTHER = "amphora-controller", "other-controller"

@@ -13,14 +13,15 @@ import galera
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, request, work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard
-from amphora_driver.store import amphorae, migrate
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora, request, work
+from amphora_driver.store import amphorae
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 BALANCERS = [f"lb{number}" for number in range(6)]

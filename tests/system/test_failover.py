@@ -19,13 +19,13 @@ from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo
-from amphora_driver.store import amphorae, spares
+from amphora_driver.store import amphorae, spare_pools
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover, failover_event
-from amphora_driver.store.tables import amphora, work
 
 pytestmark = pytest.mark.root
 
@@ -96,7 +96,7 @@ class Lab:
             amphora.join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
         )
         ready = query.where(
-            work.c.op == spares.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
+            work.c.op == spare_pools.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
         )
         self.cloud.until(lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number, "spares", LONG)
 

@@ -13,10 +13,10 @@ from amphoractl import Amphoractl
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.database.vault import Vault
 from amphora_driver.network import namespaces
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.vault import Vault
 
 pytestmark = pytest.mark.root
 

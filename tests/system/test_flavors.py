@@ -9,7 +9,7 @@ import pytest
 
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import topology
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = pytest.mark.root
 
@@ -37,7 +37,7 @@ def zone(cloud):
 
 
 def profile(cloud, balancer):
-    return cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id)).profile
+    return cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id)).profile
 
 
 def seconds_of_silence(cloud, address, port=80):

@@ -14,11 +14,11 @@ import pytest
 from kill_lab import Witness
 from sqlalchemy import select
 
+from amphora_driver.database.tables import work
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import topology
-from amphora_driver.store import amphorae, failovers, rotations, spares
+from amphora_driver.store import amphorae, failovers, rotations, spare_pools
 from amphora_driver.store.failovers import Cause, Why
-from amphora_driver.store.tables import work
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
@@ -194,7 +194,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     pool_id = lab.database.read(lambda c: c.execute(its_pool).scalar_one())
 
     def ready():
-        return {one.id for one in lab.database.read(lambda c: spares.ready(c, pool_id))}
+        return {one.id for one in lab.database.read(lambda c: spare_pools.ready(c, pool_id))}
 
     (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
     (former,) = cloud.amphorae(balancer)
@@ -216,7 +216,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     cloud.gone(balancer.id)
     lab.reached()
     lab.settled()
-    assert lab.database.read(spares.pools) == [], "nobody uses it any more"
+    assert lab.database.read(spare_pools.pools) == [], "nobody uses it any more"
 
 
 def test_a_rotation(lab, cloud):

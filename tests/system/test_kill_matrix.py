@@ -12,9 +12,10 @@ import pytest
 import sqlalchemy as sa
 from kill_lab import Witness, in_step
 
+from amphora_driver.database import tables
 from amphora_driver.model.enums import Kind
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables, wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -99,7 +100,7 @@ def test_update(lab, cloud, victim):
 
 
 def recorded_weight(lab, member_id):
-    return lab.database.read(lambda c: wanted.load(c, Kind.MEMBER, member_id)).weight
+    return lab.database.read(lambda c: desired_objects.load(c, Kind.MEMBER, member_id)).weight
 
 
 def test_batch(lab, cloud, victim):

@@ -7,7 +7,7 @@ import pytest
 
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import topology
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = pytest.mark.root
 
@@ -16,7 +16,7 @@ REJECT = {"action": "REJECT"}
 
 def recorded(cloud, balancer):
     """Our own record of the first listener's policies."""
-    tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
+    tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
     return {one.name: one.position for one in tree.listeners[0].l7policies}
 
 
@@ -135,7 +135,7 @@ def test_the_first_that_matches_wins_whatever_its_action(cloud, balancer):
     assert ask(cloud, address, "/a")[0] == 403
     found = cloud.balancers.get_l7_policy(first.id)
     assert (found.redirect_url, found.redirect_prefix, found.redirect_pool_id) == (None, None, None)
-    tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
+    tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
     ours = next(one for one in tree.listeners[0].l7policies if one.id == first.id)
     assert (ours.redirect_url, ours.redirect_prefix, ours.redirect_pool_id, ours.redirect_http_code) == (None,) * 4
     change(first, admin_state_up=False)

@@ -6,8 +6,8 @@ from contextlib import closing, contextmanager
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database import tables
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables
 
 pytestmark = pytest.mark.root
 

@@ -20,14 +20,14 @@ from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.compute.netns import INNER_NAMESPACE, NetnsCompute
 from amphora_driver.compute.process import find
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
 
 pytestmark = pytest.mark.root
 AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
@@ -237,7 +237,7 @@ def test_attached_again_after_whoever_did_died_before_it_led_anywhere(lab):
     script = (
         "import os, signal, sys; from amphora_driver import config; from amphora_driver.network import bridges\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
-        "from amphora_driver.store.engine import Database; conf = config.load([sys.argv[1]])\n"
+        "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
         "network = LocalNetwork(conf, Database(conf.store.connection)); lay = bridges.Switch._lay\n"
         "def die(*args): lay(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
         "bridges.Switch._lay = die\n"
@@ -317,7 +317,7 @@ def test_outlives_its_starter_and_is_destroyed_by_another(lab):
     script = (
         "import sys; from amphora_driver import config; from amphora_driver.compute.interface import BootOrder\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
-        "from amphora_driver.store.engine import Database; conf = config.load([sys.argv[1]])\n"
+        "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
         "compute = NetnsCompute(conf, LocalNetwork(conf, Database(conf.store.connection)))\n"
         "compute.boot(BootOrder(amphora_id=sys.argv[2], load_balancer_id='x', files={}))\n"
     )

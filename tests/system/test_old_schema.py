@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from alembic import command
 from openstack.exceptions import HttpException
 
-from amphora_driver.store import migrate, schema
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import metadata
+from amphora_driver.database import migrate, schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables_fleet import metadata
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -79,7 +79,7 @@ def test_an_old_database_is_refused_upgraded_and_served(cloud, stack, settings, 
         log = supervision.log("octavia-api").read_text(encoding="utf-8")
         assert any(reference in line and SENTENCE in line for line in log.splitlines())
         assert amphoractl(settings, "database", "status")["Schema"] == "0001"
-        newest = schema.revisions()[-1]
+        newest = schema_check.revisions()[-1]
         assert amphoractl(settings, "database", "upgrade") == {"Before": "0001", "After": newest}
     finally:
         stack.up()

@@ -17,9 +17,9 @@ from amphoractl import Amphoractl
 from cloud import Cloud
 from sandbox_of_a_test import running
 
+from amphora_driver.database import tables
+from amphora_driver.database.engine import Database
 from amphora_driver.sandbox import demo
-from amphora_driver.store import tables
-from amphora_driver.store.engine import Database
 
 pytestmark = pytest.mark.root
 OPTIONS = {

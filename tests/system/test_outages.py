@@ -14,7 +14,7 @@ import pytest
 from kill_lab import Witness
 
 from amphora_driver.sandbox import topology
-from amphora_driver.store import breakers
+from amphora_driver.store import circuit_breaker
 
 # So that every outage here lasts longer than an amphora may be silent.
 SILENT_AFTER = 4.0
@@ -132,9 +132,9 @@ def sees_for(lab, seconds):
     """Wait until the detector has seen for so long without being blind in between."""
 
     def ask():
-        sight = lab.database.read(breakers.every).get(breakers.SIGHT)
+        sight = lab.database.read(circuit_breaker.every).get(circuit_breaker.SIGHT)
         now = lab.database.now()
-        return sight is not None and sight.state == breakers.SEEING and now - sight.since > seconds
+        return sight is not None and sight.state == circuit_breaker.SEEING and now - sight.since > seconds
 
     lab.cloud.until(ask, f"it sees for {seconds:.0f} s")
 

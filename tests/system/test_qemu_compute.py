@@ -23,13 +23,13 @@ from amphora_driver.compute.process import find
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.compute.qemu_command import DISK, PID, device_id
 from amphora_driver.compute.qmp import talking
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import bridges, namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
 
 pytestmark = [
     pytest.mark.root,
@@ -153,7 +153,7 @@ def test_a_machine_outlives_whoever_booted_it(lab):
     script = (
         "import sys\nfrom amphora_driver import config\nfrom amphora_driver.compute.interface import BootOrder\n"
         "from amphora_driver.compute.qemu import QemuCompute\nfrom amphora_driver.network.local import LocalNetwork\n"
-        "from amphora_driver.store.engine import Database\nimport os, signal\n"
+        "from amphora_driver.database.engine import Database\nimport os, signal\n"
         "conf = config.load([sys.argv[1]])\nnetwork = LocalNetwork(conf, Database(sys.argv[2]))\n"
         "QemuCompute(conf, network).boot(BootOrder(amphora_id=sys.argv[3], load_balancer_id='lb', files={}))\n"
         "os.killpg(0, signal.SIGKILL)\n"

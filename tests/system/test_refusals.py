@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from authorities import keep_all
 from cloud import Cloud
 
+from amphora_driver.database import tables
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables
 
 pytestmark = pytest.mark.root
 

@@ -18,11 +18,11 @@ from cloud import Cloud
 from rotation_lab import Clients, Counting, Fleet
 from sandbox_of_a_test import AGENT_PYTHON, running
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import duty, work
 from amphora_driver.sandbox import demo
-from amphora_driver.store import processes, rotations
-from amphora_driver.store.engine import Database
+from amphora_driver.store import process_registry, rotations
 from amphora_driver.store.rotations import State
-from amphora_driver.store.tables import duty, work
 
 pytestmark = pytest.mark.root
 
@@ -131,7 +131,7 @@ def second_controller(stack, fleet):
 
 
 def controllers(fleet):
-    rows = fleet.database.read(lambda c: processes.every(c, processes.Kind.CONTROLLER))
+    rows = fleet.database.read(lambda c: process_registry.every(c, process_registry.Kind.CONTROLLER))
     return {row.name: row for row in rows}
 
 
@@ -260,25 +260,25 @@ def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack,
     number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
     drained = Cloud.until(lambda: rotating(fleet), "somebody has the duty", 30)
     # By its row, as the command does it: the rotation is to go on still when it is heard.
-    fleet.database.write(lambda c: processes.drain(c, drained, draining=True))
+    fleet.database.write(lambda c: process_registry.drain(c, drained, draining=True))
     other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
     fleet.ended(number, PATIENCE)
     query = sa.select(work.c.owner).where(work.c.owner == drained)
     Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "it has laid down its work", 60)
-    Cloud.until(lambda: drained not in fleet.database.read(processes.duties), "it has no duty any more", 60)
+    Cloud.until(lambda: drained not in fleet.database.read(process_registry.duties), "it has no duty any more", 60)
     rows = {one["Name"]: one for one in fleet.ctl("controller", "list")}
     assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
     assert rows[drained]["Jobs"] == 0
 
     # What is drained as a host stays so whatever is said of one of them, and whoever starts there.
     host, before = rows[drained]["Host"], said(stack, "it was asked to drain")
-    fleet.database.write(lambda c: processes.drain(c, drained, draining=False))
+    fleet.database.write(lambda c: process_registry.drain(c, drained, draining=False))
     Cloud.until(lambda: said(stack, "takes up work again") == 1, "it goes on", 30)
-    fleet.database.write(lambda c: processes.drain_host(c, host, "a test", draining=True))
+    fleet.database.write(lambda c: process_registry.drain_host(c, host, "a test", draining=True))
     Cloud.until(lambda: said(stack, "it was asked to drain") == before + 2, "both have heard of it", 30)
     again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
     Cloud.until(lambda: rotating(fleet) is None, "nobody has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}
-    fleet.database.write(lambda c: processes.drain_host(c, host, "a test", draining=False))
+    fleet.database.write(lambda c: process_registry.drain_host(c, host, "a test", draining=False))
     fleet.ended(again, PATIENCE)
     assert fleet.counts(again) == {"done": 1}

@@ -23,14 +23,14 @@ from kill_lab import Witness
 from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import duty, vip_claim, work
+from amphora_driver.database.tables_fleet import failover
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store import authorities, breakers, claims, orphans, silences
-from amphora_driver.store.authorities import State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import duty, vip_claim, work
+from amphora_driver.store import ca_records, circuit_breaker, orphans, silent_amphorae, vip_claims
+from amphora_driver.store.ca_records import State
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(900)]
 
@@ -80,7 +80,7 @@ class Lab:
 
     def replaced(self):
         """What was replaced unasked."""
-        causes = [cause.value for cause in silences.AUTOMATIC]
+        causes = [cause.value for cause in silent_amphorae.AUTOMATIC]
         return self.database.read(lambda c: c.execute(sa.select(failover).where(failover.c.cause.in_(causes))).all())
 
     def sees_for(self, seconds):
@@ -88,10 +88,15 @@ class Lab:
         begun = time.monotonic()
 
         def ask():
-            rows = self.database.read(breakers.every)
-            sight = rows.get(breakers.SIGHT)
-            quiet = not self.database.read(silences.every)
-            return quiet and sight is not None and sight.state == breakers.SEEING and time.monotonic() - begun > seconds
+            rows = self.database.read(circuit_breaker.every)
+            sight = rows.get(circuit_breaker.SIGHT)
+            quiet = not self.database.read(silent_amphorae.every)
+            return (
+                quiet
+                and sight is not None
+                and sight.state == circuit_breaker.SEEING
+                and time.monotonic() - begun > seconds
+            )
 
         self.cloud.until(ask, f"it sees for {seconds:.0f} s", seconds + 60)
 
@@ -219,7 +224,7 @@ def test_what_is_young_stays(lab):
     """Addresses whose load balancer may still come, and what belongs to nobody only since a moment ago."""
     wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
     claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"
-    lab.database.write(lambda c: claims.note(c, claimed, "local"))
+    lab.database.write(lambda c: vip_claims.note(c, claimed, "local"))
     lab.network.allocate_vip(claimed, "demo", wish)
     lab.network.allocate_vip(lost, "demo", wish)
 
@@ -284,7 +289,7 @@ def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
     begun = lab.amphoractl("authority", "rotate", "--kind", "controller")
 
     def over():
-        known = {one.id: one.state for one in lab.database.read(authorities.every)}
+        known = {one.id: one.state for one in lab.database.read(ca_records.every)}
         return known == {begun["ID"]: State.CURRENT}
 
     lab.cloud.until(over, "it is replaced", 120)

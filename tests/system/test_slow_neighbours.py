@@ -13,12 +13,12 @@ import pytest
 import sqlalchemy as sa
 from sandbox_of_a_test import running
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import work
 from amphora_driver.network import namespaces
 from amphora_driver.queue import doorbell
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import work
+from amphora_driver.store.requests import Intents
 
 pytestmark = pytest.mark.root
 

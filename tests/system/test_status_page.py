@@ -12,7 +12,7 @@ from free_ports import free_ports
 from amphora_driver import config
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import configuration
-from amphora_driver.store.processes import Kind
+from amphora_driver.store.process_registry import Kind
 from amphora_driver.telemetry.server import Telemetry
 
 pytestmark = pytest.mark.root

@@ -17,12 +17,12 @@ from sandbox_of_a_test import running
 
 from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import metadata
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store import secrets
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import metadata
+from amphora_driver.store import sealed_secrets
 
 pytestmark = pytest.mark.root
 
@@ -119,7 +119,7 @@ def status(cloud, listener):
 
 
 def references(cloud, balancer, listener):
-    found = cloud.database.read(lambda connection: secrets.of_load_balancer(connection, balancer.id))
+    found = cloud.database.read(lambda connection: sealed_secrets.of_load_balancer(connection, balancer.id))
     return {name.ref for name, one in found.items() if name.object_id == listener and one.content}
 
 

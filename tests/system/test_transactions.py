@@ -14,8 +14,8 @@ import pytest
 from cloud import Cloud
 from sandbox_of_a_test import running
 
+from amphora_driver.database.engine import Database
 from amphora_driver.sandbox import demo
-from amphora_driver.store.engine import Database
 
 pytestmark = pytest.mark.root
 WINDOW = "0.7"

@@ -11,7 +11,7 @@ import whole_model
 from agreement import assert_agreed, assert_object_agreed
 from authorities import keep_all
 
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -262,7 +262,7 @@ def paths(tree):
 )
 @pytest.mark.lasts(900)
 def test_every_field_with_a_value_and_without(cloud, balancer):
-    tree = cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
+    tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
     known = paths(tree)
     ids = {"sealed": known["sealed"].split("/")[1], "app": known["app"].split("/")[1]}
     assert_agreed(cloud, balancer)

@@ -20,9 +20,9 @@ import sqlalchemy as sa
 from kill_lab import Witness
 
 from amphora_driver import config
-from amphora_driver.store import authorities, processes
-from amphora_driver.store.authorities import Kind, State
-from amphora_driver.store.fleet_tables import process
+from amphora_driver.database.tables_fleet import process
+from amphora_driver.store import ca_records, process_registry
+from amphora_driver.store.ca_records import Kind, State
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
@@ -100,7 +100,9 @@ def log_of(lab, name):
 
 
 def controllers(lab):
-    return {row.name for row in lab.database.read(lambda c: processes.every(c, processes.Kind.CONTROLLER))}
+    return {
+        row.name for row in lab.database.read(lambda c: process_registry.every(c, process_registry.Kind.CONTROLLER))
+    }
 
 
 def change(lab, balancer, weight):
@@ -114,22 +116,22 @@ def left_to(lab, works, rests):
     """One controller takes up nothing new any more, and all is for the other one."""
 
     def write(connection):
-        processes.drain(connection, rests, draining=True)
-        processes.drain(connection, works, draining=False)
+        process_registry.drain(connection, rests, draining=True)
+        process_registry.drain(connection, works, draining=False)
 
     lab.database.write(write)
     # They hear of it when they give their next sign of life.
-    beat = {row.name: row.beat for row in lab.database.read(processes.every)}
+    beat = {row.name: row.beat for row in lab.database.read(process_registry.every)}
 
     def heard():
-        now = {row.name: row.beat for row in lab.database.read(processes.every)}
+        now = {row.name: row.beat for row in lab.database.read(process_registry.every)}
         return all(now[one] > beat[one] + 1 for one in (works, rests))
 
     lab.cloud.until(heard, "both have heard of it")
 
 
 def phase_of(connection, kind):
-    found = {one.state for one in authorities.every(connection) if one.kind is kind}
+    found = {one.state for one in ca_records.every(connection) if one.kind is kind}
     return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
 
 
@@ -162,8 +164,8 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
             turns.reverse()
             assert lab.database.read(lambda c: phase_of(c, kind)) is phase
             lab.disarm()
-        lab.database.write(lambda c: processes.drain(c, ours, draining=False))
-    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+        lab.database.write(lambda c: process_registry.drain(c, ours, draining=False))
+    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], State.CURRENT)
     for balancer in made:
         assert lab.replacements(balancer.id) == []
@@ -219,6 +221,6 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         lab.disarm()
     # The processes of ours are those from before: they have looked again.
     change(lab, witness.balancer, 51)
-    (now,) = [one for one in lab.database.read(authorities.every) if one.kind is kind]
+    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], State.CURRENT)
     lab.settled()

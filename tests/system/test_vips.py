@@ -12,12 +12,13 @@ import sqlalchemy as sa
 from cloud import Cloud
 
 from amphora_driver import config
+from amphora_driver.database import tables
 from amphora_driver.network import namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.network.policies import QosPolicy, Rule, SecurityGroup
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables, wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = pytest.mark.root
 
@@ -305,7 +306,7 @@ def test_from_the_beginning_until_the_end(cloud, network):
     network.guards.define_policy(slow)
     listener = {"protocol_port": 81}
     balancer = cloud.served("guarded", listener=listener, vip_sg_ids=[web], vip_qos_policy_id=slow.id)
-    tree = cloud.database.read(lambda c: wanted.load_tree(c, balancer.id))
+    tree = cloud.database.read(lambda c: desired_objects.load_tree(c, balancer.id))
     assert (tree.vip_sg_ids, tree.vip_qos_policy_id) == ((web,), slow.id)
     assert reachable(cloud, balancer.vip_address, 81) == SHUT_OUT
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)

@@ -16,10 +16,11 @@ from cloud import Cloud
 from installed import package
 from sandbox_of_a_test import running
 
+from amphora_driver.database import tables
+from amphora_driver.database.engine import Database
 from amphora_driver.plugins import NETWORK
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store import amphorae, tables, wanted
-from amphora_driver.store.engine import Database
+from amphora_driver.store import amphorae, desired_objects
 
 pytestmark = pytest.mark.root
 
@@ -78,7 +79,7 @@ def shown(cloud, load_balancer_id):
 
 
 def ours(cloud, load_balancer_id):
-    return cloud.database.read(lambda c: wanted.load_tree(c, load_balancer_id))
+    return cloud.database.read(lambda c: desired_objects.load_tree(c, load_balancer_id))
 
 
 def operator_sees(cloud, load_balancer_id):

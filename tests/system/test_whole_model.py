@@ -19,9 +19,10 @@ from agreement import assert_agreed
 from cloud import Cloud
 from echo import answering
 
+from amphora_driver.database import tables
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import topology
-from amphora_driver.store import tables, wanted
+from amphora_driver.store import desired_objects
 
 pytestmark = pytest.mark.root
 BOTH = pytest.mark.parametrize("name", [pytest.param("steps", marks=pytest.mark.extended), "post"])
@@ -60,7 +61,7 @@ def place(settings, connection, database, tmp_path_factory):
 
 
 def tree_of(cloud, balancer):
-    return cloud.database.read(lambda connection: wanted.load_tree(connection, balancer.id))
+    return cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
 
 
 def rendered(cloud, balancer):

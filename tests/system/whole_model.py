@@ -9,7 +9,7 @@ import copy
 import re
 
 from amphora_driver.sandbox import topology
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 FENCE = ["198.51.100.0/24", "2001:db8:1::/64"]
 CIPHERS = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-ECDSA-AES128-GCM-SHA256:TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256"
@@ -278,7 +278,7 @@ def in_words(tree, text):
 
 def names(tree):
     """Every id with the word that stands for it."""
-    for node in wanted.flatten(tree):
+    for node in desired_objects.flatten(tree):
         if isinstance(getattr(node, "type", None), str) and hasattr(node, "l7policy_id"):
             parent = next(one.name for each in tree.listeners for one in each.l7policies if one.id == node.l7policy_id)
             yield node.id, f"{parent}/{node.type}"

@@ -8,9 +8,9 @@ from installed import package
 from stevedore import ExtensionManager, _cache
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import ConfigurationError
 from amphora_driver.plugins import COMPUTE, NETWORK, TOPOLOGY, Catalogue
-from amphora_driver.store.engine import Database
 
 SOURCE = """
     from amphora_driver.compute.netns import NetnsCompute

@@ -24,9 +24,10 @@ from bench_harness import BENCHMARKS, CONNECTIONS, adapters, heartbeat, imported
 
 from amphora_driver import config, driver
 from amphora_driver.certificates.ca import Authority, create_authority
+from amphora_driver.database import tables
 from amphora_driver.health import bookkeeper
 from amphora_driver.model.enums import Kind
-from amphora_driver.store import tables, wanted
+from amphora_driver.store import desired_objects
 
 FLOWS = (
     "member_create",
@@ -222,8 +223,8 @@ def _recorded(provider):
 
     def read(connection):
         ids = connection.execute(sa.select(tables.work.c.load_balancer_id)).scalars().all()
-        nodes = [node for one in ids for node in wanted.flatten(wanted.load_tree(connection, one))]
-        kinds = [wanted.kind_of(node) for node in nodes]
+        nodes = [node for one in ids for node in desired_objects.flatten(desired_objects.load_tree(connection, one))]
+        kinds = [desired_objects.kind_of(node) for node in nodes]
         return {one: kinds.count(one) for one in (Kind.LOAD_BALANCER, Kind.LISTENER, Kind.POOL, Kind.MEMBER)}
 
     return provider.database.read(read)

@@ -7,7 +7,7 @@ import pytest
 
 from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates.ca_rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
-from amphora_driver.store.authorities import Held, Kind, Recorded, State
+from amphora_driver.store.ca_records import Held, Kind, Recorded, State
 
 NOW = 2_000_000_000.0
 TERMS = Terms(validity=7 * DAY, renew_at=0.5)

@@ -13,12 +13,12 @@ from amphora_driver import config
 from amphora_driver.certificates import trust_store as trusting
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.certificates.trust_store import Trust
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError, StoreError
-from amphora_driver.store import authorities
-from amphora_driver.store.authorities import Kind, State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import authority
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import ca_records
+from amphora_driver.store.ca_records import Kind, State
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 
@@ -48,13 +48,13 @@ class House:
     def begin(self, kind):
         new = trusting.create(kind, self.vault, 30)
         present = trusting.configured(self.conf, kind)
-        number = self.database.write(lambda c: authorities.begin(c, kind, present, new, 1.0))
+        number = self.database.write(lambda c: ca_records.begin(c, kind, present, new, 1.0))
         return number, new.certificate
 
     def move(self, **steps):
-        rows = {one.id: one for one in self.database.read(authorities.every)}
+        rows = {one.id: one for one in self.database.read(ca_records.every)}
         moves = {rows[int(name[1:])]: State(state) for name, state in steps.items()}
-        assert self.database.write(lambda c: authorities.move(c, moves, 2.0))
+        assert self.database.write(lambda c: ca_records.move(c, moves, 2.0))
 
     def file(self, name):
         return (self.folder / name).read_bytes()
@@ -294,7 +294,7 @@ def test_keys_of_authorities_that_are_gone_are_forgotten(house):
 def test_no_two_authorities_have_one_name(house):
     first, second = (trusting.create(Kind.AMPHORA, house.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
-    key = house.vault.open(first.sealed_key, authorities.key_place(Kind.AMPHORA, first.certificate))
+    key = house.vault.open(first.sealed_key, ca_records.key_place(Kind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
 
 
@@ -303,7 +303,7 @@ def test_the_key_of_another_authority_signs_nothing(house):
     for kind in Kind:
         number, _ = house.begin(kind)
         house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
-    by_kind = {one.kind: one for one in house.database.read(authorities.every) if one.state is State.CURRENT}
+    by_kind = {one.kind: one for one in house.database.read(ca_records.every) if one.state is State.CURRENT}
     copied = by_kind[Kind.CONTROLLER].sealed_key
     mine = authority.c.id == by_kind[Kind.AMPHORA].id
     house.database.write(lambda c: c.execute(authority.update().where(mine).values(sealed_key=copied)))

@@ -12,8 +12,8 @@ import pytest
 from cliff.commandmanager import CommandManager
 
 from amphora_driver.cli.main import COMMANDS, Amphoractl
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
 
 SETUP = Path(__file__).parents[3] / "setup.cfg"
 

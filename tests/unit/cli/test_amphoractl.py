@@ -10,12 +10,12 @@ import migrated
 import pytest
 
 from amphora_driver.cli.main import COMMANDS, main
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, amphora_seen, request, status, work
+from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.store import wanted
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover, silence
-from amphora_driver.store.tables import amphora, amphora_seen, request, status, work
+from amphora_driver.store import desired_objects
 
 LB = "52cf0000-0000-4000-8000-000000000001"
 OTHER = "52cf0000-0000-4000-8000-000000000002"
@@ -46,7 +46,7 @@ def fill(connection):
         profile=Profile(compute="netns", network="local", timeout_tunnel=60000),
         listeners=(Listener(id=LISTENER, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80),),
     )
-    wanted.insert(connection, LB, 8, list(wanted.flatten(tree)))
+    desired_objects.insert(connection, LB, 8, list(desired_objects.flatten(tree)))
     for lb, project, dirty in ((LB, "project", True), (OTHER, "another", False)):
         connection.execute(
             work.insert().values(

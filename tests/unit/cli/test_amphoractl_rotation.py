@@ -8,12 +8,12 @@ import time
 import migrated
 import pytest
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import rotations
-from amphora_driver.store.engine import Database
-from amphora_driver.store.processes import Kind, Registry
+from amphora_driver.store.process_registry import Kind, Registry
 from amphora_driver.store.rotations import ItemState
-from amphora_driver.store.tables import amphora, work
 
 NAMES = ("0a000000-0000-4000-8000-000000000001", "0b000000-0000-4000-8000-000000000002")
 HOST = socket.gethostname()

@@ -9,14 +9,15 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
+from amphora_driver.database import migrate, schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, duty, request, secret, status, work
+from amphora_driver.database.tables_fleet import failover, failover_event, process, resync
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
-from amphora_driver.store import migrate, schema, secrets
+from amphora_driver.store import sealed_secrets
 from amphora_driver.store.amphorae import key_place
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover, failover_event, process, resync
-from amphora_driver.store.tables import amphora, duty, request, secret, status, work
-from amphora_driver.store.vault import Vault
 
 LB = "52cf0000-0000-4000-8000-000000000001"
 
@@ -206,7 +207,7 @@ def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, datab
 def test_a_new_database_is_made_by_upgrading(amphoractl, place, caplog):
     assert amphoractl(place, "database", "status")[0] == 1
     assert "amphoractl database upgrade" in caplog.text
-    newest = schema.revisions()[-1]
+    newest = schema_check.revisions()[-1]
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": "", "After": newest}
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": newest, "After": newest}
     assert answer(amphoractl, place, "database", "status") == {
@@ -246,8 +247,8 @@ def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkey
         said = {"kind": "controller", "host": "host", "version": "1", "started_at": now, "seen_at": now - 2}
         put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
     # To the next version this one is an old one.
-    newer = (*schema.revisions(), "9999")
-    monkeypatch.setattr(schema, "revisions", lambda: newer)
+    newer = (*schema_check.revisions(), "9999")
+    monkeypatch.setattr(schema_check, "revisions", lambda: newer)
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
     assert amphoractl(place, "database", "upgrade")[0] == 1
     assert name in caplog.text
@@ -276,7 +277,7 @@ def test_keys_are_rotated(amphoractl, place, database):
             "purpose": "certificate",
             "ref": "r",
             "load_balancer_id": LB,
-            "sealed": vault.seal(Secret(b"canary"), secrets.place(SecretName("o", Purpose.CERTIFICATE, "r"))),
+            "sealed": vault.seal(Secret(b"canary"), sealed_secrets.place(SecretName("o", Purpose.CERTIFICATE, "r"))),
         },
     )
     put(

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.store import failovers, spares
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.spares import Spec
-from amphora_driver.store.tables import URGENT, amphora, work
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables_fleet import failover
+from amphora_driver.store import failovers, spare_pools
+from amphora_driver.store.spare_pools import Spec
 
 LB, GONE, FRESH = (f"52cf0000-0000-4000-8000-00000000000{number}" for number in range(3))
 FIRST, SECOND, LAST, SPARE = (f"0b9d1c52-7f0e-4a55-9f0c-00000000000{number}" for number in range(4))
@@ -40,7 +40,7 @@ def said(tmp_path, database, amphoractl):
 
 
 def _fill(connection):
-    for name, op in ((LB, "apply"), (GONE, "delete"), (FRESH, "apply"), (SPEC.id, spares.OP)):
+    for name, op in ((LB, "apply"), (GONE, "delete"), (FRESH, "apply"), (SPEC.id, spare_pools.OP)):
         connection.execute(
             work.insert().values(
                 load_balancer_id=name,
@@ -48,14 +48,14 @@ def _fill(connection):
                 generation=3,
                 dirty=False,
                 spare_pool=SPEC.id if name == LB else None,
-                spares=msgspec.json.encode(SPEC).decode() if op == spares.OP else None,
+                spares=msgspec.json.encode(SPEC).decode() if op == spare_pools.OP else None,
             )
         )
     for name, of, role in (
         (FIRST, LB, "MASTER"),
         (SECOND, LB, "BACKUP"),
         (LAST, GONE, "STANDALONE"),
-        (SPARE, SPEC.id, spares.ROLE),
+        (SPARE, SPEC.id, spare_pools.ROLE),
     ):
         row = {"id": name, "load_balancer_id": of, "role": role, "state": "ready", "heartbeat_key": b"", "image": "one"}
         connection.execute(amphora.insert().values(**row, created_at=time.time()))

@@ -8,7 +8,7 @@ import pytest
 from amphora_driver.cli import checks
 from amphora_driver.cli.checks import Result
 from amphora_driver.cli.recorded import Balancer
-from amphora_driver.store import breakers
+from amphora_driver.store import circuit_breaker
 
 NOW = 1_000_000.0
 OK, WARNING, FAILURE = Result.SUCCESS, Result.WARNING, Result.FAILURE
@@ -95,18 +95,22 @@ def test_rotations(rows, result, words):
 
 
 def breaker(name, state, **more):
-    return breakers.Row(name=name, state=state, since=NOW, **more)
+    return circuit_breaker.Row(name=name, state=state, since=NOW, **more)
 
 
 @pytest.mark.parametrize(
     ("rows", "result", "words"),
     [
         ([], OK, "closed"),
-        ([breaker(breakers.AUTOMATIC, "closed"), breaker(breakers.SIGHT, "seeing")], OK, "closed"),
-        ([breaker(breakers.AUTOMATIC, "open", silent=9, watched=20)], FAILURE, "9 of 20 amphorae are silent"),
-        ([breaker(breakers.AUTOMATIC, "trial")], FAILURE, "failover status"),
-        ([breaker(breakers.OPERATOR, "open", reason="switch")], WARNING, "switch. Run: amphoractl breaker close"),
-        ([breaker(breakers.SIGHT, "blind", reason="no route")], WARNING, "blind: no route"),
+        ([breaker(circuit_breaker.AUTOMATIC, "closed"), breaker(circuit_breaker.SIGHT, "seeing")], OK, "closed"),
+        ([breaker(circuit_breaker.AUTOMATIC, "open", silent=9, watched=20)], FAILURE, "9 of 20 amphorae are silent"),
+        ([breaker(circuit_breaker.AUTOMATIC, "trial")], FAILURE, "failover status"),
+        (
+            [breaker(circuit_breaker.OPERATOR, "open", reason="switch")],
+            WARNING,
+            "switch. Run: amphoractl breaker close",
+        ),
+        ([breaker(circuit_breaker.SIGHT, "blind", reason="no route")], WARNING, "blind: no route"),
     ],
 )
 def test_the_breaker(rows, result, words):

@@ -7,10 +7,10 @@ import time
 import migrated
 import pytest
 
-from amphora_driver.store import breakers
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover, failover_event, silence, zombie
-from amphora_driver.store.tables import duty
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import duty
+from amphora_driver.database.tables_fleet import failover, failover_event, silence, zombie
+from amphora_driver.store import circuit_breaker
 
 
 @pytest.fixture
@@ -42,10 +42,14 @@ def put(database, table, **values):
 
 
 def sees(database, **automatic):
-    rows = [breakers.Row(name=breakers.SIGHT, state=breakers.SEEING, since=time.time(), watched=20, silent=1)]
+    rows = [
+        circuit_breaker.Row(
+            name=circuit_breaker.SIGHT, state=circuit_breaker.SEEING, since=time.time(), watched=20, silent=1
+        )
+    ]
     if automatic:
-        rows.append(breakers.Row(name=breakers.AUTOMATIC, since=time.time(), **automatic))
-    database.write(lambda c: [breakers.put(c, row) for row in rows])
+        rows.append(circuit_breaker.Row(name=circuit_breaker.AUTOMATIC, since=time.time(), **automatic))
+    database.write(lambda c: [circuit_breaker.put(c, row) for row in rows])
 
 
 def detects(database):

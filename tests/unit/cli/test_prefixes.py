@@ -5,9 +5,9 @@ import migrated
 import pytest
 
 from amphora_driver.cli import prefixes
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, request, work
 from amphora_driver.errors import UnknownObject
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora, request, work
 
 ONE, TWO = "52cf0000-0000-4000-8000-000000000001", "52cf1000-0000-4000-8000-000000000002"
 POOL, GONE = "5aaa0000-0000-4000-8000-000000000003", "99990000-0000-4000-8000-000000000004"

@@ -11,10 +11,10 @@ import sqlalchemy as sa
 from amphora_driver.cli import asking, columns, differing, drift
 from amphora_driver.cli.failover import Silent, TimeLine
 from amphora_driver.cli.screen import plain, screened
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import AgentUnreachable
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import amphora, work
 
 # Title of the window, colour, C1's own introducer, the other direction of writing, a bell.
 HOSTILE = "\x1b]0;gone\x07\x1b[31m\x9b2J\u202e\r\x00"

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from amphora_driver.cli import surroundings
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.database.tables_fleet import process
+from amphora_driver.database.vault import Vault
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import key_place
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import process
-from amphora_driver.store.processes import version
-from amphora_driver.store.tables import amphora, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.process_registry import version
 
 NAMES = (
     *("Doorbells", "Broker", "Database", "Keys", "Backends"),

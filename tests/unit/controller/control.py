@@ -15,6 +15,9 @@ from amphora_driver.agent.client import Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import status, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentUnreachable
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
@@ -22,10 +25,7 @@ from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 from amphora_driver.topology.active_standby import ActiveStandbyTopology
 
 LB, LISTENER = "lb", "listener"

@@ -9,10 +9,10 @@ import sqlalchemy as sa
 from amphora_driver import config
 from amphora_driver.controller.detection import Answer, How
 from amphora_driver.controller.detector import Detector
-from amphora_driver.store import breakers, failovers
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import process, silence
-from amphora_driver.store.tables import amphora, amphora_seen, status, work
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, amphora_seen, status, work
+from amphora_driver.database.tables_fleet import process, silence
+from amphora_driver.store import circuit_breaker, failovers
 
 OPTIONS = """
 [failover]
@@ -132,8 +132,8 @@ class Scene:
     def verdicts(self):
         return {row.amphora_id: (row.kind, row.verdict) for row in self.read(sa.select(silence))}
 
-    def breaker(self, name=breakers.AUTOMATIC):
-        return self.database.read(breakers.every)[name]
+    def breaker(self, name=circuit_breaker.AUTOMATIC):
+        return self.database.read(circuit_breaker.every)[name]
 
     def operating(self, load_balancer_id):
         (row,) = self.read(sa.select(status.c.operating, status.c.reason).where(status.c.object_id == load_balancer_id))

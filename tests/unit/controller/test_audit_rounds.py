@@ -12,9 +12,9 @@ from control import TREE, World, controlled
 from amphora_driver.agent.client import BundleState
 from amphora_driver.controller import auditing
 from amphora_driver.controller.auditing import DUTY, Auditing
+from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.errors import AgentUnreachable, StoreError
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store.tables import amphora, duty, work
 from amphora_driver.topology.single import SingleTopology
 
 MANY = 6

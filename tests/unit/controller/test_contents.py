@@ -17,15 +17,15 @@ from amphora_driver.controller.bundle import BundleFile, Served, bundle
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, authorities
-from amphora_driver.store.secrets import Sealed, place
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import amphorae, ca_records
+from amphora_driver.store.sealed_secrets import Sealed, place
 
 LB = "10000000-0000-4000-8000-000000000001"
 PLAIN, SECURE, BROKEN, POOL, CRYPTED = (f"20000000-0000-4000-8000-00000000000{n}" for n in range(1, 6))
@@ -102,7 +102,7 @@ OTHERS = [
     place(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
     place(tickets(LB)),
     amphorae.key_place("am"),
-    authorities.key_place(authorities.Kind.AMPHORA, b"certificate"),
+    ca_records.key_place(ca_records.Kind.AMPHORA, b"certificate"),
 ]
 
 

@@ -5,8 +5,8 @@ import pytest
 import sqlalchemy as sa
 from control import LB, TREE, World, controlled
 
+from amphora_driver.database.tables import status, work
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store.tables import status, work
 from amphora_driver.topology.single import SingleTopology
 
 DEATHS = 4

@@ -6,9 +6,9 @@ import sqlalchemy as sa
 from detector_scene import OPTIONS, STEP, Scene
 
 from amphora_driver.controller.detection import How
-from amphora_driver.store import breakers, failovers
-from amphora_driver.store.fleet_tables import failover
-from amphora_driver.store.tables import status, work
+from amphora_driver.database.tables import status, work
+from amphora_driver.database.tables_fleet import failover
+from amphora_driver.store import circuit_breaker, failovers
 
 pytestmark = pytest.mark.usefixtures("detector_database")
 
@@ -36,7 +36,7 @@ def test_everybody_is_left_alone_while_everybody_speaks(scene):
     scene.go(60)
     assert (scene.replaced(), scene.verdicts(), scene.told, scene.agents.asked) == (set(), {}, [], [])
     assert scene.breaker().state == "closed"
-    assert (scene.breaker(breakers.SIGHT).state, scene.breaker(breakers.SIGHT).watched) == ("seeing", 20)
+    assert (scene.breaker(circuit_breaker.SIGHT).state, scene.breaker(circuit_breaker.SIGHT).watched) == ("seeing", 20)
 
 
 def test_who_answers_is_mute_and_has_more_time(scene):
@@ -130,12 +130,12 @@ def test_a_trial_that_fails_opens_it_again(scene):
 
 
 def test_an_operator_holds_it_open(scene):
-    scene.database.write(lambda c: breakers.hold(c, "anna: switches are replaced", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.hold(c, "anna: switches are replaced", scene.wall()))
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
     assert "an operator holds the breaker open (anna: switches are replaced)" in scene.verdicts()["a3"][1]
     assert scene.operating("lb3")[0] == "ERROR", "that it is dead is not in doubt"
-    scene.database.write(lambda c: breakers.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
     scene.go(1)
     assert scene.replaced() == {"a3"}
 
@@ -143,7 +143,7 @@ def test_an_operator_holds_it_open(scene):
 def test_an_operator_closes_it(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     assert scene.breaker().state == "open"
-    scene.database.write(lambda c: breakers.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert scene.breaker().state == "closed"
     assert len(scene.replaced()) == 2, "at most so many at once"

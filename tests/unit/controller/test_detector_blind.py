@@ -7,11 +7,11 @@ from detector_scene import small
 
 from amphora_driver.controller import detector as detecting
 from amphora_driver.controller.detection import How
+from amphora_driver.database.tables import amphora, duty, work
+from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.errors import StoreError
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store import amphorae, breakers, failovers, silences
-from amphora_driver.store.fleet_tables import failover, silence
-from amphora_driver.store.tables import amphora, duty, work
+from amphora_driver.store import amphorae, circuit_breaker, failovers, silent_amphorae
 
 pytestmark = pytest.mark.usefixtures("detector_database")
 
@@ -22,7 +22,7 @@ def test_what_blinds_us_kills_nobody(scene):
     silent = scene.speaking.copy()
     scene.hush(*silent).go(60)
     assert (scene.replaced(), scene.verdicts()) == (set(), {})
-    assert scene.breaker(breakers.SIGHT).state == "blind"
+    assert scene.breaker(circuit_breaker.SIGHT).state == "blind"
     assert scene.breaker().state == "closed", "who sees nothing opens nothing"
     scene.hearing = True
     scene.speaking |= silent
@@ -89,12 +89,14 @@ def test_only_who_has_the_duty_looks_and_who_gets_it_counts_anew(scene):
 
 def test_who_has_lost_the_duty_begins_nothing(scene):
     scene.go(5)
-    scene.write(duty.update().where(duty.c.name == silences.DUTY).values(owner="other", leased_until=scene.wall() + 59))
+    scene.write(
+        duty.update().where(duty.c.name == silent_amphorae.DUTY).values(owner="other", leased_until=scene.wall() + 59)
+    )
     scene.hush("a3").go(20)
     assert scene.replaced() == set()
-    held = scene.database.write(lambda c: silences.unchanged(c, "lb4", {"a4": (1, scene.sequence)}, "me"))
+    held = scene.database.write(lambda c: silent_amphorae.unchanged(c, "lb4", {"a4": (1, scene.sequence)}, "me"))
     assert held == set()
-    assert not hold_duty(scene.database, silences.DUTY, "me", 1.0)
+    assert not hold_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
 
 
 def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):
@@ -102,7 +104,7 @@ def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):
     place = (1, scene.sequence)
 
     def still(**orders):
-        return scene.database.write(lambda c: silences.unchanged(c, "lb4", orders, "me"))
+        return scene.database.write(lambda c: silent_amphorae.unchanged(c, "lb4", orders, "me"))
 
     assert still(a4=place) == {"a4"}
     assert still(a4=(1, scene.sequence - 1)) == set()
@@ -115,8 +117,8 @@ def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
     scene.agents.saying["a3"] = How.ANSWERS
     scene.go(5).hush("a3").go(15)
     written = []
-    monkeypatch.setattr(silences, "write", lambda *_: written.append("silence"))
-    monkeypatch.setattr(breakers, "put", lambda *_: written.append("breaker"))
+    monkeypatch.setattr(silent_amphorae, "write", lambda *_: written.append("silence"))
+    monkeypatch.setattr(circuit_breaker, "put", lambda *_: written.append("breaker"))
     scene.go(10)
     assert written == []
 
@@ -157,12 +159,12 @@ def test_with_few_a_way_that_is_gone_kills_nobody(tmp_path, monkeypatch):
     scene.go(5).hush("a0", "a1").go(28)
     assert scene.replaced() == set()
     assert "[failover] witnesses is empty" in scene.verdicts()["a0"][1]
-    sight = scene.breaker(breakers.SIGHT)
+    sight = scene.breaker(circuit_breaker.SIGHT)
     assert (sight.state, "nobody at all is heard" in sight.reason) == ("blind", True)
     assert scene.operating("lb0")[0] == "ONLINE"
     scene.speaking |= {"a0", "a1"}
     scene.go(10)
-    assert (scene.replaced(), scene.verdicts(), scene.breaker(breakers.SIGHT).state) == (set(), {}, "seeing")
+    assert (scene.replaced(), scene.verdicts(), scene.breaker(circuit_breaker.SIGHT).state) == (set(), {}, "seeing")
     scene.hush("a0", "a1").go(35)
     assert scene.replaced() == {"a0", "a1"}, "after mute_after it is believed"
     scene.database.dispose()
@@ -213,7 +215,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
         )
     )
     sizes = []
-    real = silences.write
+    real = silent_amphorae.write
 
     def counting(connection, changed, gone):
         statements = []
@@ -221,7 +223,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
         real(connection, changed, gone)
         sizes.append((len(changed) + len(gone), len(statements)))
 
-    monkeypatch.setattr(silences, "write", counting)
+    monkeypatch.setattr(silent_amphorae, "write", counting)
     scene.go(5 + 7 + 6)
     assert len(scene.verdicts()) == 1000
     assert max(rows for rows, _ in sizes) == 200
@@ -240,7 +242,7 @@ def hiccup(scene):
 
 def test_what_an_operator_has_accepted_outlives_a_hiccup(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
-    scene.database.write(lambda c: breakers.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert len(scene.replaced()) == 2
     hiccup(scene)
@@ -255,7 +257,7 @@ def test_what_an_operator_has_accepted_outlives_a_hiccup(scene):
 def test_what_an_operator_closes_during_a_hiccup_is_closed(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     hiccup(scene)
-    scene.database.write(lambda c: breakers.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
     scene.go(15)
     assert scene.breaker().state == "closed"
 
@@ -309,7 +311,7 @@ def test_both_of_a_pair_are_one_beginning(scene):
     scene.go(5).hush("p1", "p2").go(9)
     assert scene.replaced() == {"p1", "p2"}
     assert len(scene.read(sa.select(failover))) == 2
-    found = scene.database.read(lambda c: silences.begun(c, 600.0))
+    found = scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))
     assert len(found["pair"].ages) == 1
     other = scene.made("other")
     scene.detector.leave("it ends")
@@ -329,7 +331,7 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
     # A spare that was taken is older than all that.
     scene.amphora("pair", "spare")
     scene.database.write(lambda c: failovers.note(c, "pair", failovers.Event.ADOPTED, scene.wall(), "spare"))
-    found = scene.database.read(lambda c: silences.begun(c, 600.0))["pair"]
+    found = scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))["pair"]
     assert found.there == {"p1", "p2"}
     other = scene.made("other")
     scene.detector.leave("it ends")
@@ -340,11 +342,11 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
 
 
 def test_what_began_too_long_ago_is_not_looked_at(scene, monkeypatch):
-    monkeypatch.setattr(silences, "_MOST_BEGUN", 2)
+    monkeypatch.setattr(silent_amphorae, "_MOST_BEGUN", 2)
     row = {"cause": "silent", "begun_at": scene.wall() - 5}
     scene.write(*(failover.insert().values(load_balancer_id=f"lb{index}", **row) for index in range(4)))
-    assert set(scene.database.read(lambda c: silences.begun(c, 600.0))) == {"lb2", "lb3"}
-    assert scene.database.read(lambda c: silences.begun(c, 1.0)) == {}
+    assert set(scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))) == {"lb2", "lb3"}
+    assert scene.database.read(lambda c: silent_amphorae.begun(c, 1.0)) == {}
 
 
 def test_very_many_without_anybody_who_serves_are_told_a_few_at_a_time(tmp_path, monkeypatch):

@@ -11,21 +11,21 @@ from cryptography.fernet import Fernet
 from amphora_driver import config
 from amphora_driver.controller.housekeeping import Housekeeping
 from amphora_driver.controller.tickets import begun, ticket_keys
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import secret, vip_claim, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
-from amphora_driver.store import claims, secrets
-from amphora_driver.store.engine import Database
+from amphora_driver.store import sealed_secrets, vip_claims
 from amphora_driver.store.generations import begin_tickets
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import secret, vip_claim, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.sealed_secrets import Sealed
 
 VAULT = Vault([Fernet.generate_key()])
-PLACE = secrets.place(tickets("lb"))
+PLACE = sealed_secrets.place(tickets("lb"))
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -63,7 +63,7 @@ def network(conf, database):
 
 
 def claim(database, network, load_balancer_id, age, backend="local"):
-    database.write(lambda connection: claims.note(connection, load_balancer_id, backend))
+    database.write(lambda connection: vip_claims.note(connection, load_balancer_id, backend))
     network.allocate_vip(load_balancer_id, "demo", WISH)
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=time.time() - age)))
 
@@ -109,7 +109,7 @@ def test_one_that_came(conf, database, network):
 
 def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, database, network):
     claim(database, network, "lb-never", 3600)
-    database.write(lambda connection: claims.note(connection, "lb-elsewhere", "elsewhere"))
+    database.write(lambda connection: vip_claims.note(connection, "lb-elsewhere", "elsewhere"))
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
@@ -118,11 +118,11 @@ def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, da
 
 def test_a_claim_stays_with_the_backend_it_was_made_with(database):
     def note(backend):
-        return database.write(lambda connection: claims.note(connection, "lb", backend))
+        return database.write(lambda connection: vip_claims.note(connection, "lb", backend))
 
     assert [note("local"), note("elsewhere")] == ["local", "local"]
-    assert database.read(lambda connection: claims.of(connection, "lb")) == "local"
-    assert database.read(lambda connection: claims.of(connection, "unknown")) is None
+    assert database.read(lambda connection: vip_claims.of(connection, "lb")) == "local"
+    assert database.read(lambda connection: vip_claims.of(connection, "unknown")) is None
 
 
 SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty": False}
@@ -131,13 +131,13 @@ SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty"
 def served_with_tickets(database, content, name="lb"):
     """A load balancer that serves its newest generation, and whose ticket keys are due."""
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id=name, **SETTLED)))
-    database.write(lambda c: secrets.put(c, name, {tickets(name): Sealed(content=content)}))
+    database.write(lambda c: sealed_secrets.put(c, name, {tickets(name): Sealed(content=content)}))
     database.write(lambda c: begin_tickets(c, name, time.time() - 1))
 
 
 def state(database, name="lb"):
-    found = database.read(lambda c: secrets.of_load_balancer(c, name))[tickets(name)].content
-    return VAULT.open(found, secrets.place(tickets(name)))
+    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))[tickets(name)].content
+    return VAULT.open(found, sealed_secrets.place(tickets(name)))
 
 
 def lines(kept):

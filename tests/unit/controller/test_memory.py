@@ -10,6 +10,8 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.controller.memory import Trees, count
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import wanted_object, work
 from amphora_driver.model.enums import (
     Algorithm,
     Kind,
@@ -21,10 +23,8 @@ from amphora_driver.model.enums import (
     PoolProtocol,
 )
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.store import reading_back, statuses, wanted
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import wanted_object, work
+from amphora_driver.store import desired_objects, pending_rereads, status_outbox
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -62,7 +62,7 @@ class Story:
         return self.database.read(lambda c: c.execute(sa.select(work)).one())
 
     def recorded(self):
-        return self.database.read(lambda c: wanted.load_tree(c, "lb"))
+        return self.database.read(lambda c: desired_objects.load_tree(c, "lb"))
 
     def remembered(self, trees, epoch):
         return self.database.read(lambda c: trees.load(c, c.execute(sa.select(work)).one(), epoch))
@@ -73,8 +73,8 @@ class Story:
         def write(connection):
             generation = connection.execute(sa.select(work.c.generation)).scalar_one()
             connection.execute(work.update().values(applied=generation, committed=generation))
-            statuses.confirm(connection, "lb", generation, {})
-            statuses.taken(connection, statuses.due(connection, 10_000))
+            status_outbox.confirm(connection, "lb", generation, {})
+            status_outbox.taken(connection, status_outbox.due(connection, 10_000))
 
         self.database.write(write)
 
@@ -88,8 +88,8 @@ class Story:
 
         def write(connection):
             generation = connection.execute(sa.select(work.c.generation)).scalar_one()
-            wanted.replace_tree(connection, generation, tree)
-            reading_back.done(connection, "lb")
+            desired_objects.replace_tree(connection, generation, tree)
+            pending_rereads.done(connection, "lb")
 
         self.database.write(write)
         self.pools.append(fresh.id)

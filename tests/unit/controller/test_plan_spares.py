@@ -5,9 +5,9 @@ import pytest
 
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller.spares import LOOK_PAUSE
-from amphora_driver.store import spares
+from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import Amphora, State
-from amphora_driver.store.spares import Spare, Spec, Stock
+from amphora_driver.store.spare_pools import Spare, Spec, Stock
 
 NOW = 1000.0
 SPEC = Spec(number=2, compute="netns", network="local")
@@ -139,7 +139,7 @@ def test_a_pool_is_looked_at_now_and_then():
 )
 def test_which_spares_may_be_taken(image, expires, now_wanted, fit):
     one = Spare(id="a", management_address="x", image=image, expires_at=expires, heard_at=None)
-    assert (spares.unfit(one, now_wanted, NOW, 50.0) is None) is fit
+    assert (spare_pools.unfit(one, now_wanted, NOW, 50.0) is None) is fit
 
 
 def test_a_pool_is_known_by_what_it_keeps():

@@ -16,18 +16,18 @@ from amphora_driver.controller import plan as planning
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import status, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, drifts, generations, secrets, statuses
+from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
 from amphora_driver.store.amphorae import Plugged, State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 
 LB, LISTENER, SECOND, THIRD, FOURTH = (f"10000000-0000-4000-8000-00000000000{number}" for number in range(1, 6))
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -303,7 +303,7 @@ def test_a_dead_standby_keeps_no_change_from_the_users(house, trouble):
     assert house.agents.order == [B, M]
     assert (house.one(M).confirmed, house.one(B).confirmed) == (1, 0)
     assert house.work().applied == 0, "but ACTIVE it is not"
-    assert house.database.read(lambda c: statuses.due(c, 10)) == []
+    assert house.database.read(lambda c: status_outbox.due(c, 10)) == []
     del house.agents.answers[B]
     (again,) = planning.plan(wanted(), house.observed())
     assert again.waves == ((B,),)
@@ -319,7 +319,7 @@ def test_nothing_depends_on_one_that_is_about_to_go(house):
 
 
 def test_what_is_confirmed_is_as_wanted_again(house):
-    house.database.write(lambda c: drifts.mark(c, {M: True, B: True}))
+    house.database.write(lambda c: config_drift.mark(c, {M: True, B: True}))
     house.agents.answers[M] = away
     with pytest.raises(AgentUnreachable):
         house.push(((B,), (M,)))
@@ -341,12 +341,12 @@ def test_a_generation_that_is_taken(house):
 
 
 def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
-    name = secrets.SecretName(LB, secrets.Purpose.TICKETS, "")
+    name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
     found = house.pushing._tickets(wanted(), files)
-    kept = house.database.read(lambda c: secrets.of_load_balancer(c, LB))
+    kept = house.database.read(lambda c: sealed_secrets.of_load_balancer(c, LB))
     assert kept == {name: found[name]}
-    seed = house.vault.open(kept[name].content, secrets.place(name)).reveal()
+    seed = house.vault.open(kept[name].content, sealed_secrets.place(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
@@ -356,16 +356,18 @@ def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
 
 @pytest.mark.parametrize("spoilt", ["key", "length"])
 def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
-    name = secrets.SecretName(LB, secrets.Purpose.TICKETS, "")
+    name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     vault = Vault([Fernet.generate_key()]) if spoilt == "key" else house.vault
     lost = {
-        name: secrets.Sealed(content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), secrets.place(name)))
+        name: sealed_secrets.Sealed(
+            content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), sealed_secrets.place(name))
+        )
     }
-    house.database.write(lambda c: secrets.put(c, LB, lost))
+    house.database.write(lambda c: sealed_secrets.put(c, LB, lost))
     house.database.write(lambda c: generations.begin_tickets(c, LB, 1.0))
     found = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
-    assert len(house.vault.open(found[name].content, secrets.place(name)).reveal()) == 32
-    assert house.database.read(lambda c: secrets.of_load_balancer(c, LB)) == found
+    assert len(house.vault.open(found[name].content, sealed_secrets.place(name)).reveal()) == 32
+    assert house.database.read(lambda c: sealed_secrets.of_load_balancer(c, LB)) == found
 
 
 def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):

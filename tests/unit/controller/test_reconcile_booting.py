@@ -8,11 +8,11 @@ import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.database.tables import status, work
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.store import amphorae
-from amphora_driver.store.tables import status, work
 from amphora_driver.topology.single import SingleTopology
 
 

@@ -9,15 +9,15 @@ import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.errors import AgentUnreachable, ComputeError
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, failovers, reading_back, spares
+from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Why
-from amphora_driver.store.fleet_tables import failover, failover_event
-from amphora_driver.store.tables import URGENT, amphora, work
 from amphora_driver.topology.single import SingleTopology
 
 SILENT = Why(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
@@ -295,7 +295,7 @@ def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
     if waker == "a user":
         alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
-        alone.database.write(lambda c: reading_back.done(c, LB))
+        alone.database.write(lambda c: pending_rereads.done(c, LB))
     else:
         alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
         assert alone.database.write(lambda c: amphorae.take_back(c, old, 1, 0))
@@ -383,7 +383,7 @@ def with_spares(tmp_path, number=1):
 
 
 def pool_of(control):
-    query = sa.select(work).where(work.c.op == spares.OP)
+    query = sa.select(work).where(work.c.op == spare_pools.OP)
     return control.database.read(lambda c: c.execute(query).first())
 
 
@@ -439,11 +439,11 @@ def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
     (new,) = spared.observed().values()
     assert new.id != spare
     assert "adopted" not in line(spared)
-    spared.database.write(lambda c: spares.wake(c, pool_of(spared).load_balancer_id))
+    spared.database.write(lambda c: spare_pools.wake(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare in warm(spared), "it was booted a moment ago: that is not done again and again"
     spared.database.write(lambda c: amphorae.change(c, spare, booted_at=time.time() - 100))
-    spared.database.write(lambda c: spares.wake(c, pool_of(spared).load_balancer_id))
+    spared.database.write(lambda c: spare_pools.wake(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare not in warm(spared)
     assert {spared.world.images[one] for one in warm(spared)} == {"two"}
@@ -456,7 +456,7 @@ def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
     spared.database.write(
         lambda c: c.execute(work.update().where(work.c.load_balancer_id == LB).values(spare_pool=None))
     )
-    spared.database.write(lambda c: spares.wake(c, pool))
+    spared.database.write(lambda c: spare_pools.wake(c, pool))
     spared.work()
     assert pool_of(spared) is None
     assert spared.world.machines == {}
@@ -465,21 +465,21 @@ def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
 def test_a_spare_is_taken_by_one_only(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
-    taken = [spared.database.write(lambda c: spares.take(c, spare, pool, LB, "STANDALONE")) for _ in range(2)]
+    taken = [spared.database.write(lambda c: spare_pools.take(c, spare, pool, LB, "STANDALONE")) for _ in range(2)]
     assert taken == [True, False]
 
 
 def test_one_that_is_about_to_go_is_not_taken(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
-    spared.database.write(lambda c: spares.retire(c, spare, pool, "too many"))
-    assert not spared.database.write(lambda c: spares.take(c, spare, pool, LB, "STANDALONE"))
+    spared.database.write(lambda c: spare_pools.retire(c, spare, pool, "too many"))
+    assert not spared.database.write(lambda c: spare_pools.take(c, spare, pool, LB, "STANDALONE"))
 
 
 def test_the_configured_number_counts_where_the_flavor_does_not_say():
-    assert spares.spec_of(Profile(), "netns", "local", 0) is None
-    assert spares.spec_of(Profile(), "netns", "local", 3).number is None, "it follows the configuration"
-    assert spares.spec_of(Profile(warm_spares=0), "netns", "local", 3) is None
-    assert spares.spec_of(Profile(warm_spares=2), "netns", "local", 0).number == 2
-    spec = spares.spec_of(Profile(warm_spares=2, compute_flavor="big"), "netns", "local", 0)
+    assert spare_pools.spec_of(Profile(), "netns", "local", 0) is None
+    assert spare_pools.spec_of(Profile(), "netns", "local", 3).number is None, "it follows the configuration"
+    assert spare_pools.spec_of(Profile(warm_spares=0), "netns", "local", 3) is None
+    assert spare_pools.spec_of(Profile(warm_spares=2), "netns", "local", 0).number == 2
+    spec = spare_pools.spec_of(Profile(warm_spares=2, compute_flavor="big"), "netns", "local", 0)
     assert spec.profile() == Profile(compute="netns", network="local", compute_flavor="big")

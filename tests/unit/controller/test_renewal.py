@@ -12,10 +12,10 @@ from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.controller import renewal as renewing
 from amphora_driver.controller.renewal import Certificates, attended
+from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
-from amphora_driver.store import authorities
-from amphora_driver.store.authorities import Kind, New, State
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store import ca_records
+from amphora_driver.store.ca_records import Kind, New, State
 from amphora_driver.topology.single import SingleTopology
 
 DAY = 86400.0
@@ -89,7 +89,7 @@ def begun(control):
 
 def due(control):
     """The duty has looked."""
-    return control.database.write(lambda c: authorities.make_due(c, [LB], 1.0))
+    return control.database.write(lambda c: ca_records.make_due(c, [LB], 1.0))
 
 
 def age(control, days):
@@ -230,18 +230,18 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     duty = Certificates(control.conf, control.database, trust)
     assert not duty.advance(Kind.CONTROLLER), "nothing is rotated"
     new = New(certificate=b"", sealed_key=b"sealed", expires_at=0.0)
-    number = control.database.write(lambda c: authorities.begin(c, Kind.CONTROLLER, new, new, 1.0))
+    number = control.database.write(lambda c: ca_records.begin(c, Kind.CONTROLLER, new, new, 1.0))
     before, after = number - 1, number
 
     def trusting(text):
         control.database.write(lambda c: c.execute(amphora.update().values(trusts=text)))
 
     def states():
-        return {each.id: each.state for each in control.database.read(lambda c: authorities.every(c, gone=True))}
+        return {each.id: each.state for each in control.database.read(lambda c: ca_records.every(c, gone=True))}
 
     def later():
         at = control.database.now() - 1000
-        control.database.write(lambda c: c.execute(authorities.authority.update().values(changed_at=at)))
+        control.database.write(lambda c: c.execute(ca_records.authority.update().values(changed_at=at)))
 
     caplog.set_level("WARNING")
     for _ in range(2):

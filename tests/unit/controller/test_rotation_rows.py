@@ -14,12 +14,12 @@ from amphora_driver import config
 from amphora_driver.controller import rotator as module
 from amphora_driver.controller.rotation import Begin, Finish
 from amphora_driver.controller.rotator import DUTY, Rotator, Watch
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, status, work
+from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import StoreError
-from amphora_driver.store import amphorae, breakers, failovers, processes, rotations
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import failover
+from amphora_driver.store import amphorae, circuit_breaker, failovers, process_registry, rotations
 from amphora_driver.store.rotations import ItemState, Selection, State
-from amphora_driver.store.tables import amphora, status, work
 
 SETTLE = 5.0
 CATALOGUE = SimpleNamespace(topology=lambda name: SimpleNamespace(roles=("A", "B") if name == "PAIR" else ("A",)))
@@ -144,7 +144,7 @@ def test_one_after_the_other_and_each_is_proven(fleet):
     assert (found.state, fleet.states(number)) == (State.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
     assert found.ended_at is not None
     assert fleet.look() == []
-    assert DUTY not in fleet.database.read(processes.duties).get("one", []), "somebody else may have it"
+    assert DUTY not in fleet.database.read(process_registry.duties).get("one", []), "somebody else may have it"
 
 
 def test_a_pair_is_begun_as_a_whole(fleet):
@@ -257,10 +257,10 @@ def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "state", "words"),
     [
-        (breakers.AUTOMATIC, "open", "the breaker of fail-overs is open (9 are silent)"),
-        (breakers.AUTOMATIC, "trial", "the breaker of fail-overs is trial (9 are silent)"),
-        (breakers.OPERATOR, "open", "the breaker of fail-overs is open (9 are silent)"),
-        (breakers.SIGHT, "blind", "nobody can tell which amphorae live (9 are silent)"),
+        (circuit_breaker.AUTOMATIC, "open", "the breaker of fail-overs is open (9 are silent)"),
+        (circuit_breaker.AUTOMATIC, "trial", "the breaker of fail-overs is trial (9 are silent)"),
+        (circuit_breaker.OPERATOR, "open", "the breaker of fail-overs is open (9 are silent)"),
+        (circuit_breaker.SIGHT, "blind", "nobody can tell which amphorae live (9 are silent)"),
     ],
 )
 def test_an_open_breaker_is_waited_for(fleet, name, state, words):
@@ -268,15 +268,15 @@ def test_an_open_breaker_is_waited_for(fleet, name, state, words):
     number = fleet.ask()
 
     def put(one):
-        row = breakers.Row(name=name, state=one, since=1.0, reason="9 are silent")
-        fleet.database.write(lambda c: breakers.put(c, row))
+        row = circuit_breaker.Row(name=name, state=one, since=1.0, reason="9 are silent")
+        fleet.database.write(lambda c: circuit_breaker.put(c, row))
 
     put(state)
     fleet.look(25)
     found = fleet.state(number)
     assert found.state is State.RUNNING, "it is waited for without end"
     assert found.reason == f"nothing is begun: {words}"
-    put(breakers.SEEING if name == breakers.SIGHT else breakers.CLOSED)
+    put(circuit_breaker.SEEING if name == circuit_breaker.SIGHT else circuit_breaker.CLOSED)
     fleet.look(2)
     assert fleet.states(number) == {"a": ItemState.RUNNING}
 
@@ -323,9 +323,9 @@ def test_one_that_drains_gives_the_duty_up_and_a_database_that_is_away_ends_noth
     try:
         assert failed.wait(20)
         assert eventually(lambda: fleet.states(number) == {"a": ItemState.RUNNING})
-        assert DUTY in fleet.database.read(processes.duties)["one"]
+        assert DUTY in fleet.database.read(process_registry.duties)["one"]
         draining.set()
-        assert eventually(lambda: not fleet.database.read(processes.duties))
+        assert eventually(lambda: not fleet.database.read(process_registry.duties))
     finally:
         stopping.set()
         thread.join(20)

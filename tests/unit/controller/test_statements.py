@@ -16,6 +16,9 @@ from amphora_driver import config
 from amphora_driver.agent.client import Applied
 from amphora_driver.controller.reconcile import Reconciler
 from amphora_driver.controller.steps import Backends
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import status, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
@@ -24,10 +27,7 @@ from amphora_driver.provider_agent import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Plugged, State
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 
 # The incumbent takes 208 for the job alone, and 2,297 where the load balancer is larger.
 # Two of these write the member's operating status into the report of ACTIVE.

@@ -12,6 +12,8 @@ from amphora_driver import config
 from amphora_driver.compute.interface import BootOrder
 from amphora_driver.controller import sweeping
 from amphora_driver.controller.sweeping import Sweeper
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora_seen, orphan, work
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import namespaces
 from amphora_driver.network.addresses import AddressRange
@@ -19,9 +21,7 @@ from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
-from amphora_driver.store import amphorae, claims
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import amphora_seen, orphan, work
+from amphora_driver.store import amphorae, vip_claims
 
 LOST, OWNED = str(uuid.uuid4()), str(uuid.uuid4())
 
@@ -90,7 +90,7 @@ def own(database):
 
 def test_ports_and_vips_that_belong_to_nobody(database, network, sweeper):
     own(database)
-    database.write(lambda c: claims.note(c, "claimed", "local"))
+    database.write(lambda c: vip_claims.note(c, "claimed", "local"))
     for owner in (LOST, OWNED):
         network.ensure_port(owner, "vip", ["vip-subnet"])
     for load_balancer in ("lost", "mine", "claimed"):

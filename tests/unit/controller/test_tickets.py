@@ -8,12 +8,12 @@ from cryptography.fernet import Fernet
 
 from amphora_driver.controller import contents, tickets
 from amphora_driver.controller.tickets import SEED_LENGTH, begun, rotated, ticket_keys
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import tickets as tickets_of
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.secrets import Sealed, place
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.sealed_secrets import Sealed, place
 
 SEED = Secret(bytes(range(SEED_LENGTH)))
 

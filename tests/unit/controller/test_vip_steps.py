@@ -13,15 +13,15 @@ from test_plan import TREE, amphora, port, wanted
 from amphora_driver.controller import plan as planning
 from amphora_driver.controller import vips
 from amphora_driver.controller.vips import Given, Vips
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import request, vip_claim, work
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip, without_addresses
 from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
-from amphora_driver.store import claims
-from amphora_driver.store import wanted as store
+from amphora_driver.store import desired_objects as store
+from amphora_driver.store import vip_claims
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.claims import Wish
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import request, vip_claim, work
+from amphora_driver.store.vip_claims import Wish
 
 BARE = without_addresses(TREE)
 GUARDED = msgspec.structs.replace(TREE, vip_qos_policy_id="q1", vip_sg_ids=("g2", "g1"))
@@ -90,10 +90,10 @@ def test_pauses_grow_unless_the_backend_says_when():
     pauses = []
     for _ in range(7):
         now = wish.again_at
-        wish = claims.later(wish, NotYet(reason="busy"), now)
+        wish = vip_claims.later(wish, NotYet(reason="busy"), now)
         pauses.append(wish.again_at - now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert claims.later(wish, NotYet(reason="busy", again_in=0.5), 10.0).again_at == 10.5
+    assert vip_claims.later(wish, NotYet(reason="busy", again_in=0.5), 10.0).again_at == 10.5
 
 
 class Backend:
@@ -127,7 +127,7 @@ def database(tmp_path):
         connection.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
         store.insert(connection, "lb", 4, [BARE])
         wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time())
-        claims.keep(connection, "lb", "local", wish)
+        vip_claims.keep(connection, "lb", "local", wish)
 
     database.write(write)
     yield database
@@ -149,12 +149,12 @@ def test_an_answer_becomes_the_next_generation(database):
     tree = database.read(lambda c: store.load_tree(c, "lb"))
     assert tree.vips == FOUND
     assert (row(database).generation, row(database).committed) == (5, 5)
-    assert database.read(lambda c: claims.wish_of(c, "lb")) is None
+    assert database.read(lambda c: vip_claims.wish_of(c, "lb")) is None
 
 
 def test_no_answer_is_written_down_and_nothing_else(database):
     steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), wanted(tree=BARE), BARE, [])
-    wish = database.read(lambda c: claims.wish_of(c, "lb"))
+    wish = database.read(lambda c: vip_claims.wish_of(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
     assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
     assert database.read(lambda c: vips.again_at(c, "lb", time.time())) == pytest.approx(time.time() + 9.0, abs=5)
@@ -166,7 +166,7 @@ def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
     with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
         steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), wanted(tree=BARE), BARE, [])
     assert error.value.final
-    assert database.read(lambda c: claims.wish_of(c, "lb")).attempts == 2
+    assert database.read(lambda c: vip_claims.wish_of(c, "lb")).attempts == 2
 
 
 def test_a_refusal_is_the_users(database):
@@ -176,9 +176,9 @@ def test_a_refusal_is_the_users(database):
 
 def test_a_claim_that_waits_is_not_settled(database):
     database.write(lambda c: c.execute(vip_claim.update().values(claimed_at=0.0)))
-    assert database.read(lambda c: claims.settled(c, time.time())) == ([], [])
-    database.write(lambda c: claims.answered(c, "lb"))
-    assert database.read(lambda c: claims.settled(c, time.time() + 1)) == ([], ["lb"])
+    assert database.read(lambda c: vip_claims.settled(c, time.time())) == ([], [])
+    database.write(lambda c: vip_claims.answered(c, "lb"))
+    assert database.read(lambda c: vip_claims.settled(c, time.time() + 1)) == ([], ["lb"])
 
 
 def test_options_are_noted_and_forgotten(database):

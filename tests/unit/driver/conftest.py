@@ -7,9 +7,9 @@ from cryptography.fernet import Fernet
 from octavia_objects import NETWORK, SUBNET, SUBNET6, listener, load_balancer, member, pool
 
 from amphora_driver import config, driver
+from amphora_driver.database.engine import Database
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store.engine import Database
 
 
 @pytest.fixture

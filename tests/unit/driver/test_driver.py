@@ -10,14 +10,15 @@ from octavia_lib.api.drivers import data_models, exceptions, provider_base
 from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET, SUBNET6, listener, load_balancer, member, pool
 
 from amphora_driver import driver
+from amphora_driver.database import tables
 from amphora_driver.driver import AmphoraProviderDriver
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store import claims, tables, wanted
+from amphora_driver.store import desired_objects, vip_claims
 
 
 def tree(database):
-    return database.read(lambda connection: wanted.load_tree(connection, LB))
+    return database.read(lambda connection: desired_objects.load_tree(connection, LB))
 
 
 def pending(database):
@@ -52,7 +53,7 @@ def test_addresses_that_come_later_are_asked_for_again_by_the_controller(provide
         first, more = provider.create_vip_port(LB, "demo", asked, [{"subnet_id": SUBNET6}])
         assert first == {**asked, "vip_port_id": None}
         assert more == [{"subnet_id": SUBNET6, "network_id": None, "ip_address": None, "port_id": None}]
-    name, wish = database.read(lambda c: (claims.of(c, LB), claims.wish_of(c, LB)))
+    name, wish = database.read(lambda c: (vip_claims.of(c, LB), vip_claims.wish_of(c, LB)))
     assert name == driver._shared().conf.network.driver
     assert (wish.project_id, wish.reason) == ("demo", "the allocator has not answered")
     assert [(one.subnet_id, one.address) for one in wish.vips] == [(SUBNET, "198.51.100.88"), (SUBNET6, None)]

@@ -11,10 +11,11 @@ from octavia_objects import LB, LISTENER, NETWORK, SUBNET, listener, load_balanc
 from stevedore import ExtensionManager, _cache
 
 from amphora_driver import config, driver
+from amphora_driver.database import tables
 from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.plugins import NETWORK as NETWORKS
-from amphora_driver.store import tables, wanted
+from amphora_driver.store import desired_objects
 
 SOURCE = """
     from amphora_driver.network.local import LocalNetwork
@@ -56,7 +57,7 @@ def work(database):
 
 
 def profile(database):
-    return database.read(lambda connection: wanted.load_tree(connection, LB)).profile
+    return database.read(lambda connection: desired_objects.load_tree(connection, LB)).profile
 
 
 def ports(database):
@@ -116,7 +117,7 @@ def test_a_load_balancer_stays_as_it_was_created(provider, database, reconfigure
     chosen = profile(database)
     provider = reconfigured("[controller]\nloadbalancer_topology = ACTIVE_STANDBY\n")
     provider.loadbalancer_update(load_balancer(), load_balancer(name="renamed"))
-    assert database.read(lambda connection: wanted.load_tree(connection, LB)).name == "renamed"
+    assert database.read(lambda connection: desired_objects.load_tree(connection, LB)).name == "renamed"
     assert profile(database) == chosen
     assert work(database) == ("SINGLE", "netns", "local")
 

@@ -5,7 +5,7 @@ import pytest
 from octavia_lib.api.drivers import data_models
 from octavia_objects import LB, LISTENER, POOL, listener, load_balancer, pool
 
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 RULE = "50000000-0000-4000-8000-000000000001"
 
@@ -50,7 +50,7 @@ def policies(database):
     """Name and position of every policy in the order they are served."""
 
     def read():
-        tree = database.read(lambda connection: wanted.load_tree(connection, LB))
+        tree = database.read(lambda connection: desired_objects.load_tree(connection, LB))
         return [(one.name, one.position) for one in tree.listeners[0].l7policies]
 
     return read
@@ -110,11 +110,11 @@ def test_policies_and_rules_nested_in_other_calls(provider, database):
     inner = policy("a", 1, action="REDIRECT_TO_POOL", redirect_pool_id=POOL, rules=[rule(1), rule(2, value="/x")])
     provider.listener_create(listener(l7policies=[inner, policy("b", 2)]))
     provider.l7policy_create(policy("c", 1, rules=[rule(3, l7policy_id=policy_id("c"))]))
-    tree = database.read(lambda connection: wanted.load_tree(connection, LB))
+    tree = database.read(lambda connection: desired_objects.load_tree(connection, LB))
     found = {one.name: (one.position, [rule.value for rule in one.rules]) for one in tree.listeners[0].l7policies}
     assert found == {"c": (1, ["/"]), "a": (2, ["/", "/x"]), "b": (3, [])}
     provider.listener_delete(listener())
-    assert database.read(lambda connection: wanted.load_tree(connection, LB)).listeners == ()
+    assert database.read(lambda connection: desired_objects.load_tree(connection, LB)).listeners == ()
 
 
 def test_an_action_takes_its_leftovers_along(listening, database):
@@ -122,11 +122,11 @@ def test_an_action_takes_its_leftovers_along(listening, database):
         policy("a", action="REDIRECT_TO_URL", redirect_url="http://example.com/", redirect_http_code=301)
     )
     listening.l7policy_update(None, change("a", action="REDIRECT_TO_POOL", redirect_pool_id=POOL))
-    tree = database.read(lambda connection: wanted.load_tree(connection, LB))
+    tree = database.read(lambda connection: desired_objects.load_tree(connection, LB))
     (found,) = tree.listeners[0].l7policies
     assert (found.redirect_url, found.redirect_http_code, found.redirect_pool_id) == (None, None, POOL)
-    users = database.read(lambda connection: wanted.users_of_pool(connection, POOL))
+    users = database.read(lambda connection: desired_objects.users_of_pool(connection, POOL))
     assert {one[1] for one in users} == {LISTENER, policy_id("a")}
     listening.l7policy_update(None, change("a", action="REJECT"))
-    users = database.read(lambda connection: wanted.users_of_pool(connection, POOL))
+    users = database.read(lambda connection: desired_objects.users_of_pool(connection, POOL))
     assert {one[1] for one in users} == {LISTENER}, "a pool it no longer goes to can be deleted"

@@ -10,10 +10,11 @@ from octavia_lib.api.drivers import data_models, exceptions
 from octavia_objects import LB, LISTENER, POOL, listener, load_balancer, pool
 
 from amphora_driver import driver
+from amphora_driver.database import tables
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.secret_refs import Purpose, SecretName
-from amphora_driver.store import reading_back, secrets, tables
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import pending_rereads, sealed_secrets
 
 ROOT = Authority("root")
 OTHER = Authority("other")
@@ -52,9 +53,9 @@ def opened(conf, database):
 
     def read(object_id=LISTENER):
         vault = Vault.load(conf.store.encryption_key_file)
-        kept = database.read(lambda connection: secrets.of_load_balancer(connection, LB))
+        kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, LB))
         return {
-            (name.purpose.value, name.ref): vault.open(one.content, secrets.place(name)).reveal().decode()
+            (name.purpose.value, name.ref): vault.open(one.content, sealed_secrets.place(name)).reveal().decode()
             for name, one in kept.items()
             if name.object_id == object_id
         }
@@ -65,7 +66,7 @@ def opened(conf, database):
 def to_read(database):
     """What is to be read back from Octavia; None for nothing."""
     row = database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
-    return reading_back.objects_of(row.reread) if row.read_back else None
+    return pending_rereads.objects_of(row.reread) if row.read_back else None
 
 
 @pytest.fixture
@@ -270,5 +271,5 @@ def test_no_secret_is_anywhere_in_clear(secured, database, tmp_path, caplog):
             assert not [line for line in keys if line.encode() in content], path
             assert b"PRIVATE KEY" not in content, path
     assert "PRIVATE KEY" not in caplog.text
-    kept = database.read(lambda connection: secrets.of_load_balancer(connection, LB))
+    kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, LB))
     assert SecretName(LISTENER, Purpose.CERTIFICATE, "two") in kept

@@ -8,7 +8,7 @@ from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET6, liste
 
 from amphora_driver import driver
 from amphora_driver.compute.netns import NetnsCompute
-from amphora_driver.store import wanted
+from amphora_driver.store import desired_objects
 
 OTHER = "40000000-0000-4000-8000-000000000001"
 LEAST, KEPT = "LEAST_CONNECTIONS", {"type": "SOURCE_IP"}
@@ -21,7 +21,7 @@ def monitor(kind, **more):
 
 
 def tree(database):
-    return database.read(lambda connection: wanted.load_tree(connection, LB))
+    return database.read(lambda connection: desired_objects.load_tree(connection, LB))
 
 
 @pytest.fixture(params=["UDP", "SCTP"])

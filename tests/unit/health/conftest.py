@@ -4,7 +4,7 @@
 import migrated
 import pytest
 
-from amphora_driver.store.engine import Database
+from amphora_driver.database.engine import Database
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import StoreError
 from amphora_driver.health.hearing import Hearing
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.store.fleet_tables import process
 
 
 @contextmanager

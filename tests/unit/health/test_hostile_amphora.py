@@ -26,13 +26,13 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 from free_ports import free_ports
 
+from amphora_driver.database.tables import amphora_seen, listener_statistics, status
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora_seen, listener_statistics, status
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 
 HONEST = 500
 HOSTILE_RATE = 2000

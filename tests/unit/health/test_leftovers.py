@@ -3,9 +3,9 @@
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora_seen, listener_statistics
 from amphora_driver.health import statistics
 from amphora_driver.health.leftovers import Leftovers
-from amphora_driver.store.tables import amphora_seen, listener_statistics
 
 EXPIRY = 15.0
 

@@ -6,15 +6,15 @@ import time
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora_seen, status, work
 from amphora_driver.health.bookkeeper import Bookkeeper
 from amphora_driver.health.heartbeat import Heartbeat
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.store import amphorae, counters
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora_seen, status, work
+from amphora_driver.store import amphorae, listener_stats
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 MEMBER = Member(id="me", pool_id="po", address="192.0.2.1", protocol_port=80)
@@ -174,14 +174,14 @@ def test_counters_are_those_of_both_and_connections_those_of_the_living(house):
     house.say("a", "UP", holds_vip=True, count=100, active=7, ago=EXPIRY - 0.05)
     house.say("b", "UP", holds_vip=False, count=10, active=1)
     house.books.flush()
-    (found,) = house.database.read(lambda c: counters.due(c, 10))
+    (found,) = house.database.read(lambda c: listener_stats.due(c, 10))
     assert (found.bytes_in, found.active_connections) == (110, 8)
     deadline = time.monotonic() + 10
     while found.active_connections != 2:
         assert time.monotonic() < deadline
         house.say("b", "UP", holds_vip=True, count=20, active=2)
         house.books.flush()
-        (found,) = house.database.read(lambda c: counters.due(c, 10))
+        (found,) = house.database.read(lambda c: listener_stats.due(c, 10))
     assert (found.bytes_in, found.active_connections) == (120, 2), "what the dead one counted stays"
 
 

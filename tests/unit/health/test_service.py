@@ -17,15 +17,15 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
+from amphora_driver.database.tables import status
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health import bookkeeper
 from amphora_driver.health.service import HealthManager
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 KEY = bytes(range(32))

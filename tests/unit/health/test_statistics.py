@@ -10,10 +10,10 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health import statistics
 from amphora_driver.health.status import ListenerReport, Report
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import listener_statistics
 
 OWNERS = {"amphora-1": "lb", "amphora-2": "lb", "amphora-3": "other"}
 LISTENERS = {"listener-1": "lb", "listener-2": "lb", "listener-3": "other"}

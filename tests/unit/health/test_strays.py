@@ -10,12 +10,12 @@ import uuid
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, orphan
+from amphora_driver.database.tables_fleet import zombie
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.strays import Strays
-from amphora_driver.store import zombies
-from amphora_driver.store.fleet_tables import zombie
-from amphora_driver.store.tables import amphora, orphan
-from amphora_driver.store.zombies import MOST, MOST_OF_ADDRESS, Stray
+from amphora_driver.store import unknown_amphorae
+from amphora_driver.store.unknown_amphorae import MOST, MOST_OF_ADDRESS, Stray
 
 STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
@@ -91,38 +91,38 @@ def stray(name, at=1000.0, address="203.0.113.9"):
 
 
 def rows(database):
-    return {row.amphora_id: row for row in database.read(zombies.every)}
+    return {row.amphora_id: row for row in database.read(unknown_amphorae.every)}
 
 
 def test_rows_are_bounded(database):
     many = [stray(f"a{index}", address=f"203.0.113.{index}") for index in range(MOST + 20)]
-    assert database.write(lambda c: zombies.note(c, many, 1000.0)) == 20
+    assert database.write(lambda c: unknown_amphorae.note(c, many, 1000.0)) == 20
     assert len(rows(database)) == MOST
-    assert database.write(lambda c: zombies.note(c, [stray("late")], 1000.0)) == 1
+    assert database.write(lambda c: unknown_amphorae.note(c, [stray("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
-    assert database.write(lambda c: zombies.note(c, [stray("late", later)], later)) == 0, "old ones make room"
+    assert database.write(lambda c: unknown_amphorae.note(c, [stray("late", later)], later)) == 0, "old ones make room"
     assert list(rows(database)) == ["late"]
 
 
 def test_rows_of_one_address_are_bounded(database):
     many = [stray(f"a{index}") for index in range(20)]
-    assert database.write(lambda c: zombies.note(c, many, 1000.0)) == 20 - MOST_OF_ADDRESS
-    assert database.write(lambda c: zombies.note(c, [stray("z")], 1000.0)) == 1
-    assert database.write(lambda c: zombies.note(c, [stray("z", address="203.0.113.10")], 1000.0)) == 0
+    assert database.write(lambda c: unknown_amphorae.note(c, many, 1000.0)) == 20 - MOST_OF_ADDRESS
+    assert database.write(lambda c: unknown_amphorae.note(c, [stray("z")], 1000.0)) == 1
+    assert database.write(lambda c: unknown_amphorae.note(c, [stray("z", address="203.0.113.10")], 1000.0)) == 0
     assert len(rows(database)) == MOST_OF_ADDRESS + 1
 
 
 def test_a_row_that_is_not_heard_any_more_makes_room(database):
     many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MOST)]
-    database.write(lambda c: zombies.note(c, many, 1000.0))
+    database.write(lambda c: unknown_amphorae.note(c, many, 1000.0))
     late = stray("late", 1302.0)
-    assert database.write(lambda c: zombies.note(c, [late], 1302.0)) == 0
+    assert database.write(lambda c: unknown_amphorae.note(c, [late], 1302.0)) == 0
     assert set(rows(database)) == {f"a{index}" for index in range(1, MOST)} | {"late"}
 
 
 def test_one_that_is_heard_again_keeps_its_row(database):
-    database.write(lambda c: zombies.note(c, [stray("a", 1000.0)], 1000.0))
-    database.write(lambda c: zombies.note(c, [stray("a", 2000.0)], 2000.0))
+    database.write(lambda c: unknown_amphorae.note(c, [stray("a", 1000.0)], 1000.0))
+    database.write(lambda c: unknown_amphorae.note(c, [stray("a", 2000.0)], 2000.0))
     (row,) = rows(database).values()
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
@@ -137,7 +137,7 @@ def test_who_has_a_row_by_now_is_no_zombie(database):
         "created_at": 1,
     }
     database.write(lambda c: c.execute(amphora.insert().values(**values)))
-    assert database.write(lambda c: zombies.note(c, [stray("a")], 1000.0)) == 0
+    assert database.write(lambda c: unknown_amphorae.note(c, [stray("a")], 1000.0)) == 0
     assert rows(database) == {}
 
 
@@ -150,12 +150,12 @@ def test_who_has_a_row_by_now_is_no_zombie(database):
     ],
 )
 def test_the_verdict_names_the_rule(database, kind, words):
-    database.write(lambda c: zombies.note(c, [stray("a")], 1000.0))
+    database.write(lambda c: unknown_amphorae.note(c, [stray("a")], 1000.0))
     if kind is not None:
         found = {"kind": kind, "backend": "netns", "id": "a", "found_at": 1.0}
         database.write(lambda c: c.execute(orphan.insert().values(**found)))
-    said = database.read(lambda c: zombies.judge(c, 900.0))
+    said = database.read(lambda c: unknown_amphorae.judge(c, 900.0))
     assert words in said["a"]
-    database.write(lambda c: zombies.write_verdicts(c, said))
-    assert database.read(lambda c: zombies.judge(c, 900.0)) == {}, "it is said once"
+    database.write(lambda c: unknown_amphorae.write_verdicts(c, said))
+    assert database.read(lambda c: unknown_amphorae.judge(c, 900.0)) == {}, "it is said once"
     assert words in database.read(lambda c: c.execute(sa.select(zombie.c.verdict)).scalar_one())

@@ -21,11 +21,11 @@ from world import World, WorldsNetwork
 
 from amphora_driver import config, driver
 from amphora_driver.certificates.ca import create_authority
+from amphora_driver.database import migrate, tables, tables_fleet
+from amphora_driver.database.engine import Database
+from amphora_driver.database.vault import Vault
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.plugins import Catalogue
-from amphora_driver.store import fleet_tables, migrate, tables
-from amphora_driver.store.engine import Database
-from amphora_driver.store.vault import Vault
 
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
 LEASE = 1.0
@@ -202,7 +202,7 @@ class Deployment:
 
     def replacements(self):
         """All fail-overs, also those that have ended."""
-        return self.read(sa.select(fleet_tables.failover).order_by(fleet_tables.failover.c.id))
+        return self.read(sa.select(tables_fleet.failover).order_by(tables_fleet.failover.c.id))
 
     def read(self, query):
         return self.database.read(lambda connection: connection.execute(query).all())

@@ -3,10 +3,11 @@
 
 import sqlalchemy as sa
 
+from amphora_driver.database import tables
+from amphora_driver.database.tables import work
 from amphora_driver.model import from_octavia
 from amphora_driver.provider_agent.audit import differences
-from amphora_driver.store import amphorae, failovers, rotations, spares, statuses, tables, wanted
-from amphora_driver.store.tables import work
+from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
 # A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.
 _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.applied, work.c.committed).where(
@@ -14,7 +15,7 @@ _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.
         work.c.owner.is_not(None),
         sa.and_(
             # The row of a pool stays due as long as the pool exists.
-            work.c.op != spares.OP,
+            work.c.op != spare_pools.OP,
             sa.or_(
                 work.c.dirty,
                 work.c.applied < work.c.generation,
@@ -33,7 +34,9 @@ def undone(deployment):
     def read(connection):
         found = [tuple(row) for row in connection.execute(_BUSY)]
         found = found or [("goes or boots", one) for one in connection.execute(_UNSETTLED).scalars()]
-        found = found or [("to be reported", one.object_id, one.provisioning) for one in statuses.due(connection, 100)]
+        found = found or [
+            ("to be reported", one.object_id, one.provisioning) for one in status_outbox.due(connection, 100)
+        ]
         found = found or [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
         rotation = None if found else rotations.active(connection)
         return found if rotation is None else [("rotation", rotation.id, rotation.state, rotation.reason)]
@@ -72,7 +75,7 @@ def unowned(deployment):
         )
 
     rows, machines, ports, owned, claims, seen, noted = deployment.database.read(read)
-    known, pools = set(deployment.octavia.trees), {one for one, row in rows.items() if row.op == spares.OP}
+    known, pools = set(deployment.octavia.trees), {one for one, row in rows.items() if row.op == spare_pools.OP}
     state = deployment.world.kept.read()
     found = [f"work without a load balancer: {one}" for one in rows.keys() - known - pools]
     found += [f"unknown to the provider: {one}" for one in known - rows.keys()]
@@ -103,7 +106,7 @@ def unlike(deployment):
             row = connection.execute(sa.select(work).where(work.c.load_balancer_id == of)).first()
             if row is None:
                 continue
-            found += differences(wanted.load_tree(connection, of), from_octavia.load_balancer(tree))
+            found += differences(desired_objects.load_tree(connection, of), from_octavia.load_balancer(tree))
             for one in amphorae.of_load_balancer(connection, of):
                 served = (state["machines"].get(one.id, {}).get("bundle") or {}).get("generation")
                 if not served == one.confirmed == row.generation:

@@ -16,10 +16,10 @@ from runs import Operation
 from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 
 from amphora_driver.certificates import trust_store
-from amphora_driver.store import authorities, failovers, rotations, spares
-from amphora_driver.store.authorities import Kind
+from amphora_driver.database.tables import amphora, work
+from amphora_driver.store import ca_records, failovers, rotations, spare_pools
+from amphora_driver.store.ca_records import Kind
 from amphora_driver.store.rotations import ItemState, Selection
-from amphora_driver.store.tables import amphora, work
 
 PAIR = {"loadbalancer_topology": "ACTIVE_STANDBY"}
 SPARED = {"warm_spares": 1}
@@ -78,7 +78,7 @@ def _certificates_age(deployment):
 def _authorities_rotate(deployment):
     for kind in Kind:
         new, present = trust_store.create(kind, deployment.vault, 30), trust_store.configured(deployment.conf, kind)
-        begin = partial(authorities.begin, kind=kind, configured=present, new=new, now=1.0)
+        begin = partial(ca_records.begin, kind=kind, configured=present, new=new, now=1.0)
         deployment.database.write(begin)
 
 
@@ -87,11 +87,11 @@ def _done(name, before, machines=0, **more):
 
 
 def _pool_is_full(deployment):
-    return [len(deployment.database.read(partial(spares.ready, pool_id=one))) for one in _pools(deployment)] == [1]
+    return [len(deployment.database.read(partial(spare_pools.ready, pool_id=one))) for one in _pools(deployment)] == [1]
 
 
 def _pools(deployment):
-    return [row.load_balancer_id for row in deployment.database.read(spares.pools)]
+    return [row.load_balancer_id for row in deployment.database.read(spare_pools.pools)]
 
 
 BEGINNINGS = {
@@ -125,8 +125,8 @@ def _no_pool_left(deployment):
 
 
 def _authorities_settled(deployment):
-    found = deployment.database.read(authorities.every)
-    return all(one.state is authorities.State.CURRENT for one in found)
+    found = deployment.database.read(ca_records.every)
+    return all(one.state is ca_records.State.CURRENT for one in found)
 
 
 def _certificate_is_new(deployment):
@@ -140,7 +140,7 @@ def _renewed(deployment):
 
 def _two_authorities(deployment):
     """The new authority of each kind is left."""
-    found = deployment.database.read(authorities.every)
+    found = deployment.database.read(ca_records.every)
     assert sorted(one.kind for one in found) == sorted(Kind)
     assert {one.id for one in found} == {2, 4}
 

@@ -17,7 +17,7 @@ from amphora_driver.controller.steps import Backends
 from amphora_driver.health.service import HealthManager
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store import amphorae, processes
+from amphora_driver.store import amphorae, process_registry
 
 # Duties beside jobs, barriers, reports and housekeeping.
 HEALTH, DETECTION, ROTATION, CERTIFICATES = "health", "detection", "rotation", "certificates"
@@ -104,7 +104,7 @@ class _Health:
         self._manager._database = self._manager._bookkeeper._database = deployment.database
         self._manager._bookkeeper._batches._database = deployment.database
         self._manager._ledger.resume(deployment.database.read(amphorae.last_heard))
-        self._registry = processes.Registry(deployment.database, name, processes.Kind.HEALTH_MANAGER)
+        self._registry = process_registry.Registry(deployment.database, name, process_registry.Kind.HEALTH_MANAGER)
 
     def turn(self):
         for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):

@@ -12,7 +12,7 @@ from leftovers import everything, undone, waited_for
 from unit.driver.octavia_objects import LB
 
 from amphora_driver import driver
-from amphora_driver.store.tables import work
+from amphora_driver.database.tables import work
 
 
 class Passed(msgspec.Struct, frozen=True):

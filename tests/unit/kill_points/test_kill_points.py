@@ -18,7 +18,7 @@ from runs import Run
 
 from amphora_driver.controller.todo import AnyStep
 from amphora_driver.failpoints import Moment, Point
-from amphora_driver.store.authorities import Kind
+from amphora_driver.store.ca_records import Kind
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -5,9 +5,9 @@ import migrated
 import pytest
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.store.engine import Database
 
 
 def subnet(name, network_id, cidr, gateway, first, last):

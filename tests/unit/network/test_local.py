@@ -7,10 +7,10 @@ import uuid
 import pytest
 
 from amphora_driver import config
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import Conflict, UnsupportedOption
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork, vip_owner
-from amphora_driver.store.engine import Database
 
 
 def lb():

@@ -9,7 +9,7 @@ import pytest
 from octavia_lib.api.drivers import driver_lib
 
 from amphora_driver import config
-from amphora_driver.store.engine import Database
+from amphora_driver.database.engine import Database
 
 
 class ClosedWhereRefused(socket.socket):

@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.database.tables import duty, request, status, wanted_object, work
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import statuses, wanted
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import duty, request, status, wanted_object, work
+from amphora_driver.store import desired_objects, status_outbox
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(
@@ -97,7 +97,7 @@ def row(database):
 
 
 def members(database):
-    tree = database.read(lambda c: wanted.load_tree(c, "lb"))
+    tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
     return {one.id: one.weight for one in tree.pools[0].members}
 
 
@@ -105,7 +105,7 @@ def serve(database):
     def write(connection):
         generation = row(database).generation
         connection.execute(work.update().values(applied=generation, dirty=False))
-        statuses.confirm(connection, "lb", generation, {})
+        status_outbox.confirm(connection, "lb", generation, {})
 
     database.write(write)
 
@@ -216,7 +216,7 @@ def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents,
 
 
 def pools(database):
-    tree = database.read(lambda c: wanted.load_tree(c, "lb"))
+    tree = database.read(lambda c: desired_objects.load_tree(c, "lb"))
     return [one.id for one in tree.pools], [one.default_pool_id for one in tree.listeners]
 
 
@@ -237,7 +237,7 @@ def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavi
 def test_what_failed_and_is_being_deleted_is_there_still(intents, database, reporter):
     intents.delete(Kind.POOL, "po")
     reporter.turn()
-    database.write(lambda c: statuses.fail(c, "lb", 2, "no"))
+    database.write(lambda c: status_outbox.fail(c, "lb", 2, "no"))
     reporter.turn()
     reporter.turn()
     assert row(database).generation == 2
@@ -247,7 +247,7 @@ def test_what_cannot_be_served_is_compared(intents, database, reporter):
     """What makes it fail may be just what Octavia has not kept."""
     intents.update(Kind.MEMBER, "me", {"weight": 7})
     reporter.turn()
-    database.write(lambda c: statuses.fail(c, "lb", 2, "no"))
+    database.write(lambda c: status_outbox.fail(c, "lb", 2, "no"))
     reporter.turn()
     assert members(database) == {"me": 1}
 
@@ -276,8 +276,8 @@ def test_what_octavia_hears_of_while_it_is_asked_does_not_come_back(intents, dat
     class Meanwhile:
         def get_loadbalancer(self, one):
             found = asked(one)
-            due = database.read(lambda c: statuses.due(c, 10))
-            database.write(lambda c: statuses.taken(c, due))
+            due = database.read(lambda c: status_outbox.due(c, 10))
+            database.write(lambda c: status_outbox.taken(c, due))
             return found
 
     library = Meanwhile()

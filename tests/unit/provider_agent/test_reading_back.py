@@ -9,16 +9,16 @@ from dataplane.pki import Authority
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.database.tables import status, work
+from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.provider_agent import reading
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import secrets, statuses, wanted
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import status, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import desired_objects, sealed_secrets, status_outbox
+from amphora_driver.store.requests import Intents
+from amphora_driver.store.sealed_secrets import Sealed
 
 ROOT = Authority("root")
 ONE, TWO = (ROOT.issue(f"{name}.example.com") for name in ("one", "two"))
@@ -113,12 +113,12 @@ class House:
 
     @property
     def tree(self):
-        return self.database.read(lambda c: wanted.load_tree(c, "lb"))
+        return self.database.read(lambda c: desired_objects.load_tree(c, "lb"))
 
     def contents(self):
-        kept = self.database.read(lambda c: secrets.of_load_balancer(c, "lb"))
+        kept = self.database.read(lambda c: sealed_secrets.of_load_balancer(c, "lb"))
         return {
-            (name.purpose.value, name.ref): self.vault.open(one.content, secrets.place(name)).reveal().decode()
+            (name.purpose.value, name.ref): self.vault.open(one.content, sealed_secrets.place(name)).reveal().decode()
             if one.content
             else one.reason
             for name, one in kept.items()
@@ -214,7 +214,9 @@ def test_what_cannot_be_served_is_kept_as_the_reason(house):
 
 def test_a_whole_tree_brings_its_secrets(house):
     house.octavia.trees["lb"] = whole(as_read(client_ca_tls_container_ref="ca", client_ca_tls_container_data=None))
-    house.database.write(lambda c: secrets.put(c, "lb", {SecretName("old", Purpose.CA, "old"): Sealed(content=b"x")}))
+    house.database.write(
+        lambda c: sealed_secrets.put(c, "lb", {SecretName("old", Purpose.CA, "old"): Sealed(content=b"x")})
+    )
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
     house.reporter.turn()
     found = house.contents()
@@ -229,7 +231,7 @@ def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_onc
     library = house.reporter.library
     house.reporter._library = Away(library)
     house.reporter.turn()
-    due = house.database.read(lambda c: statuses.due(c, 10))
+    due = house.database.read(lambda c: status_outbox.due(c, 10))
     assert [(one.object_id, one.provisioning) for one in due] in ([("lb", "ERROR")], [])
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
     assert house.row.read_back, "half a tree is not served"

@@ -11,14 +11,14 @@ from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
 from amphora_driver import provider_agent
+from amphora_driver.database.tables import work
 from amphora_driver.health import statistics
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.provider_agent import reporter as module
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import statuses
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import work
+from amphora_driver.store import status_outbox
+from amphora_driver.store.requests import Intents
 from amphora_driver.telemetry.metrics import OURS
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -44,7 +44,7 @@ def served(database):
 
     def write(connection):
         connection.execute(work.update().values(applied=2))
-        statuses.confirm(connection, "lb", 2, {})
+        status_outbox.confirm(connection, "lb", 2, {})
 
     database.write(write)
 

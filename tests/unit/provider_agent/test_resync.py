@@ -9,14 +9,14 @@ import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
+from amphora_driver.database.tables import status, work
 from amphora_driver.errors import ConfigurationError, ModelError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.provider_agent.reporter import Reporter
-from amphora_driver.store import resyncs, statuses, wanted
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import status, work
+from amphora_driver.store import desired_objects, resyncs, status_outbox
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(
@@ -88,10 +88,10 @@ def reporter(conf, database, octavia, intents):
     reporter.turn()
     serve(database)
     seen = [
-        statuses.Observation(object_id=one, kind=kind, operating=Operating.ONLINE)
+        status_outbox.Observation(object_id=one, kind=kind, operating=Operating.ONLINE)
         for one, kind in (("lb", Kind.LOAD_BALANCER), ("me", Kind.MEMBER))
     ]
-    database.write(lambda c: statuses.observe(c, "lb", seen))
+    database.write(lambda c: status_outbox.observe(c, "lb", seen))
     reporter.turn()
     octavia.statuses.clear()
     octavia.asked.clear()
@@ -106,7 +106,7 @@ def serve(database, generation=None):
     def write(connection):
         now = row(database).generation if generation is None else generation
         connection.execute(work.update().values(applied=now, dirty=False))
-        statuses.confirm(connection, "lb", now, {})
+        status_outbox.confirm(connection, "lb", now, {})
 
     database.write(write)
 
@@ -133,7 +133,7 @@ def said(octavia):
 
 
 def members(database):
-    return {one.id for one in database.read(lambda c: wanted.load_tree(c, "lb")).pools[0].members}
+    return {one.id for one in database.read(lambda c: desired_objects.load_tree(c, "lb")).pools[0].members}
 
 
 def test_everything_is_said_again_while_nobody_can_change_it(database, reporter, octavia):

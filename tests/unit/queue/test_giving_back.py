@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard
-from amphora_driver.store.engine import Database
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import work
+from amphora_driver.store.requests import Intents
 
 LB = "lb"
 TREE = LoadBalancer(

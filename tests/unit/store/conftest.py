@@ -9,9 +9,9 @@ import migrated
 import postgresql
 import pytest
 
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import metadata
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables_fleet import metadata
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora_seen, work
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Heard
-from amphora_driver.store.tables import amphora_seen, work
 
 
 @pytest.fixture

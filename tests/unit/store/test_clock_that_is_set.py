@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database import clock, engine
+from amphora_driver.database.tables import duty, work
 from amphora_driver.queue import jobs
-from amphora_driver.store import clock, engine
-from amphora_driver.store.tables import duty, work
 
 HOUR = 3600.0
 LONGEST = 120.0

@@ -7,9 +7,9 @@ import pymysql
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import duty
 from amphora_driver.errors import StoreError
-from amphora_driver.store.engine import Database
-from amphora_driver.store.tables import duty
 
 
 def _count_up(database, times):

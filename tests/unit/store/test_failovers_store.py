@@ -3,9 +3,9 @@
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.store import failovers
 from amphora_driver.store.failovers import Event, Outcome
-from amphora_driver.store.fleet_tables import failover, failover_event
 
 
 def add(connection, number, ended):

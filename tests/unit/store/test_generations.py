@@ -4,12 +4,12 @@
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import status, work
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
-from amphora_driver.store import generations, secrets, statuses
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import status, work
+from amphora_driver.store import generations, sealed_secrets, status_outbox
+from amphora_driver.store.requests import Intents
+from amphora_driver.store.sealed_secrets import Sealed
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 
@@ -31,7 +31,7 @@ def made(database, intents, name="lb", **columns):
     values = {"committed": 1, "applied": 1, "dirty": False, **columns}
 
     def write(connection):
-        statuses.confirm(connection, name, 1, {})
+        status_outbox.confirm(connection, name, 1, {})
         connection.execute(status.update().values(reported=status.c.version))
         connection.execute(work.update().where(work.c.load_balancer_id == name).values(**values))
 
@@ -59,8 +59,8 @@ def test_a_generation_that_was_taken_meanwhile_is_not_taken_twice(database, inte
 def test_nobody_is_told(database, intents):
     made(database, intents)
     database.write(lambda c: generations.renew(c, "lb", 1))
-    database.write(lambda c: statuses.confirm(c, "lb", 2, {}))
-    assert database.read(lambda c: statuses.due(c, 10)) == []
+    database.write(lambda c: status_outbox.confirm(c, "lb", 2, {}))
+    assert database.read(lambda c: status_outbox.due(c, 10)) == []
 
 
 def rotate(database, now=1000.0, limit=10, following=b"following"):
@@ -72,11 +72,11 @@ def rotate(database, now=1000.0, limit=10, following=b"following"):
 def keep(database, content=b"first", name="lb"):
     """What ticket keys are made from, beside another secret of the same object."""
     given = {tickets(name): Sealed(content=content), SecretName(name, Purpose.CA, ""): Sealed(content=b"other")}
-    database.write(lambda c: secrets.put(c, name, given))
+    database.write(lambda c: sealed_secrets.put(c, name, given))
 
 
 def kept(database, name="lb"):
-    found = database.read(lambda c: secrets.of_load_balancer(c, name))
+    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))
     assert found[SecretName(name, Purpose.CA, "")].content == b"other"
     return found[tickets(name)].content
 

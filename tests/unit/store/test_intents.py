@@ -4,12 +4,12 @@
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import request, status, wanted_object, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind, L7Action, L7Compare, L7RuleType, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool, Vip
-from amphora_driver.store import wanted
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import request, status, wanted_object, work
+from amphora_driver.store import desired_objects
+from amphora_driver.store.requests import Intents
 from amphora_driver.validation import l7, regex
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -57,10 +57,10 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
     waits = database.read(lambda c: c.execute(waiting).scalars().all())
     assert sorted(waits) == ["lb", "li1", "po"], "Octavia has put the listener PENDING, too"
     intents.update(Kind.LISTENER, "li2", {"default_pool_id": "po"})
-    users = database.read(lambda c: wanted.users_of_pool(c, "po"))
+    users = database.read(lambda c: desired_objects.users_of_pool(c, "po"))
     assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]
     intents.delete(Kind.POOL, "po")
-    assert database.read(lambda c: wanted.load_tree(c, "lb")).listeners == tuple(nodes)
+    assert database.read(lambda c: desired_objects.load_tree(c, "lb")).listeners == tuple(nodes)
     rows = database.read(lambda c: c.execute(sa.select(wanted_object.c.id, wanted_object.c.generation)).all())
     assert {row.id: row.generation for row in rows} == {"lb": 1, "other": 1, "li1": 6, "li2": 6, "po": 6}
 

@@ -7,10 +7,10 @@ import time
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.queue import jobs
 from amphora_driver.store import amphorae, failovers
-from amphora_driver.store.tables import URGENT, amphora, work
 
 
 @pytest.fixture

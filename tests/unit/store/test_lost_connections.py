@@ -9,14 +9,14 @@ import sqlalchemy as sa
 from bad_line import BadLine
 from free_ports import free_ports
 
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import duty, request, work
+from amphora_driver.database.tables_fleet import metadata
 from amphora_driver.errors import StoreError
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import metadata
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import duty, request, work
+from amphora_driver.store.requests import Intents
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 

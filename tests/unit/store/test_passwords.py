@@ -10,9 +10,9 @@ from oslo_log import log
 
 from amphora_driver import config
 from amphora_driver.cli.main import main
+from amphora_driver.database import migrate, schema_check
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import migrate, schema
-from amphora_driver.store.engine import Database
 
 PASSWORD = "canary%2Fcanary"
 WRONG = {
@@ -42,7 +42,7 @@ def test_no_error_shows_it(url, caplog):
 @pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
 def test_no_service_says_it(url, caplog):
     caplog.set_level(logging.DEBUG)
-    schema.fits(Database(url))
+    schema_check.fits(Database(url))
     assert caplog.text
     assert "canary" not in caplog.text
 

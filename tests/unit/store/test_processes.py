@@ -7,16 +7,16 @@ import time
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables_fleet import process
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.store import processes
-from amphora_driver.store.fleet_tables import process
-from amphora_driver.store.processes import Kind, Registry
+from amphora_driver.store import process_registry
+from amphora_driver.store.process_registry import Kind, Registry
 
 HOST = socket.gethostname()
 
 
 def rows(database, kind=None):
-    return {one.name: one for one in database.read(lambda c: processes.every(c, kind))}
+    return {one.name: one for one in database.read(lambda c: process_registry.every(c, kind))}
 
 
 def test_a_process_says_that_it_lives(any_database):
@@ -33,10 +33,10 @@ def test_a_process_says_that_it_lives(any_database):
 def test_only_controllers_drain(database):
     one, two = Registry(database, "one", Kind.CONTROLLER), Registry(database, "two", Kind.HEALTH_MANAGER)
     one.sign(), two.sign()
-    assert database.write(lambda c: processes.drain(c, "one", draining=True))
-    assert not database.write(lambda c: processes.drain(c, "two", draining=True))
+    assert database.write(lambda c: process_registry.drain(c, "one", draining=True))
+    assert not database.write(lambda c: process_registry.drain(c, "two", draining=True))
     assert (one.sign(), two.sign()) == (True, False)
-    database.write(lambda c: processes.drain(c, "one", draining=False))
+    database.write(lambda c: process_registry.drain(c, "one", draining=False))
     assert one.sign() is False
 
 
@@ -45,7 +45,7 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     one.sign()
 
     def drain(draining, host=HOST):
-        return any_database.write(lambda c: processes.drain_host(c, host, "admin", draining=draining))
+        return any_database.write(lambda c: process_registry.drain_host(c, host, "admin", draining=draining))
 
     assert drain(draining=True)
     assert not drain(draining=True)
@@ -53,7 +53,7 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     one.leave()
     later = Registry(any_database, "later", Kind.CONTROLLER)
     assert later.sign() is True
-    assert set(any_database.read(processes.drained_hosts)) == {HOST}
+    assert set(any_database.read(process_registry.drained_hosts)) == {HOST}
     assert drain(draining=False)
     assert later.sign() is False
     assert drain(draining=True, host="elsewhere")
@@ -64,7 +64,7 @@ def test_duties_by_who_has_them(any_database):
     for name in ("b", "a"):
         hold_duty(any_database, name, "one", 60)
     hold_duty(any_database, "over", "two", -1)
-    assert any_database.read(processes.duties) == {"one": ["a", "b"]}
+    assert any_database.read(process_registry.duties) == {"one": ["a", "b"]}
 
 
 @pytest.mark.parametrize("way", ["forgotten", "buried"])
@@ -73,10 +73,10 @@ def test_the_dead_are_forgotten(database, way):
         Registry(database, name, Kind.CONTROLLER).sign()
     if way == "forgotten":
         database.write(lambda c: c.execute(sa.update(process).where(process.c.name == "dead").values(seen_at=1.0)))
-        database.write(lambda c: processes.tidy(c, time.time()))
+        database.write(lambda c: process_registry.tidy(c, time.time()))
     else:
         hold_duty(database, "a duty", "dead", 60)
-        database.write(lambda c: processes.forget(c, "dead"))
+        database.write(lambda c: process_registry.forget(c, "dead"))
         assert hold_duty(database, "a duty", "alive", 60), "it is free before it runs out"
     assert set(rows(database)) == {"alive"}
 
@@ -84,8 +84,8 @@ def test_the_dead_are_forgotten(database, way):
 def test_one_whose_row_was_dropped_still_knows_that_it_drains(database):
     one = Registry(database, "one", Kind.CONTROLLER)
     one.sign()
-    database.write(lambda c: processes.drain(c, "one", draining=True))
+    database.write(lambda c: process_registry.drain(c, "one", draining=True))
     assert one.sign() is True
-    database.write(lambda c: processes.forget(c, "one"))
+    database.write(lambda c: process_registry.forget(c, "one"))
     assert one.sign() is True
     assert rows(database)["one"].draining

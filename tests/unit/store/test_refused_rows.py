@@ -6,6 +6,7 @@ import time
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status
 from amphora_driver.errors import ContentRefused, StoreError
 from amphora_driver.health import batch, bookkeeper
 from amphora_driver.health.bookkeeper import Bookkeeper
@@ -15,8 +16,7 @@ from amphora_driver.health.status import Drifted, ListenerReport, Report
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import amphorae
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import amphora, amphora_seen, listener_statistics, status
+from amphora_driver.store.requests import Intents
 
 MANY = 20
 BAD = 13

@@ -5,13 +5,14 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
+from amphora_driver.database import reencryption
+from amphora_driver.database.tables import amphora, secret
+from amphora_driver.database.tables_fleet import authority, metadata
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, authorities, resealing, secrets
-from amphora_driver.store.fleet_tables import authority, metadata
-from amphora_driver.store.tables import amphora, secret
-from amphora_driver.store.vault import Vault
+from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 
 class Unbound(Vault):
@@ -23,7 +24,7 @@ class Unbound(Vault):
 
 OLD, NEW, LOST = (Fernet.generate_key() for _ in range(3))
 BEFORE, BOTH = Vault([OLD]), Vault([NEW, OLD])
-AUTHORITY = authorities.key_place(authorities.Kind.AMPHORA, b"its certificate")
+AUTHORITY = ca_records.key_place(ca_records.Kind.AMPHORA, b"its certificate")
 
 
 def name_of(number):
@@ -32,7 +33,7 @@ def name_of(number):
 
 
 def place_of(number):
-    return secrets.place(name_of(number))
+    return sealed_secrets.place(name_of(number))
 
 
 def fill(database, certificates=250, machines=3, vault=BEFORE):
@@ -79,7 +80,7 @@ def fill(database, certificates=250, machines=3, vault=BEFORE):
 
 
 def by_key(database, vault=BOTH):
-    return {(one.column, one.key): one.rows for one in resealing.count(database, vault)}
+    return {(one.column, one.key): one.rows for one in reencryption.count(database, vault)}
 
 
 def test_every_row_once(any_database):
@@ -93,7 +94,7 @@ def test_every_row_once(any_database):
         ("authority.sealed_key", 1): 1,
     }
     told = []
-    assert resealing.reseal(any_database, BOTH, told.append) == 254
+    assert reencryption.reseal(any_database, BOTH, told.append) == 254
     assert told == [100, 200, 250, 253, 254]
     assert by_key(any_database)["secret.sealed", 1] == by_key(any_database)["amphora.heartbeat_key", 1] == 0
     only = Vault([NEW])
@@ -105,7 +106,7 @@ def test_every_row_once(any_database):
     for row in rows:
         number = int(row.object_id.partition("-")[2]) * 4 + int(row.ref.partition("-")[2])
         assert only.open(row.sealed, place_of(number)) == Secret(b"secret %d" % number)
-    assert resealing.reseal(any_database, BOTH) == 0, "again: nothing to do"
+    assert reencryption.reseal(any_database, BOTH) == 0, "again: nothing to do"
 
 
 def test_it_goes_on_where_it_was_ended(database):
@@ -118,27 +119,27 @@ def test_it_goes_on_where_it_was_ended(database):
         raise Killed
 
     with pytest.raises(Killed):
-        resealing.reseal(database, BOTH, die)
+        reencryption.reseal(database, BOTH, die)
     assert by_key(database)["secret.sealed", 0] == 100
-    assert resealing.reseal(database, BOTH) == 154
+    assert reencryption.reseal(database, BOTH) == 154
 
 
 def test_whoever_writes_meanwhile_wins(database, monkeypatch):
     fill(database, certificates=2, machines=0)
     fresh = BEFORE.seal(Secret(b"replaced by its user"), place_of(0))
-    write = resealing._write
+    write = reencryption._write
 
     def late(*words):
         database.write(
             lambda connection: connection.execute(secret.update().where(secret.c.ref == "ref-0").values(sealed=fresh))
         )
-        monkeypatch.setattr(resealing, "_write", write)
+        monkeypatch.setattr(reencryption, "_write", write)
         return write(*words)
 
-    monkeypatch.setattr(resealing, "_write", late)
-    assert resealing.reseal(database, BOTH) == 2, "a secret, and the key of an authority"
+    monkeypatch.setattr(reencryption, "_write", late)
+    assert reencryption.reseal(database, BOTH) == 2, "a secret, and the key of an authority"
     assert by_key(database)["secret.sealed", 1] == 1, "left for the next pass"
-    assert resealing.reseal(database, BOTH) == 1
+    assert reencryption.reseal(database, BOTH) == 1
     sealed = database.read(
         lambda connection: connection.execute(sa.select(secret.c.sealed).where(secret.c.ref == "ref-0")).scalar_one()
     )
@@ -148,13 +149,13 @@ def test_whoever_writes_meanwhile_wins(database, monkeypatch):
 def test_what_no_key_opens_stays_and_is_counted(database):
     fill(database, certificates=1, machines=1, vault=Vault([LOST]))
     before = database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all())
-    assert resealing.reseal(database, BOTH) == 0
+    assert reencryption.reseal(database, BOTH) == 0
     assert database.read(lambda connection: connection.execute(sa.select(secret.c.sealed)).scalars().all()) == before
     assert by_key(database)["secret.sealed", None] == by_key(database)["amphora.heartbeat_key", None] == 1
 
 
 def states(database, vault=BOTH):
-    counts = resealing.count(database, vault)
+    counts = reencryption.count(database, vault)
     return {one.column: (one.rows, one.unbound, one.misplaced) for one in counts if one.rows}
 
 
@@ -163,15 +164,15 @@ def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_datab
     unbound = {"secret.sealed": (120, 120, 0), "amphora.heartbeat_key": (3, 3, 0), "authority.sealed_key": (1, 1, 0)}
     assert states(any_database) == unbound
     assert any_database.read(lambda c: amphorae.heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
-    assert resealing.reseal(any_database, BOTH) == 0
+    assert reencryption.reseal(any_database, BOTH) == 0
     assert states(any_database) == unbound, "not unasked: an attacker may have put some there"
-    assert resealing.reseal(any_database, BOTH, bind=True) == 124
+    assert reencryption.reseal(any_database, BOTH, bind=True) == 124
     assert states(any_database) == {name: (rows, 0, 0) for name, (rows, *_) in unbound.items()}
-    assert resealing.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
+    assert reencryption.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
     keys = any_database.read(lambda c: amphorae.heartbeat_keys(c, Vault([NEW])))
     assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
-    (signer, _imported) = any_database.read(authorities.every)
-    place = authorities.key_place(signer.kind, signer.certificate)
+    (signer, _imported) = any_database.read(ca_records.every)
+    place = ca_records.key_place(signer.kind, signer.certificate)
     assert Vault([NEW]).open(signer.sealed_key, place) == Secret(b"authority")
 
 
@@ -197,8 +198,8 @@ def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, ca
     copied = database.write(copy)
     with pytest.raises(StoreError, match="another row or purpose"):
         BOTH.open(copied, place_of(0))
-    assert resealing.reseal(database, BOTH, bind=True) == 8, "all but the copy"
-    kept = database.read(lambda c: secrets.of_load_balancer(c, "lb"))
+    assert reencryption.reseal(database, BOTH, bind=True) == 8, "all but the copy"
+    kept = database.read(lambda c: sealed_secrets.of_load_balancer(c, "lb"))
     assert kept[name_of(0)].content == copied
     assert states(database)["secret.sealed"] == (1, 0, 1)
     assert "secret.sealed of row object-0, certificate, ref-0 was sealed for another row or purpose" in caplog.text
@@ -225,4 +226,4 @@ def test_no_column_with_bytes_is_forgotten():
         for column in table.columns
         if isinstance(column.type, sa.LargeBinary)
     }
-    assert binary == {str(column) for column in resealing.SEALED}
+    assert binary == {str(column) for column in reencryption.SEALED}

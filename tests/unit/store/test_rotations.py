@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
-from amphora_driver.store import rotations, wanted
+from amphora_driver.store import desired_objects, rotations
 from amphora_driver.store.rotations import ItemState, Selection, State
-from amphora_driver.store.spares import Spec
-from amphora_driver.store.tables import amphora, work
+from amphora_driver.store.spare_pools import Spec
 
 EVERYTHING = Selection(everything=True)
 
@@ -81,7 +81,7 @@ def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
         for name, flavor in (("small", "1"), ("large", "8"), ("usual", None)):
             vip = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
             tree = LoadBalancer(id=name, project_id="p", vip=vip, profile=Profile(compute_flavor=flavor))
-            wanted.insert(connection, name, 1, list(wanted.flatten(tree)))
+            desired_objects.insert(connection, name, 1, list(desired_objects.flatten(tree)))
             load_balancer(connection, name, (f"{name}-1", "ready", "old", 10))
 
     any_database.write(fill)

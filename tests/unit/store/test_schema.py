@@ -4,9 +4,9 @@
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from amphora_driver.store import migrate, schema
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import metadata
+from amphora_driver.database import migrate, schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables_fleet import metadata
 
 
 def test_migrations_make_exactly_the_tables(database):
@@ -17,22 +17,22 @@ def test_migrations_make_exactly_the_tables(database):
 
 def test_a_mariadb_that_cannot_hold_every_character_is_refused_at_the_start(mariadb_url, caplog):
     database = Database(mariadb_url)
-    assert schema.fits(database)
+    assert schema_check.fits(database)
     with database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb3")
     try:
-        assert not schema.fits(database)
+        assert not schema_check.fits(database)
         assert "tables orphan are not in utf8mb4. Run for each of them: ALTER TABLE" in caplog.text
     finally:
         with database.engine.begin() as connection:
             connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb4")
-    assert schema.fits(database)
+    assert schema_check.fits(database)
     database.dispose()
 
 
 def test_the_other_databases_hold_every_character(database, postgresql_url):
-    assert schema.fits(database)
-    assert schema.fits(Database(postgresql_url))
+    assert schema_check.fits(database)
+    assert schema_check.fits(Database(postgresql_url))
 
 
 def test_upgrading_again_changes_nothing(database):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from amphora_driver.database import engine, sqlite_write_lock
+from amphora_driver.database.tables import duty
 from amphora_driver.errors import StoreError
-from amphora_driver.store import engine, sqlite
-from amphora_driver.store.tables import duty
 
 # Seconds nobody waits for anything, but on a machine that is very busy.
 AT_ONCE = 20.0
@@ -50,14 +50,14 @@ def nobody_waits():
 
 
 def test_a_turn_comes_at_once_where_nobody_has_it(place):
-    turns = sqlite.Turns(str(place))
+    turns = sqlite_write_lock.Turns(str(place))
     os.close(turns.take(0.0))
     os.close(turns.take(0.0))
     assert waiting() == []
 
 
 def test_a_turn_comes_when_it_is_free(place):
-    turns, got = sqlite.Turns(str(place)), []
+    turns, got = sqlite_write_lock.Turns(str(place)), []
     first = turns.take(0.0)
     waiter = threading.Thread(target=lambda: got.append(turns.take(AT_ONCE)))
     waiter.start()
@@ -76,14 +76,14 @@ def test_no_is_said_in_time_and_by_name(place):
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         with pytest.raises(StoreError, match=rf"in 0 s our turn did not come: process {holder.pid} \(python"):
-            sqlite.Turns(str(place)).take(0.05)
+            sqlite_write_lock.Turns(str(place)).take(0.05)
         holder.stdin.close()
     nobody_waits()
 
 
 def test_a_file_that_cannot_be_had_is_named(tmp_path):
     with pytest.raises(StoreError, match=r"nowhere/file\.lock: No such file or directory"):
-        sqlite.Turns(str(tmp_path / "nowhere/file.lock")).take(0.0)
+        sqlite_write_lock.Turns(str(tmp_path / "nowhere/file.lock")).take(0.0)
 
 
 @pytest.mark.parametrize("contended", [False, True])
@@ -95,24 +95,24 @@ def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monk
             raise BlockingIOError
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(sqlite.fcntl, "flock", refuse)
+    monkeypatch.setattr(sqlite_write_lock.fcntl, "flock", refuse)
     before = descriptors()
     with pytest.raises(StoreError, match="No locks available"):
-        sqlite.Turns(str(place)).take(AT_ONCE)
+        sqlite_write_lock.Turns(str(place)).take(AT_ONCE)
     assert descriptors() == before
 
 
 def test_who_gave_up_takes_no_turn_from_others(place):
-    turns = sqlite.Turns(str(place))
+    turns = sqlite_write_lock.Turns(str(place))
     with taken(place), pytest.raises(StoreError):
         turns.take(0.05)
     nobody_waits()
-    os.close(sqlite.Turns(str(place)).take(AT_ONCE))
+    os.close(sqlite_write_lock.Turns(str(place)).take(AT_ONCE))
 
 
 def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
     """However long somebody stands still: as many threads as there are writers at once, and not one for each try."""
-    turns = sqlite.Turns(str(place))
+    turns = sqlite_write_lock.Turns(str(place))
     with taken(place):
         for _ in range(20):
             with pytest.raises(StoreError):

@@ -16,27 +16,25 @@ from alembic import command
 from alembic.script import ScriptDirectory
 from cryptography.fernet import Fernet
 
+from amphora_driver.database import migrate, reencryption, schema_check
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import request, work
+from amphora_driver.database.tables_fleet import metadata
+from amphora_driver.database.vault import Vault
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.model.enums import Kind
 from amphora_driver.queue.jobs import Jobs, hold_duty
 from amphora_driver.secret import Secret
 from amphora_driver.store import (
     amphorae,
-    claims,
-    counters,
-    migrate,
-    processes,
-    resealing,
-    schema,
-    secrets,
-    statuses,
-    wanted,
+    desired_objects,
+    listener_stats,
+    process_registry,
+    sealed_secrets,
+    status_outbox,
+    vip_claims,
 )
-from amphora_driver.store.engine import Database
-from amphora_driver.store.fleet_tables import metadata
-from amphora_driver.store.intents import Intents
-from amphora_driver.store.tables import request, work
-from amphora_driver.store.vault import Vault
+from amphora_driver.store.requests import Intents
 
 DATABASES = ("sqlite", "mariadb", "postgresql")
 # A kill at each statement takes minutes on a server.
@@ -117,7 +115,7 @@ def upgraded_until_killed(url, statements):
 def check_schema(url):
     engine = migrate._engine(url)
     with engine.connect() as connection:
-        assert schema.recorded(connection) == schema.revisions()[-1:]
+        assert schema_check.recorded(connection) == schema_check.revisions()[-1:]
         found = sa.MetaData()
         found.reflect(connection)
     engine.dispose()
@@ -146,12 +144,12 @@ def check_rows(url, written):
 @pytest.mark.parametrize("kind", DATABASES)
 def test_everything_is_there_afterwards_and_work_goes_on(filled):
     url, written = filled
-    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema.revisions()[-1])
+    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema_check.revisions()[-1])
     check_schema(url)
     check_rows(url, written)
     database = Database(url)
     try:
-        assert resealing.reseal(database, VAULT, bind=True) == 3
+        assert reencryption.reseal(database, VAULT, bind=True) == 3
         read_by_todays_code(database)
         continued_by_a_controller(database)
     finally:
@@ -159,7 +157,7 @@ def test_everything_is_there_afterwards_and_work_goes_on(filled):
 
 
 def read_by_todays_code(database):
-    tree = database.read(lambda connection: wanted.load_tree(connection, old.LB))
+    tree = database.read(lambda connection: desired_objects.load_tree(connection, old.LB))
     assert (tree.name, tree.vip.address) == ("web — ünïcode", "198.51.100.5")
     assert [one.id for one in tree.pools[0].members] == list(old.MEMBERS), "without the removed one"
     assert tree.listeners[0].l7policies[0].rules[0].value == "/private"
@@ -168,17 +166,17 @@ def read_by_todays_code(database):
     assert amphora.plugged[0].port.addresses[0].address == "198.51.100.11"
     keys = database.read(lambda connection: amphorae.heartbeat_keys(connection, VAULT))
     assert keys == {old.AMPHORA: Secret(b"h" * 32)}
-    kept = database.read(lambda connection: secrets.of_load_balancer(connection, old.LB))
+    kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, old.LB))
     opened = {
-        name.purpose.value: one.content and VAULT.open(one.content, secrets.place(name)).reveal()
+        name.purpose.value: one.content and VAULT.open(one.content, sealed_secrets.place(name)).reveal()
         for name, one in kept.items()
     }
     assert opened == {"certificate": b"certificate and key", "tickets": b"t" * 32, "ca": None}
-    due = database.read(lambda connection: statuses.due(connection, 100))
+    due = database.read(lambda connection: status_outbox.due(connection, 100))
     assert [(one.object_id, one.operating.value) for one in due] == [(old.MEMBERS[0], "ERROR")]
-    (total,) = database.read(lambda connection: counters.due(connection, 100))
+    (total,) = database.read(lambda connection: listener_stats.due(connection, 100))
     assert total.listener_id == old.LISTENER
-    assert database.read(lambda connection: claims.of(connection, old.LATER)) == "local"
+    assert database.read(lambda connection: vip_claims.of(connection, old.LATER)) == "local"
 
 
 def continued_by_a_controller(database):
@@ -191,11 +189,13 @@ def continued_by_a_controller(database):
     def confirm(connection):
         # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
         connection.execute(work.update().where(work.c.load_balancer_id == old.LB).values(committed=5))
-        statuses.confirm(connection, old.LB, 5, {})
+        status_outbox.confirm(connection, old.LB, 5, {})
         return connection.execute(sa.select(work.c.generation).where(work.c.load_balancer_id == old.LB)).scalar_one()
 
     assert database.write(confirm) == 5
-    told = {one.object_id: one.provisioning for one in database.read(lambda connection: statuses.due(connection, 100))}
+    told = {
+        one.object_id: one.provisioning for one in database.read(lambda connection: status_outbox.due(connection, 100))
+    }
     assert {old.LB, old.POOL, old.MEMBERS[0], old.GONE} <= set(told)
     history = database.read(
         lambda connection: connection.execute(
@@ -349,7 +349,7 @@ def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch)
     engine = migrate._engine(empty)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    monkeypatch.setattr("amphora_driver.store.engine._FITS_SECONDS", 0.0)
+    monkeypatch.setattr("amphora_driver.database.engine._FITS_SECONDS", 0.0)
     for attempt in (database.write, database.read, database.write):
         with pytest.raises(SchemaMismatch, match="its schema is 9999, newer than"):
             attempt(lambda connection: pytest.fail("a statement of ours was let through"))
@@ -374,11 +374,11 @@ def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
         database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
         assert Jobs(database, "one", 60.0).claim() is not None
         assert hold_duty(database, "housekeeping", "two", 60.0)
-        processes.Registry(database, "three", processes.Kind.CONTROLLER).sign()
+        process_registry.Registry(database, "three", process_registry.Kind.CONTROLLER).sign()
         database.dispose()
         assert migrate.working(empty) == (), "they have the schema of this version, and keep it"
-        newer = (*schema.revisions(), "9999")
-        monkeypatch.setattr(schema, "revisions", lambda: newer)
+        newer = (*schema_check.revisions(), "9999")
+        monkeypatch.setattr(schema_check, "revisions", lambda: newer)
     assert migrate.working(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
     engine.dispose()
 
@@ -389,5 +389,5 @@ def test_revisions_are_known_by_the_names_of_their_files(tmp_path):
         script = ScriptDirectory.from_config(migrate.configuration(connection))
     engine.dispose()
     line = [one.revision for one in script.walk_revisions()]
-    assert tuple(reversed(line)) == schema.revisions()
-    assert script.get_heads() == [schema.revisions()[-1]]
+    assert tuple(reversed(line)) == schema_check.revisions()
+    assert script.get_heads() == [schema_check.revisions()[-1]]

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from cryptography.fernet import Fernet
 
+from amphora_driver.database import vault as vault_module
+from amphora_driver.database.vault import Binding, Place, Vault
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
-from amphora_driver.store import vault as vault_module
-from amphora_driver.store.vault import Binding, Place, Vault
 
 OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
 CANARY = Secret(b"what nobody may read")

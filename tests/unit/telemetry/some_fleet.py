@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 
-from amphora_driver.store import fleet_tables, tables
+from amphora_driver.database import tables, tables_fleet
 from amphora_driver.telemetry.facts import Balancer, Fleet, Machine, Process
 
 NOW = 1_800_000_000.0
@@ -122,7 +122,7 @@ def write(database, found):
     def insert(connection):
         for name, ones in found.items():
             table = getattr(tables, name, None)
-            table = getattr(fleet_tables, name) if table is None else table
+            table = getattr(tables_fleet, name) if table is None else table
             connection.execute(table.insert(), ones)
 
     database.write(insert)

@@ -10,9 +10,9 @@ import pytest
 import sqlalchemy as sa
 from some_fleet import NOW, identifier, rows, write
 
+from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.errors import StoreError
-from amphora_driver.store import migrate
-from amphora_driver.store.engine import Database
 from amphora_driver.telemetry import fleet as reading
 from amphora_driver.telemetry.looking import read_only
 

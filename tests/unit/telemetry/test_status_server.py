@@ -17,7 +17,7 @@ from some_fleet import rows, write
 from amphora_driver import config
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
-from amphora_driver.store.processes import Kind
+from amphora_driver.store.process_registry import Kind
 from amphora_driver.telemetry import metrics, server
 from amphora_driver.telemetry.answers import TokenFile
 from amphora_driver.telemetry.head import Refused

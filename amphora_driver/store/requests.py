@@ -16,20 +16,20 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
+from amphora_driver.database.engine import recognise_by
+from amphora_driver.database.tables import AT_ONCE, request, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secret_refs import FIELDS, SecretName, named, used_by
-from amphora_driver.store import failovers, reading_back, secrets, statuses, wanted
-from amphora_driver.store.engine import recognise_by
-from amphora_driver.store.secrets import Sealed
-from amphora_driver.store.tables import AT_ONCE, request, work
+from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
+from amphora_driver.store.sealed_secrets import Sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
     Check = Callable[[Node], None]
     Fits = Callable[[Node, LoadBalancer], None]
@@ -49,7 +49,7 @@ class Op:
 
     APPLY = "apply"
     DELETE = "delete"
-    # The row is a pool of warm spares (store/spares.py), not a load balancer.
+    # The row is a pool of warm spares (store/spare_pools.py), not a load balancer.
     SPARES = "spares"
 
 
@@ -76,7 +76,7 @@ class Intents:
             read_back: the tree is incomplete, it is read from Octavia after the commit.
             contents: what came of the secrets it uses.
         """
-        nodes = list(wanted.flatten(tree))
+        nodes = list(desired_objects.flatten(tree))
         for node in nodes:
             self._check(node)
             if self._fits:
@@ -101,9 +101,9 @@ class Intents:
                     epoch=0,
                 )
             )
-            wanted.insert(connection, tree.id, 1, nodes)
-            secrets.put(connection, tree.id, contents or {})
-            statuses.expect(connection, tree.id, 1, [(wanted.kind_of(node), node.id) for node in nodes])
+            desired_objects.insert(connection, tree.id, 1, nodes)
+            sealed_secrets.put(connection, tree.id, contents or {})
+            status_outbox.expect(connection, tree.id, 1, [(desired_objects.kind_of(node), node.id) for node in nodes])
             _remember(connection, tree.id, 1, "create loadbalancer", tree.id)
 
         self._database.write(write)
@@ -114,12 +114,15 @@ class Intents:
 
         def write(connection: sa.Connection) -> None:
             generation = _advance(connection, load_balancer_id, op=Op.DELETE)
-            everything = [(Kind.LOAD_BALANCER, load_balancer_id), *wanted.below(connection, [load_balancer_id])]
-            wanted.remove(connection, generation, [object_id for _, object_id in everything])
-            secrets.drop_load_balancer(connection, load_balancer_id)
-            reading_back.forget(connection, load_balancer_id)
+            everything = [
+                (Kind.LOAD_BALANCER, load_balancer_id),
+                *desired_objects.below(connection, [load_balancer_id]),
+            ]
+            desired_objects.remove(connection, generation, [object_id for _, object_id in everything])
+            sealed_secrets.drop_load_balancer(connection, load_balancer_id)
+            pending_rereads.forget(connection, load_balancer_id)
             failovers.end(connection, load_balancer_id, failovers.Outcome.GONE, now)
-            statuses.expect(connection, load_balancer_id, generation, everything)
+            status_outbox.expect(connection, load_balancer_id, generation, everything)
             _remember(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
 
         self._database.write(write)
@@ -132,7 +135,7 @@ class Intents:
             generation = _advance(connection, load_balancer_id)
             why = failovers.Why(cause=failovers.Cause.ASKED, reason="fail-over was asked for")
             failovers.begin(connection, load_balancer_id, None, why, now)
-            statuses.expect(connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)])
+            status_outbox.expect(connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)])
             _remember(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
 
         self._database.write(write)
@@ -148,12 +151,12 @@ class Intents:
             for_listener: the listener a new pool becomes the default pool of.
             contents: what came of the secrets it uses; the rest is read from Octavia after its commit.
         """
-        nodes = list(wanted.flatten(node))
+        nodes = list(desired_objects.flatten(node))
         for one in nodes:
             self._check(one)
 
         def write(connection: sa.Connection) -> str:
-            load_balancer_id, generation = _advance_of(connection, str(wanted.parent_id(node)))
+            load_balancer_id, generation = _advance_of(connection, str(desired_objects.parent_id(node)))
             self._check_fit(connection, load_balancer_id, node)
             self._check_place(connection, load_balancer_id, node)
             whole = list(nodes)
@@ -162,16 +165,16 @@ class Intents:
             around = _around(connection, generation, node)
             if isinstance(node, Member) and ":" in node.address:
                 self._check_spelling(connection, node)
-            wanted.insert(connection, load_balancer_id, generation, whole)
+            desired_objects.insert(connection, load_balancer_id, generation, whole)
             _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
-                listener: Listener = wanted.load(connection, Kind.LISTENER, for_listener)
+                listener: Listener = desired_objects.load(connection, Kind.LISTENER, for_listener)
                 served = msgspec.structs.replace(listener, default_pool_id=node.id)
                 if nodes[1:]:
                     self._check_fit(connection, load_balancer_id, served)
-                wanted.update(connection, generation, [served])
+                desired_objects.update(connection, generation, [served])
                 around.append((Kind.LISTENER, for_listener))
-            new = [(wanted.kind_of(one), one.id) for one in nodes]
+            new = [(desired_objects.kind_of(one), one.id) for one in nodes]
             self._finish(connection, load_balancer_id, generation, around, f"create {_WORDS[kind]}", node.id, new=new)
             return load_balancer_id
 
@@ -188,21 +191,21 @@ class Intents:
         """
         if kind is Kind.L7RULE:
             # The check of a regular expression must not hold the locks of the transaction, where its result is cached.
-            rule = self._database.read(lambda connection: wanted.load(connection, kind, object_id))
+            rule = self._database.read(lambda connection: desired_objects.load(connection, kind, object_id))
             self._check(from_octavia.changed(rule, fields))
 
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, object_id)
-            before = wanted.load(connection, kind, object_id)
+            before = desired_objects.load(connection, kind, object_id)
             after = from_octavia.changed(before, fields)
             self._check(after)
             self._check_fit(connection, load_balancer_id, after, getattr(before, "default_pool_id", None))
             if isinstance(after, L7Policy) and after.position != before.position:
                 after = _make_room(connection, generation, after)
-            wanted.update(connection, generation, [after])
+            desired_objects.update(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
                 # Octavia changes the security groups of a VIP without a word to us.
-                reading_back.ask_for(connection, load_balancer_id, kind, object_id)
+                pending_rereads.ask_for(connection, load_balancer_id, kind, object_id)
             _keep_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _read_the_unread(connection, load_balancer_id, before)
             touched = [(kind, object_id), *_ancestors(connection, after)]
@@ -216,16 +219,16 @@ class Intents:
 
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, object_id)
-            node = wanted.load(connection, kind, object_id)
-            gone = [(kind, object_id), *wanted.below(connection, [object_id])]
+            node = desired_objects.load(connection, kind, object_id)
+            gone = [(kind, object_id), *desired_objects.below(connection, [object_id])]
             touched = gone + _ancestors(connection, node)
             if isinstance(node, Pool):
                 _let_go_of_pool(connection, generation, node)
-            wanted.remove(connection, generation, [one for _, one in gone])
+            desired_objects.remove(connection, generation, [one for _, one in gone])
             if isinstance(node, L7Policy):
                 _close_up(connection, generation, node.listener_id)
             if type(node) in FIELDS:
-                secrets.drop_objects(connection, [object_id])
+                sealed_secrets.drop_objects(connection, [object_id])
                 _read_the_unread(connection, load_balancer_id, node)
             self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
             return load_balancer_id
@@ -242,8 +245,8 @@ class Intents:
 
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, pool_id)
-            pool: Pool = wanted.load(connection, Kind.POOL, pool_id)
-            before = wanted.children(connection, pool_id, Kind.MEMBER)
+            pool: Pool = desired_objects.load(connection, Kind.POOL, pool_id)
+            before = desired_objects.children(connection, pool_id, Kind.MEMBER)
             added: list[Node] = []
             changed: list[Node] = []
             for member_id, build, fields in members:
@@ -259,9 +262,9 @@ class Intents:
             self._check_virtual(connection, load_balancer_id, whole)
             kept = {member_id for member_id, _, _ in members}
             gone = [member_id for member_id in before if member_id not in kept]
-            wanted.insert(connection, load_balancer_id, generation, added)
-            wanted.update(connection, generation, changed)
-            wanted.remove(connection, generation, gone)
+            desired_objects.insert(connection, load_balancer_id, generation, added)
+            desired_objects.update(connection, generation, changed)
+            desired_objects.remove(connection, generation, gone)
             # Octavia puts every member of the request PENDING, also those that come out unchanged.
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before] + _ancestors(connection, pool)
             touched.append((Kind.POOL, pool_id))
@@ -273,20 +276,20 @@ class Intents:
 
     def _check_spelling(self, connection: sa.Connection, member: Member) -> None:
         """Octavia compares addresses as text, but those of IPv6 can be written in many ways: look at the whole pool."""
-        pool: Pool = wanted.load(connection, Kind.POOL, member.pool_id)
-        others = wanted.children(connection, member.pool_id, Kind.MEMBER)
+        pool: Pool = desired_objects.load(connection, Kind.POOL, member.pool_id)
+        others = desired_objects.children(connection, member.pool_id, Kind.MEMBER)
         self._check(msgspec.structs.replace(pool, members=(*others.values(), member)))
 
     def _check_place(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
         """What a new object hangs under may be nothing for it: look at both together."""
         if isinstance(node, L7Policy):
-            listener: Listener = wanted.load(connection, Kind.LISTENER, node.listener_id)
+            listener: Listener = desired_objects.load(connection, Kind.LISTENER, node.listener_id)
             self._check(msgspec.structs.replace(listener, l7policies=(node,)))
         elif isinstance(node, HealthMonitor):
-            pool: Pool = wanted.load(connection, Kind.POOL, node.pool_id)
+            pool: Pool = desired_objects.load(connection, Kind.POOL, node.pool_id)
             self._check(msgspec.structs.replace(pool, healthmonitor=node))
         elif isinstance(node, Member):
-            pool = wanted.load(connection, Kind.POOL, node.pool_id)
+            pool = desired_objects.load(connection, Kind.POOL, node.pool_id)
             self._check_virtual(connection, load_balancer_id, msgspec.structs.replace(pool, members=(node,)))
 
     def _check_virtual(self, connection: sa.Connection, load_balancer_id: str, pool: Pool) -> None:
@@ -301,7 +304,7 @@ class Intents:
         if self._fits and isinstance(node, LoadBalancer):
             self._fits(node, node)
         elif self._fits and isinstance(node, (Listener, Pool)):
-            self._fits(node, wanted.around(connection, load_balancer_id, node, known))
+            self._fits(node, desired_objects.around(connection, load_balancer_id, node, known))
 
     def _finish(
         self,
@@ -315,7 +318,7 @@ class Intents:
         new: Iterable[tuple[Kind, str]] = (),
     ) -> None:
         everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
-        statuses.expect(connection, load_balancer_id, generation, everything, new)
+        status_outbox.expect(connection, load_balancer_id, generation, everything, new)
         _remember(connection, load_balancer_id, generation, action, object_id)
 
 
@@ -324,7 +327,7 @@ _LOCK = sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id ==
 # Only the row of `work` is locked: whoever changes anything of a load balancer does so first.
 _LOCK_OF = (
     sa.select(work.c.load_balancer_id, work.c.generation, work.c.op)
-    .where(work.c.load_balancer_id == wanted.OWNER.scalar_subquery())
+    .where(work.c.load_balancer_id == desired_objects.OWNER.scalar_subquery())
     .with_for_update()
 )
 _ADVANCE = (
@@ -357,7 +360,7 @@ def _advance_of(connection: sa.Connection, object_id: str) -> tuple[str, int]:
     row = connection.execute(_LOCK_OF, {"of": object_id}).first()
     if row is None:
         # Either it or its load balancer is not there: one of these says which.
-        load_balancer_id = wanted.load_balancer_of(connection, object_id)
+        load_balancer_id = desired_objects.load_balancer_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _advanced(connection, row.load_balancer_id, row, Op.APPLY)
 
@@ -410,27 +413,27 @@ def _around(connection: sa.Connection, generation: int, node: Node) -> list[tupl
     """
     if not isinstance(node, Member):
         return _ancestors(connection, node)
-    listeners, ghosts = wanted.around_member(connection, node)
+    listeners, ghosts = desired_objects.around_member(connection, node)
     for ghost in ghosts:
         LOG.warning("member %s takes the place of %s, which Octavia never kept", node.id, ghost)
-    wanted.remove(connection, generation, ghosts)
+    desired_objects.remove(connection, generation, ghosts)
     found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
     return [*found, *((Kind.MEMBER, ghost) for ghost in ghosts)]
 
 
 def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
     """What Octavia puts PENDING_UPDATE together with this object: its pool, its policy, every listener that uses it."""
-    kind = wanted.kind_of(node)
-    parent = wanted.parent_id(node)
+    kind = desired_objects.kind_of(node)
+    parent = desired_objects.parent_id(node)
     if kind in (Kind.MEMBER, Kind.HEALTH_MONITOR):
-        users = wanted.users_of_pool(connection, str(parent))
+        users = desired_objects.users_of_pool(connection, str(parent))
         return [(Kind.POOL, str(parent)), *((Kind.LISTENER, listener) for _, _, listener in users)]
     if kind is Kind.POOL:
-        return [(Kind.LISTENER, listener) for _, _, listener in wanted.users_of_pool(connection, node.id)]
+        return [(Kind.LISTENER, listener) for _, _, listener in desired_objects.users_of_pool(connection, node.id)]
     if kind is Kind.L7POLICY:
         return [(Kind.LISTENER, str(parent))]
     if kind is Kind.L7RULE:
-        policy = wanted.load(connection, Kind.L7POLICY, str(parent))
+        policy = desired_objects.load(connection, Kind.L7POLICY, str(parent))
         return [(Kind.L7POLICY, policy.id), (Kind.LISTENER, policy.listener_id)]
     return []
 
@@ -454,11 +457,11 @@ def _keep_secrets(
     used, used_before = used_by(after), used_by(before) if before is not None else {}
     if not used and not used_before:
         return
-    missing = secrets.settle(connection, load_balancer_id, after.id, used, contents)
+    missing = sealed_secrets.settle(connection, load_balancer_id, after.id, used, contents)
     # Octavia does not say so when the last SNI certificate is taken away: an update that names none may be that.
     unsaid = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or unsaid or named(after, fields).keys() - contents.keys():
-        reading_back.ask_for(connection, load_balancer_id, wanted.kind_of(after), after.id)
+        pending_rereads.ask_for(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
 
 
 def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
@@ -471,31 +474,31 @@ def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: 
     if isinstance(changed, Listener):
         listeners = (changed,)
     elif isinstance(changed, Pool) and used_by(changed):
-        listeners = wanted.children(connection, load_balancer_id, Kind.LISTENER).values()
+        listeners = desired_objects.children(connection, load_balancer_id, Kind.LISTENER).values()
     if any(one.unread for one in listeners):
-        reading_back.ask_for_all(connection, load_balancer_id)
+        pending_rereads.ask_for_all(connection, load_balancer_id)
 
 
 def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
     """Shift the policies of the same listener as Octavia does; returns the one they make room for, at its place."""
-    before: dict[str, L7Policy] = wanted.children(connection, policy.listener_id, Kind.L7POLICY)
+    before: dict[str, L7Policy] = desired_objects.children(connection, policy.listener_id, Kind.L7POLICY)
     now = {one.id: one for one in l7policy_positions.placed(before.values(), policy)}
     own = now.pop(policy.id)
-    wanted.update(connection, generation, [one for one in now.values() if one != before[one.id]])
+    desired_objects.update(connection, generation, [one for one in now.values() if one != before[one.id]])
     return own
 
 
 def _close_up(connection: sa.Connection, generation: int, listener_id: str) -> None:
     """Close the gap a policy has left."""
-    before: dict[str, L7Policy] = wanted.children(connection, listener_id, Kind.L7POLICY)
-    wanted.update(
+    before: dict[str, L7Policy] = desired_objects.children(connection, listener_id, Kind.L7POLICY)
+    desired_objects.update(
         connection, generation, [one for one in l7policy_positions.counted(before.values()) if one != before[one.id]]
     )
 
 
 def _let_go_of_pool(connection: sa.Connection, generation: int, pool: Pool) -> None:
     """Octavia empties the references to a deleted pool without another call; so do we."""
-    for kind, object_id, _ in wanted.users_of_pool(connection, pool.id):
+    for kind, object_id, _ in desired_objects.users_of_pool(connection, pool.id):
         field = "default_pool_id" if kind is Kind.LISTENER else "redirect_pool_id"
-        node: Any = wanted.load(connection, kind, object_id)
-        wanted.update(connection, generation, [msgspec.structs.replace(node, **{field: None})])
+        node: Any = desired_objects.load(connection, kind, object_id)
+        desired_objects.update(connection, generation, [msgspec.structs.replace(node, **{field: None})])

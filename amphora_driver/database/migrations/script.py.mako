@@ -5,7 +5,7 @@ import sqlalchemy as sa
 from alembic import op
 
 # Every step has to be one that may be repeated.
-from amphora_driver.store.migrations.repeatable import add_column, create_index, create_table
+from amphora_driver.database.migrations.repeatable import add_column, create_index, create_table
 ${imports if imports else ""}
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}

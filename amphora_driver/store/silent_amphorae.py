@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database import clock
+from amphora_driver.database.tables import amphora, amphora_seen, duty, status, work
+from amphora_driver.database.tables_fleet import failover, failover_event, process, silence
 from amphora_driver.model.enums import Kind, Operating
-from amphora_driver.store import clock, statuses
+from amphora_driver.store import status_outbox
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Event
-from amphora_driver.store.fleet_tables import failover, failover_event, process, silence
-from amphora_driver.store.intents import Op
-from amphora_driver.store.processes import Kind as ProcessKind
-from amphora_driver.store.tables import amphora, amphora_seen, duty, status, work
+from amphora_driver.store.process_registry import Kind as ProcessKind
+from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -226,10 +227,10 @@ def not_served(connection: sa.Connection, load_balancer_id: str, reason: str) ->
     known = sa.select(status.c.operating).where(status.c.object_id == load_balancer_id)
     if connection.execute(known.with_for_update()).scalar() not in _SERVED:
         return False
-    said = statuses.Observation(
+    said = status_outbox.Observation(
         object_id=load_balancer_id, kind=Kind.LOAD_BALANCER, operating=Operating.ERROR, reason=reason[:_LONGEST]
     )
-    return bool(statuses.observe(connection, load_balancer_id, [said]))
+    return bool(status_outbox.observe(connection, load_balancer_id, [said]))
 
 
 def every(connection: sa.Connection) -> Sequence[sa.Row[Any]]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from amphora_driver.database.tables_fleet import metadata
 from amphora_driver.errors import ConfigurationError, SchemaMismatch, StoreError
-from amphora_driver.store.fleet_tables import metadata
 
 if TYPE_CHECKING:
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
 

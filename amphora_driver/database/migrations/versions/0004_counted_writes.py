@@ -3,7 +3,7 @@
 
 import sqlalchemy as sa
 
-from amphora_driver.store.migrations.repeatable import add_column
+from amphora_driver.database.migrations.repeatable import add_column
 
 revision = "0004"
 down_revision = "0003"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import listener_statistics, request, secret, status, wanted_object, work
 from amphora_driver.model.enums import Kind, Operating, Provisioning
-from amphora_driver.store.tables import listener_statistics, request, secret, status, wanted_object, work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import wanted_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import SHAPES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
-from amphora_driver.store.tables import wanted_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store.tables import amphora, listener_statistics, work
+from amphora_driver.database.tables import amphora, listener_statistics, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import URGENT, amphora, amphora_seen, work
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.tables import URGENT, amphora, amphora_seen, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

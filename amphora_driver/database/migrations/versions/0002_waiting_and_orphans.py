@@ -5,7 +5,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from amphora_driver.store.migrations.repeatable import add_column, create_table
+from amphora_driver.database.migrations.repeatable import add_column, create_table
 
 revision = "0002"
 down_revision = "0001"

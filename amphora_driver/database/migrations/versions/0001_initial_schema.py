@@ -5,7 +5,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from amphora_driver.store.migrations.repeatable import create_index, create_table
+from amphora_driver.database.migrations.repeatable import create_index, create_table
 
 revision = '0001'
 down_revision = None

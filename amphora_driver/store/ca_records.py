@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, amphora_seen, work
+from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.vault import Place
 from amphora_driver.errors import Conflict
-from amphora_driver.store.fleet_tables import authority
-from amphora_driver.store.tables import amphora, amphora_seen, work
-from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.tables import URGENT, amphora, work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import amphora, secret
+from amphora_driver.database.tables_fleet import authority
+from amphora_driver.database.vault import Binding
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
-from amphora_driver.store import amphorae, authorities, secrets
-from amphora_driver.store.fleet_tables import authority
-from amphora_driver.store.tables import amphora, secret
-from amphora_driver.store.vault import Binding
+from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from amphora_driver.store.engine import Database
-    from amphora_driver.store.vault import Place, Vault
+    from amphora_driver.database.engine import Database
+    from amphora_driver.database.vault import Place, Vault
 
 LOG = logging.getLogger(__name__)
 # What a column's values are sealed for, and the columns beside the primary key that say it.
 _PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], Place]]] = {
     secret.c.sealed: (
         (),
-        lambda row: secrets.place(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
+        lambda row: sealed_secrets.place(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
     ),
     amphora.c.heartbeat_key: ((), lambda row: amphorae.key_place(row.id)),
     authority.c.sealed_key: (
         (authority.c.kind, authority.c.certificate),
-        lambda row: authorities.key_place(authorities.Kind(row.kind), row.certificate.encode()),
+        lambda row: ca_records.key_place(ca_records.Kind(row.kind), row.certificate.encode()),
     ),
 }
 # Every column that holds something the vault sealed; tests look for more.

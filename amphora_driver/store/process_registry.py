@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from amphora_driver.store import clock
-from amphora_driver.store.fleet_tables import drained_host, process
-from amphora_driver.store.tables import duty
+from amphora_driver.database import clock
+from amphora_driver.database.tables import duty
+from amphora_driver.database.tables_fleet import drained_host, process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amphora_driver.store.engine import Database
+    from amphora_driver.database.engine import Database
 
 # Seconds between two signs of life, and after which a row of one that has gone without a word is dropped.
 EVERY = 2.0

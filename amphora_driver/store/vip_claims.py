@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database import clock
+from amphora_driver.database.tables import vip_claim, work
 from amphora_driver.network.interface import NotYet, VipRequest
-from amphora_driver.store import clock
-from amphora_driver.store.tables import vip_claim, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,8 +32,8 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from amphora_driver.database import clock, schema_check, sqlite_write_lock
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
-from amphora_driver.store import clock, schema, sqlite
 from amphora_driver.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Database:
         now = time.monotonic()
         if self._fits_at is None or now - self._fits_at > _FITS_SECONDS:
             self._fits_at = None
-            schema.check(connection)
+            schema_check.check(connection)
             self._fits_at = now
 
     def _make(self) -> sa.Engine:
@@ -300,12 +300,12 @@ class Database:
                 event.listen(engine, "reset", _reset_mariadb)
             return engine
         engine = sa.create_engine(url, pool_size=16, max_overflow=32)
-        sqlite.Queue(str(url.database), durable=self._durable, patience=_TURN_SECONDS).listen(engine)
+        sqlite_write_lock.Queue(str(url.database), durable=self._durable, patience=_TURN_SECONDS).listen(engine)
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
         # Its driver is there only where it is used.
-        from amphora_driver.store import postgresql  # noqa: PLC0415
+        from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect(self._patience, tuple(arguments), dict(options))
 

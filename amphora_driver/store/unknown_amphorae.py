@@ -15,9 +15,9 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from amphora_driver.store.fleet_tables import zombie
+from amphora_driver.database.tables import amphora, orphan
+from amphora_driver.database.tables_fleet import zombie
 from amphora_driver.store.orphans import Thing
-from amphora_driver.store.tables import amphora, orphan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, String, Table, Text
 
-from amphora_driver.store.tables import Body, Id, Sealed, Serial, metadata
+from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
 __all__ = [
     "authority",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import AT_ONCE, work
 from amphora_driver.model.enums import Kind
-from amphora_driver.store.tables import AT_ONCE, work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

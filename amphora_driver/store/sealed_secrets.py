@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.tables import secret
+from amphora_driver.database.vault import Place
 from amphora_driver.model.secret_refs import Purpose, SecretName
-from amphora_driver.store.tables import secret
-from amphora_driver.store.vault import Place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -28,9 +28,9 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy.exc import DBAPIError
 
+from amphora_driver.database import clock, schema_check
+from amphora_driver.database.engine import Database, parsed
 from amphora_driver.errors import SchemaMismatch, StoreError
-from amphora_driver.store import clock, schema
-from amphora_driver.store.engine import Database, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,7 @@ def working(url: str) -> tuple[str, ...]:
     engine = _engine(url)
     try:
         with engine.connect() as connection:
-            if schema.recorded(connection) in {(), (schema.revisions()[-1],)}:
+            if schema_check.recorded(connection) in {(), (schema_check.revisions()[-1],)}:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
@@ -116,7 +116,7 @@ def working(url: str) -> tuple[str, ...]:
 def configuration(connection: sa.Connection) -> Config:
     """Alembic's view of our migrations on an open connection."""
     config = Config()
-    config.set_main_option("script_location", str(schema.MIGRATIONS))
+    config.set_main_option("script_location", str(schema_check.MIGRATIONS))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config
@@ -129,15 +129,15 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _bring(engine: sa.Engine) -> Upgrade:
-    newest = schema.revisions()[-1]
+    newest = schema_check.revisions()[-1]
     with engine.connect() as connection:
-        found = schema.recorded(connection)
-        if any(one not in schema.revisions() for one in found):
-            happened, remedy = schema.mismatch(found) or ("", "")
+        found = schema_check.recorded(connection)
+        if any(one not in schema_check.revisions() for one in found):
+            happened, remedy = schema_check.mismatch(found) or ("", "")
             raise SchemaMismatch(_WANTED, happened, remedy)
         if len(found) > 1:
             # Two upgrades at once on two nodes: every step may be repeated, so the later place is as good.
-            behind = sa.text(f"DELETE FROM {schema.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
+            behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
             command.upgrade(configuration(connection), "head")

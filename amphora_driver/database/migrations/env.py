@@ -3,7 +3,7 @@
 
 from alembic import context
 
-from amphora_driver.store.fleet_tables import metadata
+from amphora_driver.database.tables_fleet import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

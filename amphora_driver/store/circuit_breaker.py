@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store.fleet_tables import breaker
+from amphora_driver.database.tables_fleet import breaker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
