@@ -38,7 +38,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool
 from amphora_driver.model.secret_refs import Material, SecretName
 from amphora_driver.network.interface import NotYet, VipRequest
 from amphora_driver.plugins import Catalogue
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, vip_claims
 from amphora_driver.store.requests import Intents
 from amphora_driver.store.sealed_secrets import Sealed, place
@@ -470,5 +470,5 @@ def _ring(load_balancer_id: str) -> None:
     """Wake whoever makes the world match, and whoever tells Octavia about it."""
     failpoints.reach(failpoints.Point.INTENT_COMMITTED)
     conf = _shared().conf
-    hints.tell(conf, doorbell.CONTROLLER, load_balancer_id)
-    hints.tell(conf, doorbell.REPORTER)
+    notifier.tell(conf, local_socket.CONTROLLER, load_balancer_id)
+    notifier.tell(conf, local_socket.REPORTER)

@@ -20,7 +20,7 @@ from cliff.command import Command
 from amphora_driver.cli import prefixes
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 from amphora_driver.store import failovers
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.requests import Op
@@ -99,7 +99,7 @@ def _add_reason(parser: argparse.ArgumentParser) -> None:
 def _write(command: Command, begin: Callable[[sa.Connection], str]) -> None:
     said = command.app.database.write(begin)
     # A hint for this host; a controller of another one looks now and then.
-    doorbell.ring(command.app.conf.queue.doorbell_dir, doorbell.CONTROLLER)
+    local_socket.ring(command.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
     command.app.stdout.write(said + "\n")
 
 

@@ -27,7 +27,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
 from amphora_driver.plugins import Catalogue
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 from amphora_driver.store import config_drift
 from amphora_driver.store.requests import Op
 
@@ -99,7 +99,7 @@ class RepairLoadBalancer(Command):
             return chosen, config_drift.take_back_all(connection, chosen, "operator: its configuration is given again")
 
         chosen, amphorae = self.app.database.write(write)
-        doorbell.ring(self.app.conf.queue.doorbell_dir, doorbell.CONTROLLER)
+        local_socket.ring(self.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
         what = ", ".join(amphorae) or "none has confirmed anything yet; what is missing is made"
         self.app.stdout.write(
             f"Load balancer {chosen} is due. Its amphorae are given their configuration again, and look at everything: "

@@ -20,7 +20,7 @@ from amphora_driver.cli.asking import who_where
 from amphora_driver.cli.columns import Moment, Plain
 from amphora_driver.database.tables import work
 from amphora_driver.errors import RequestError, UnknownObject
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
@@ -68,7 +68,7 @@ class ResyncLoadBalancer(Lister):
         database = self.app.database
         now, by = database.now(), who_where()
         database.write(lambda connection: resyncs.ask(connection, chosen, now, by, remove_unknown=remove_unknown))
-        doorbell.ring(self.app.conf.queue.doorbell_dir, doorbell.REPORTER)
+        local_socket.ring(self.app.conf.queue.doorbell_dir, local_socket.REPORTER)
 
 
 def _all(connection: sa.Connection) -> list[str]:

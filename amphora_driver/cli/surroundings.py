@@ -194,7 +194,7 @@ def _unanswered(path: str, document: bytes) -> str | None:
 def _published(url: str) -> str | None:
     """Connect to the broker; what was wrong, without its password."""
     try:
-        from amphora_driver.queue import broker as celery_broker  # noqa: PLC0415 - only several hosts have it installed
+        from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - only several hosts have it installed
 
         connection = celery_broker.application(url).connection_for_write()
     except ImportError as error:

@@ -33,7 +33,7 @@ from amphora_driver.controller.detection import (
 from amphora_driver.controller.findings import Findings
 from amphora_driver.controller.witnesses import Witnesses
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import State
@@ -409,9 +409,9 @@ class Detector:
         self._pauses.begun(load_balancer_id, there, now)
         if self._breaker.state is breaking.State.TRIAL:
             self._trial = load_balancer_id, now
-        self._tell(doorbell.CONTROLLER)
+        self._tell(local_socket.CONTROLLER)
         if dead:
-            self._tell(doorbell.REPORTER)
+            self._tell(local_socket.REPORTER)
         return True
 
     def _retire(self, connection: sa.Connection, case: Case, at: float, now: float) -> bool:

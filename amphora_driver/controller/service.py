@@ -37,9 +37,9 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.plugins import Catalogue
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import Jobs, process_name
-from amphora_driver.queue.presence import Presence
+from amphora_driver.queue.process_locks import Presence
 from amphora_driver.store import process_registry
 from amphora_driver.telemetry import logs
 from amphora_driver.telemetry.server import Telemetry
@@ -118,7 +118,7 @@ class Controller:
         self._reconciler = Reconciler(
             everything,
             self._jobs,
-            lambda: hints.tell(conf, doorbell.REPORTER),
+            lambda: notifier.tell(conf, local_socket.REPORTER),
             room := WaitingRoom(conf.agent.port, self._hasten),
         )
         self._room = room
@@ -129,12 +129,12 @@ class Controller:
         self._hands = Hands(conf.controller.threads)
         self._attendance = Attendance(self._database, name, lambda: len(self._hands.turns()))
         self._draining = self._attendance.draining
-        self._auditing = Auditing(everything, name, lambda: hints.tell(conf, doorbell.CONTROLLER))
+        self._auditing = Auditing(everything, name, lambda: notifier.tell(conf, local_socket.CONTROLLER))
         self._rotator = Rotator(
-            conf, self._database, everything.catalogue, name, lambda: hints.tell(conf, doorbell.CONTROLLER)
+            conf, self._database, everything.catalogue, name, lambda: notifier.tell(conf, local_socket.CONTROLLER)
         )
-        self._detector = Detector(conf, self._database, everything.agents, name, lambda role: hints.tell(conf, role))
-        self._bell = doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER)
+        self._detector = Detector(conf, self._database, everything.agents, name, lambda role: notifier.tell(conf, role))
+        self._bell = local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.Kind.CONTROLLER, name, self._does_its_duty)
         self._looked_at = time.monotonic()
 
@@ -160,7 +160,7 @@ class Controller:
                 self._telemetry,
                 self._bell,
                 ThreadPoolExecutor(self._hands.most, "work") as pool,
-                hints.taken(conf, lambda one: self._look(pool, one)),
+                notifier.taken(conf, lambda one: self._look(pool, one)),
             ):
                 while not self._stopping.is_set():
                     try:
@@ -333,7 +333,7 @@ class Controller:
         """Leases of processes of this host that died need not run out: nobody is there to write under them."""
         if buried := self._presence.bury(self._free):
             LOG.warning("dead, their load balancers are taken up: %s", ", ".join(buried))
-            hints.tell(self._conf, doorbell.CONTROLLER)
+            notifier.tell(self._conf, local_socket.CONTROLLER)
 
     def _free(self, name: str) -> None:
         self._jobs.release_all(name)

@@ -26,7 +26,7 @@ from amphora_driver.health.hearing import Hearing
 from amphora_driver.health.ledger import Ledger
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.strays import Strays
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
 from amphora_driver.telemetry import logs, metrics
@@ -76,7 +76,7 @@ class HealthManager:
             self._database,
             self._ledger,
             conf.health.interval,
-            lambda: hints.tell(conf, doorbell.CONTROLLER),
+            lambda: notifier.tell(conf, local_socket.CONTROLLER),
             self._receiver.forget,
         )
         # Often enough that a pause is seen long before anybody is silent.
@@ -172,7 +172,7 @@ class HealthManager:
             self._hearing.written()
             self._written_at = time.monotonic()
             if news:
-                hints.tell(self._conf, doorbell.REPORTER)
+                notifier.tell(self._conf, local_socket.REPORTER)
             self._note_strays()
         except StoreError as error:
             LOG.warning("could not write down what amphorae say, trying again: %s", error)

@@ -23,7 +23,7 @@ from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
 from amphora_driver.provider_agent import taking
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Auditor:
             # What came with them is found when the load balancer is compared.
             if self._database.write(lambda connection: taking.undo(connection, row, lost)):
                 self.changed([row.load_balancer_id])
-                hints.tell(self._conf, doorbell.CONTROLLER, row.load_balancer_id)
+                notifier.tell(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
             return False
         passed = [(row.load_balancer_id, row.generation)]
         self._database.write(lambda connection: taking.mark_committed(connection, passed))
@@ -186,7 +186,7 @@ class Auditor:
         if corrected:
             words = "; ".join(differing)
             LOG.warning("load balancer %s: Octavia has kept something else, which is wanted: %s", row[0], words)
-            hints.tell(self._conf, doorbell.CONTROLLER, load_balancer_id)
+            notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return corrected
 
 

@@ -23,7 +23,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.secret_refs import used_by
 from amphora_driver.provider_agent import taking
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, pending_rereads
 from amphora_driver.store.sealed_secrets import Sealed, place
 from amphora_driver.validation import certificates
@@ -119,7 +119,7 @@ class Reader:
     def _beside(self, work: Callable[[], bool]) -> None:
         if work():
             # There may be something to say by now.
-            doorbell.ring(self._conf.queue.doorbell_dir, doorbell.REPORTER)
+            local_socket.ring(self._conf.queue.doorbell_dir, local_socket.REPORTER)
 
     # --- what Octavia has committed -----------------------------------------------------------------------------------
 
@@ -279,4 +279,4 @@ class Reader:
         return found
 
     def _wake(self, load_balancer_id: str | None = None) -> None:
-        hints.tell(self._conf, doorbell.CONTROLLER, load_balancer_id)
+        notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)

@@ -29,7 +29,7 @@ from amphora_driver.provider_agent import taking
 from amphora_driver.provider_agent.audit import Auditor
 from amphora_driver.provider_agent.reading import Reader
 from amphora_driver.provider_agent.resync import Resyncer
-from amphora_driver.queue import doorbell, hints, jobs
+from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
 from amphora_driver.telemetry import metrics
 
@@ -121,8 +121,8 @@ class Reporter:
         counting.start()
         signing.start()
         with (
-            doorbell.Doorbell(self._conf.queue.doorbell_dir, doorbell.REPORTER) as bell,
-            hints.heard(self._conf, bell.press),
+            local_socket.Doorbell(self._conf.queue.doorbell_dir, local_socket.REPORTER) as bell,
+            notifier.heard(self._conf, bell.press),
         ):
             pause = 0.0
             while not ending.is_set():

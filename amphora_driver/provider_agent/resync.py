@@ -28,7 +28,7 @@ from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import audit, taking
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.store.resyncs import Outcome
@@ -281,8 +281,8 @@ class Resyncer:
         self._database.write(lambda connection: resyncs.end(connection, asked, outcome, now, detail))
 
     def _wake(self, load_balancer_id: str) -> None:
-        doorbell.ring(self._conf.queue.doorbell_dir, doorbell.REPORTER)
-        hints.tell(self._conf, doorbell.CONTROLLER, load_balancer_id)
+        local_socket.ring(self._conf.queue.doorbell_dir, local_socket.REPORTER)
+        notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
 
 _ROW = sa.select(work.c.op, work.c.committed).where(work.c.load_balancer_id == sa.bindparam("of"))

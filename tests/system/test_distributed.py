@@ -21,8 +21,8 @@ from sandbox_of_a_test import running
 
 from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
-from amphora_driver.queue import doorbell
-from amphora_driver.queue.broker import Sender
+from amphora_driver.queue import local_socket
+from amphora_driver.queue.rabbitmq import Sender
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.sandbox.processes import Program
 
@@ -158,7 +158,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
             sender = Sender(broker.url)
             for one in made:
                 for _ in range(3):
-                    sender.send(doorbell.CONTROLLER, one.id)
+                    sender.send(local_socket.CONTROLLER, one.id)
             sender.close()
             for one in made:
                 cloud.active(one.id)

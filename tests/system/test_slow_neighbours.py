@@ -16,7 +16,7 @@ from sandbox_of_a_test import running
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import work
 from amphora_driver.network import namespaces
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.store.requests import Intents
 
@@ -69,8 +69,8 @@ def intents(cloud, settings, database):
 
     def ask(call, load_balancer_id):
         getattr(made, call)(load_balancer_id)
-        doorbell.ring(bells, doorbell.CONTROLLER)
-        doorbell.ring(bells, doorbell.REPORTER)
+        local_socket.ring(bells, local_socket.CONTROLLER)
+        local_socket.ring(bells, local_socket.REPORTER)
 
     return ask
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from amphora_driver import config
-from amphora_driver.queue import doorbell, hints
+from amphora_driver.queue import local_socket, notifier
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def configured(tmp_path, url, engine="celery"):
 
 @pytest.fixture
 def publisher(deaf_broker):
-    publisher = hints.Publisher(deaf_broker, most=3)
+    publisher = notifier.Publisher(deaf_broker, most=3)
     yield publisher
     publisher.close()
 
 
 def test_what_cannot_be_published_is_dropped_and_nobody_waits(publisher):
     begun = time.monotonic()
-    left = [publisher.put(doorbell.CONTROLLER, f"lb{number}") for number in range(1000)]
+    left = [publisher.put(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
     # Nothing of the network is in this way: a thousand are some milliseconds. The bound is for a busy machine.
     assert time.monotonic() - begun < 2
     # One may be on its way already.
@@ -47,42 +47,42 @@ def test_what_cannot_be_published_is_dropped_and_nobody_waits(publisher):
 
 
 def test_one_load_balancer_waits_once(publisher):
-    publisher.put(doorbell.CONTROLLER, "first")
-    assert all(publisher.put(doorbell.CONTROLLER, "lb") for _ in range(100))
+    publisher.put(local_socket.CONTROLLER, "first")
+    assert all(publisher.put(local_socket.CONTROLLER, "lb") for _ in range(100))
     assert len(publisher._waiting) <= 2
 
 
 def test_the_host_is_woken_whatever_the_broker_does(tmp_path, deaf_broker):
     conf = configured(tmp_path, deaf_broker)
-    with doorbell.Doorbell(conf.queue.doorbell_dir, doorbell.CONTROLLER) as bell:
-        hints.tell(conf, doorbell.CONTROLLER, "lb")
+    with local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER) as bell:
+        notifier.tell(conf, local_socket.CONTROLLER, "lb")
         assert bell.wait(5)
-    hints._publishers.pop(deaf_broker).close()
+    notifier._publishers.pop(deaf_broker).close()
 
 
 def test_the_embedded_engine_needs_no_broker(tmp_path):
     conf = configured(tmp_path, "amqp://nowhere", engine="embedded")
-    hints.tell(conf, doorbell.CONTROLLER, "lb")
-    assert "amqp://nowhere" not in hints._publishers
-    with hints.heard(conf, lambda: None), hints.taken(conf, lambda _: None):
+    notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    assert "amqp://nowhere" not in notifier._publishers
+    with notifier.heard(conf, lambda: None), notifier.taken(conf, lambda _: None):
         pass
 
 
 def test_a_forked_process_has_a_publisher_of_its_own(tmp_path, deaf_broker):
     conf = configured(tmp_path, deaf_broker)
-    hints.tell(conf, doorbell.CONTROLLER, "lb")
+    notifier.tell(conf, local_socket.CONTROLLER, "lb")
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_tells, args=(conf, deaf_broker))
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    hints._publishers.pop(deaf_broker).close()
+    notifier._publishers.pop(deaf_broker).close()
 
 
 def _tells(conf, url):
-    assert url not in hints._publishers
-    hints.tell(conf, doorbell.CONTROLLER, "lb")
-    assert hints._publishers[url]._thread.is_alive()
+    assert url not in notifier._publishers
+    notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    assert notifier._publishers[url]._thread.is_alive()
 
 
 def test_the_broker_and_its_password_are_no_secret_told():

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from amphora_driver.queue.presence import Presence
+from amphora_driver.queue.process_locks import Presence
 
 LIVE = """
 import sys, signal
-from amphora_driver.queue.presence import Presence
+from amphora_driver.queue.process_locks import Presence
 with Presence(*sys.argv[1:]):
     print("here", flush=True)
     signal.pause()

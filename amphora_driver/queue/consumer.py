@@ -20,7 +20,7 @@ import kombu
 from celery.worker import state
 from celery.worker.consumer import Consumer
 
-from amphora_driver.queue import broker
+from amphora_driver.queue import rabbitmq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class Worker:
     """
 
     def __init__(self, url: str, look: Callable[[str | None], None]) -> None:
-        self._app = broker.application(url)
+        self._app = rabbitmq.application(url)
         self._app.conf.worker_consumer = HintConsumer
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -75,7 +75,7 @@ class Worker:
         def look_at(load_balancer_id: str | None) -> None:
             look(load_balancer_id)
 
-        self._app.task(name=broker.TASK)(look_at)
+        self._app.task(name=rabbitmq.TASK)(look_at)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hearing", daemon=True)
 
@@ -134,7 +134,7 @@ class Ear:
     def _run(self) -> None:
         while not self._ending.is_set():
             connection = kombu.Connection(
-                self._url, connect_timeout=broker.CONNECT_SECONDS, heartbeat=broker.HEARTBEAT_SECONDS
+                self._url, connect_timeout=rabbitmq.CONNECT_SECONDS, heartbeat=rabbitmq.HEARTBEAT_SECONDS
             )
             try:
                 self._listen(connection)
@@ -146,7 +146,7 @@ class Ear:
 
     def _listen(self, connection: kombu.Connection) -> None:
         # Its own, gone with the connection: what was said to one that was away need not be kept.
-        queue = kombu.Queue(exchange=broker.REPORTERS, exclusive=True, durable=False, auto_delete=True)
+        queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         with connection.Consumer(queue, callbacks=[self._take], no_ack=True):
             while not self._ending.is_set():
                 try:

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from amphora_driver.errors import ConfigurationError
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.queue.broker import Sender
+    from amphora_driver.queue.rabbitmq import Sender
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
@@ -44,7 +44,7 @@ def tell(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> No
         role: whose work it is: `doorbell.CONTROLLER` or `doorbell.REPORTER`.
         load_balancer_id: where, if it is one only.
     """
-    doorbell.ring(conf.queue.doorbell_dir, role)
+    local_socket.ring(conf.queue.doorbell_dir, role)
     if conf.queue.engine == CELERY:
         url = conf.queue.broker_url
         (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).put(role, load_balancer_id)
@@ -85,10 +85,10 @@ def taken(conf: ConfigOpts, look: Callable[[str | None], None]) -> Iterator[None
 
 def _hearing() -> ModuleType:
     try:
-        from amphora_driver.queue import hearing  # noqa: PLC0415 - only where it is used, as in `Publisher`
+        from amphora_driver.queue import consumer  # noqa: PLC0415 - only where it is used, as in `Publisher`
     except ImportError as error:
         raise _not_installed(error) from error
-    return hearing
+    return consumer
 
 
 def _not_installed(error: ImportError) -> ConfigurationError:
@@ -137,7 +137,7 @@ class Publisher:
     def _run(self) -> None:
         try:
             # Only now, and only where it is used: it takes half a second to be imported.
-            from amphora_driver.queue.broker import Sender  # noqa: PLC0415
+            from amphora_driver.queue.rabbitmq import Sender  # noqa: PLC0415
         except ImportError as error:
             LOG.error("no hint is published: %s", _not_installed(error))  # noqa: TRY400 - it says all there is
             return

@@ -12,7 +12,7 @@ from typing import Any
 import celery
 import kombu
 
-from amphora_driver.queue import doorbell
+from amphora_driver.queue import local_socket
 
 # One message goes to one controller, whichever has hands free.
 CONTROLLERS = "amphora-driver.controllers"
@@ -80,7 +80,7 @@ class Sender:
         if self._producer is None:
             self._connection = self._app.connection_for_write()
             self._producer = self._app.amqp.Producer(self._connection)
-        if role == doorbell.REPORTER:
+        if role == local_socket.REPORTER:
             self._producer.publish({}, exchange=REPORTERS, declare=[REPORTERS], retry=False, delivery_mode="transient")
         else:
             self._app.send_task(TASK, args=(load_balancer_id,), producer=self._producer, retry=False)
