@@ -28,13 +28,13 @@ from amphora_driver.controller import vips
 from amphora_driver.controller.expected import Recorded, bodies
 from amphora_driver.controller.left_out import left_out_of
 from amphora_driver.controller.reconcile import networks
-from amphora_driver.controller.virtual_servers import engines_of
 from amphora_driver.database.tables import status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.render.udp import engines_of
 from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
-from amphora_driver.render.settings import Defaults
+from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.validation import flavors, log_format
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.controller import contents, partners
-from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.configured import advert_interval, defaults, limited
-from amphora_driver.controller.virtual_servers import virtual_servers
 from amphora_driver.errors import ModelError
 from amphora_driver.model.secret_refs import tickets as ticket_seed
+from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.udp import virtual_servers
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -15,7 +15,7 @@ import msgspec
 
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.render.remember import Memory
+from amphora_driver.render.cache import Memory
 from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from amphora_driver.controller.bundle import BundlePartner, BundleVrrp
 from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 from amphora_driver.store.amphorae import Amphora, Partner, State
 
 # Every pair has its own: advertisements are sent to each partner's own address, so that two pairs on one network never
@@ -20,7 +20,7 @@ ROUTER_ID = 1
 # The priority of one whose VIPs have gone to its partner: whoever stays is quicker by nearly an advertisement
 # (RFC 9568, 6.1: Skew_Time).
 LAST_PRIORITY = 1
-# The VIP's network is always the first interface of the inner namespace (controller/bundle.py).
+# The VIP's network is always the first interface of the inner namespace (render/bundle.py).
 _INTERFACE = "eth1"
 
 

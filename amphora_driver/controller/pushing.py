@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from amphora_driver.controller import contents, expected, left_out, partners
-from amphora_driver.controller.bundle import Served
 from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.controller.tickets import begun, ticket_keys
-from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.health.unmeasured import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
+from amphora_driver.render.bundle import Served
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.udp import engines_of, virtual_servers
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.amphorae import Amphora, State

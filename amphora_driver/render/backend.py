@@ -17,14 +17,14 @@ import msgspec
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Member, Pool
-from amphora_driver.render import monitor as monitors
-from amphora_driver.render import quoting, refusals, tls
-from amphora_driver.render.monitor import Monitor
-from amphora_driver.render.persistence import Persistence, persistence
+from amphora_driver.render import health_monitor as monitors
+from amphora_driver.render import quoting, render_errors, tls
+from amphora_driver.render.cache import Memory
+from amphora_driver.render.effective_defaults import Defaults
+from amphora_driver.render.health_monitor import Monitor
 from amphora_driver.render.quoting import Quoted
-from amphora_driver.render.remember import Memory
 from amphora_driver.render.server import hash_id, server, servers
-from amphora_driver.render.settings import Defaults
+from amphora_driver.render.session_persistence import Persistence, persistence
 from amphora_driver.render.template import TEMPLATE
 from amphora_driver.validation import options
 
@@ -99,7 +99,7 @@ class Examined:
         self.pings: tuple[tuple[str, str], ...] = ()
         self._lines = self._examine_members(failed)
         examine = partial(self._examine_pool, settings)
-        self.sound = refusals.attempt(examine, pool.id, self._refused) is not None
+        self.sound = render_errors.attempt(examine, pool.id, self._refused) is not None
         self.refused = tuple(self._refused)
         self._texts: dict[Route, str] = {}
 
@@ -122,7 +122,7 @@ class Examined:
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
-        made = refusals.attempt(lambda: (monitors.monitor(wanted, self.pool),), wanted.id, self._refused)
+        made = render_errors.attempt(lambda: (monitors.monitor(wanted, self.pool),), wanted.id, self._refused)
         return made[0] if made else None
 
     def _examine_members(self, failed: frozenset[str]) -> tuple[Quoted, ...]:
@@ -143,7 +143,7 @@ class Examined:
         return tuple([line for line in found if line is not None])
 
     def _line(self, member: Member, number: int | None) -> Quoted | None:
-        return refusals.attempt(partial(server, member, self._monitor, number), member.id, self._refused)
+        return render_errors.attempt(partial(server, member, self._monitor, number), member.id, self._refused)
 
     def _examine_pool(self, settings: Defaults) -> bool:
         options.check_pool(self.pool)
@@ -225,7 +225,7 @@ def once(children: Iterable[_Child], refused: list[ModelError]) -> list[_Child]:
     result: list[_Child] = []
     for child in ordered:
         if result and result[-1].id == child.id:
-            refused.append(refusals.because(child.id, "another object has the same id"))
+            refused.append(render_errors.because(child.id, "another object has the same id"))
         else:
             result.append(child)
     return result

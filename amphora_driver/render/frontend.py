@@ -17,11 +17,11 @@ import msgspec
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.render import headers, l7, quoting, refusals, tls
+from amphora_driver.render import http_headers, l7, quoting, render_errors, tls
 from amphora_driver.render.backend import Examined, Route, needs_http
+from amphora_driver.render.cache import Memory
+from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.quoting import Quoted
-from amphora_driver.render.remember import Memory
-from amphora_driver.render.settings import Defaults
 from amphora_driver.render.template import TEMPLATE
 from amphora_driver.validation import log_format, options
 
@@ -144,7 +144,7 @@ def named_pools(listener: Listener) -> Iterator[str]:
 
 def _made(listener: Listener, surroundings: Surroundings, failed: frozenset[str]) -> Made:
     refused: list[ModelError] = []
-    made = refusals.attempt(partial(_frontend, listener, surroundings), listener.id, refused)
+    made = render_errors.attempt(partial(_frontend, listener, surroundings), listener.id, refused)
     policies = _policies(listener, surroundings, failed, refused)
     if made is None or policies is None:
         return Made(text=None, route=None, pools=(), files=(), refused=tuple(refused))
@@ -168,7 +168,7 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
     """
     options.check_listener(listener)
     if listener.unread:
-        raise refusals.because(listener.id, "Octavia could not hand it over", _UNREAD)
+        raise render_errors.because(listener.id, "Octavia could not hand it over", _UNREAD)
     settings = surroundings.settings
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)
@@ -193,9 +193,9 @@ def _frontend(listener: Listener, surroundings: Surroundings) -> tuple[_Frontend
         timeout_http_request=millis(settings.timeout_http_request, "the request timeout"),
         inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
         log_format=_log_format(listener, surroundings) if settings.connection_logging else None,
-        forwarded_for=headers.appends_forwarded_for(listener),
-        headers=headers.inserted(listener),
-        hsts=headers.strict_transport_security(listener),
+        forwarded_for=http_headers.appends_forwarded_for(listener),
+        headers=http_headers.inserted(listener),
+        hsts=http_headers.strict_transport_security(listener),
         metrics=metrics,
         default_backend=METRICS if metrics else default,
     )
@@ -223,16 +223,16 @@ def _backend_of(listener: Listener, surroundings: Surroundings, name: Quoted, po
     """
     found = next((one for one in surroundings.pools if one.pool_id == pool_id), None)
     if found is None or not found.recorded:
-        raise refusals.because(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
+        raise render_errors.because(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
         # HAProxy refuses the whole file for some of them (manual: `mode`).
         reason = (
             f"a pool of protocol {found.protocol} ({pool_id}) cannot stand behind a listener of {listener.protocol}"
         )
-        raise refusals.because(listener.id, reason, "Name another pool.")
+        raise render_errors.because(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
         reason = f"its pool {pool_id} keeps clients by a cookie, which a listener of {listener.protocol} does not see"
-        raise refusals.because(listener.id, reason, "Use SOURCE_IP persistence.")
+        raise render_errors.because(listener.id, reason, "Use SOURCE_IP persistence.")
     return quoting.backend_name(quoting.identifier(pool_id, "the pool's id", pool_id), name) if found.serves else None
 
 
@@ -249,7 +249,7 @@ def _policies(
     if not _reads_http(listener):
         # HAProxy would take the section and ignore its rules.
         reason = f"it has L7 policies, and nothing reads HTTP on a listener of {listener.protocol}"
-        refused.append(refusals.because(listener.id, reason, "Remove them, or switch them off."))
+        refused.append(render_errors.because(listener.id, reason, "Remove them, or switch them off."))
         return None
     culprits = {
         policy.id
@@ -261,21 +261,21 @@ def _policies(
         try:
             name = quoting.identifier(listener.id, "the listener's id", listener.id)
             made = l7.policies(listener, partial(_backend_of, listener, surroundings, name))
-        except refusals.REASONS as error:
-            found = refusals.refusal(error, listener.id)
+        except render_errors.REASONS as error:
+            found = render_errors.refusal(error, listener.id)
             if found.object_id == listener.id:
                 refused.append(found)
                 return None
             refused.append(found)
             culprits = {policy.id for policy in enabled if any(rule.id == found.object_id for rule in policy.rules)}
             refused += [
-                refusals.because(policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule.")
+                render_errors.because(policy_id, f"its rule {found.object_id} cannot be expressed", "Change the rule.")
                 for policy_id in sorted(culprits)
             ]
             culprits = culprits or {str(found.object_id)}
     if culprits:
         reason = f"its L7 policy {min(culprits)} cannot be expressed"
-        refused.append(refusals.because(listener.id, reason, "Change the policy, or switch it off."))
+        refused.append(render_errors.because(listener.id, reason, "Change the policy, or switch it off."))
     return made
 
 

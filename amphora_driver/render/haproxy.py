@@ -24,10 +24,10 @@ import msgspec
 
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.render import quoting, refusals, remember
+from amphora_driver.render import cache, quoting, render_errors
 from amphora_driver.render.backend import Examined, examined, once
+from amphora_driver.render.effective_defaults import DEFAULTS, Defaults, settings
 from amphora_driver.render.frontend import Made, Surroundings, behind, frontend, named_pools
-from amphora_driver.render.settings import DEFAULTS, Defaults, settings
 from amphora_driver.render.template import PREAMBLE
 from amphora_driver.render.tls import File
 from amphora_driver.validation import options
@@ -75,11 +75,11 @@ def render(
     """
     refused: list[ModelError] = []
     left_out = frozenset(failed)
-    refusals.attempt(partial(options.check_loadbalancer, load_balancer), load_balancer.id, refused)
+    render_errors.attempt(partial(options.check_loadbalancer, load_balancer), load_balancer.id, refused)
     addresses = tuple(
         vip.address
         for vip in load_balancer.vips
-        if refusals.attempt(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
+        if render_errors.attempt(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
     )
     chosen = settings(load_balancer.profile, defaults)
     pools = _pools([pool for pool in load_balancer.pools if not pool.virtual], left_out, chosen, refused)
@@ -102,7 +102,7 @@ def render(
         if made.text is None or not listener.admin_state_up:
             continue
         if listener.protocol_port in ports:
-            refused.append(refusals.because(listener.id, f"another listener has port {listener.protocol_port}"))
+            refused.append(render_errors.because(listener.id, f"another listener has port {listener.protocol_port}"))
             continue
         ports.add(listener.protocol_port)
         served.append(made)
@@ -113,7 +113,7 @@ def render(
 
 def forget() -> None:
     """Empty everything that is remembered."""
-    remember.forget()
+    cache.forget()
     settings.cache_clear()
 
 
@@ -158,7 +158,7 @@ def _whole(served: list[Made], pools: dict[str, Examined | None], refused: list[
             pool = pools[pool_id]
             if pool is None or made.route is None:
                 continue
-            found = refusals.attempt(partial(pool.text, made.route), pool_id, refused)
+            found = render_errors.attempt(partial(pool.text, made.route), pool_id, refused)
             backends += [found] if found else []
             files.update((file.name, file) for file in pool.files)
             pings.update(pool.pings)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from amphora_driver.model.loadbalancer import Member
 from amphora_driver.render import quoting
-from amphora_driver.render.monitor import Monitor
+from amphora_driver.render.health_monitor import Monitor
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import options
 

@@ -15,8 +15,8 @@ from amphora_driver.model.enums import ClientAuthentication
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
 from amphora_driver.render import quoting
+from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.quoting import Quoted
-from amphora_driver.render.settings import Defaults
 from amphora_driver.validation import tls
 
 _VERIFY = {

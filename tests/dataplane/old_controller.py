@@ -14,9 +14,9 @@ from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
 
 import amphora_driver
 from amphora_driver.agent.client import AgentClient
-from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.health.heartbeat import open_datagram
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged

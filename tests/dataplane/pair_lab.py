@@ -36,11 +36,11 @@ from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES, Pushed, _content
 from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6, listener, load_balancer, member, pool
 
-from amphora_driver.controller.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
-from amphora_driver.controller.bundle import Served as Given
 from amphora_driver.controller.tickets import SEED_LENGTH, ticket_keys
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
+from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged

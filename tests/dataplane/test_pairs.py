@@ -24,7 +24,7 @@ from pair_lab import FAST, PATIENT, USUAL, VIP, VIP6, Pair, plain
 from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
 
-from amphora_driver.controller.bundle import BundlePartner
+from amphora_driver.render.bundle import BundlePartner
 
 # Nodes take over after 0.6 s of silence, and outages are measured.
 pytestmark = [pytest.mark.root, pytest.mark.quiet]

@@ -10,10 +10,10 @@ import cases
 import msgspec
 
 from amphora_agent.virtual_servers import wanted
-from amphora_driver.controller.virtual_servers import virtual_servers
 from amphora_driver.model.enums import Algorithm, PersistenceType
 from amphora_driver.model.loadbalancer import Profile, SessionPersistence
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.udp import virtual_servers
 
 FILE = Path(__file__).parent / "virtual_servers.json"
 

@@ -21,12 +21,12 @@ from outcomes import CHECKS, nodes, shown
 from texts import anything, printable
 
 from amphora_agent.bundle import parse
-from amphora_driver.controller.bundle import Served, bundle
-from amphora_driver.controller.virtual_servers import Made, virtual_servers
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Pool
+from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.udp import Made, virtual_servers
 from amphora_driver.validation import udp as capabilities
 
 LB, LISTENER, POOL, MEMBER, MONITOR, NEAR, BACK = (f"{kind:08x}-0000-4000-8000-000000000001" for kind in range(7))

@@ -22,10 +22,10 @@ from served import _content
 from visitors import Visitor
 from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
-from amphora_driver.controller.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
-from amphora_driver.controller.bundle import Served as Given
-from amphora_driver.controller.virtual_servers import virtual_servers
+from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
+from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import render
+from amphora_driver.render.udp import virtual_servers
 from amphora_driver.secret import Secret
 
 # Guests under emulation stand still for seconds: three of these, and the VIPs would move.

@@ -19,8 +19,8 @@ from amphora_agent.virtual_servers.flow_lines import CUT, SILENT, Format, Line
 from amphora_agent.virtual_servers.flow_owners import Owners, Silences
 from amphora_agent.virtual_servers.outlet import MOST_UNSENT, Outlet
 from amphora_agent.virtual_servers.wanted import LONGEST_FORMAT, Member, VirtualServer, document, parse
-from amphora_driver.controller.virtual_servers import FLOW_FORMAT
-from amphora_driver.controller.virtual_servers import LONGEST_FORMAT as LONGEST_SENT
+from amphora_driver.render.udp import FLOW_FORMAT
+from amphora_driver.render.udp import LONGEST_FORMAT as LONGEST_SENT
 
 SECOND = 10**9
 BEGAN = 1_795_340_000 * SECOND + 123_456_789

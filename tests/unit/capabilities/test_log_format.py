@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.render.settings import LOG_FORMAT
+from amphora_driver.render.effective_defaults import LOG_FORMAT
 from amphora_driver.validation import log_format
 
 GOOD = [

@@ -7,7 +7,7 @@ from amphora_driver import config
 from amphora_driver.controller import configured
 from amphora_driver.errors import ConfigurationError
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
-from amphora_driver.render.settings import Defaults
+from amphora_driver.render.effective_defaults import Defaults
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from amphora_driver import config
 from amphora_driver.controller import contents
 from amphora_driver.controller import plan as planning
-from amphora_driver.controller.bundle import BundleFile, Served, bundle
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
@@ -22,6 +21,7 @@ from amphora_driver.model.enums import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.render.bundle import BundleFile, Served, bundle
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records

@@ -15,13 +15,11 @@ from amphora_agent.bundle import parse
 from amphora_driver import config
 from amphora_driver.controller import expected
 from amphora_driver.controller import plan as planning
-from amphora_driver.controller.bundle import Served, bundle
 from amphora_driver.controller.configured import limited
 from amphora_driver.controller.expected import Recorded
 from amphora_driver.controller.pushing import Pushing
 from amphora_driver.controller.steps import Backends
 from amphora_driver.controller.turn import Turn
-from amphora_driver.controller.virtual_servers import engines_of, virtual_servers
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
@@ -35,8 +33,10 @@ from amphora_driver.model.loadbalancer import (
     Vip,
 )
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.render.bundle import Served, bundle
+from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
-from amphora_driver.render.settings import Defaults
+from amphora_driver.render.udp import engines_of, virtual_servers
 from amphora_driver.store.amphorae import Amphora, State
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from threading import Thread
 
-from amphora_driver.render.remember import Memory, forget
+from amphora_driver.render.cache import Memory, forget
 
 
 def test_what_was_kept():

@@ -7,8 +7,8 @@ import pytest
 from amphora_driver.model.enums import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, SessionPersistence, Vip
 from amphora_driver.model.secret_refs import Purpose, tickets
+from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
-from amphora_driver.render.settings import Defaults
 from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
 
 VIP = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")

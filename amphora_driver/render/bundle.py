@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from amphora_driver.controller.virtual_servers import VirtualServer
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer
+from amphora_driver.render.udp import VirtualServer
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged
 from amphora_driver.validation import addresses
