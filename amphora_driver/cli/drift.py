@@ -20,14 +20,14 @@ from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.cli import differing, prefixes
 from amphora_driver.cli.screen import plain
-from amphora_driver.controller.auditing import record_of
-from amphora_driver.controller.expected import bodies
 from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, Conflict
+from amphora_driver.maintenance.drift_audit import record_of
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket
+from amphora_driver.reconcile.desired_bundle import bodies
 from amphora_driver.store import config_drift
 from amphora_driver.store.requests import Op
 

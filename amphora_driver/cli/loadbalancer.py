@@ -34,11 +34,11 @@ from amphora_driver.cli.columns import (
 from amphora_driver.cli.recorded import Balancer
 from amphora_driver.cli.screen import plain
 from amphora_driver.cli.work import waits_for
-from amphora_driver.controller import configured, vips
 from amphora_driver.database.tables import request, wanted_object, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.reconcile import defaults, vip_allocation
 from amphora_driver.render import haproxy
 from amphora_driver.store import desired_objects, vip_claims
 
@@ -145,7 +145,7 @@ class RenderLoadBalancer(Command):
             return desired_objects.load_tree(connection, prefixes.load_balancer(connection, parsed_args.load_balancer))
 
         tree = self.app.read(load)
-        rendered = haproxy.render(tree, defaults=configured.defaults(self.app.conf), shared_tickets=True)
+        rendered = haproxy.render(tree, defaults=defaults.defaults(self.app.conf), shared_tickets=True)
         self.app.stdout.write(rendered.text if rendered.text is not None else "# HAProxy is not wanted\n")
         for refusal in rendered.refused:
             self.app.stderr.write(f"{plain(str(refusal))}\n")
@@ -240,7 +240,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     if node.vip_sg_ids:
         shown["Security groups"] = ", ".join(node.vip_sg_ids)
     row = connection.execute(sa.select(work.c.vip_applied).where(work.c.load_balancer_id == load_balancer_id)).one()
-    given = vips.given_of(row)
+    given = vip_allocation.given_of(row)
     if given is not None and given.refused:
         shown["Refused"] = given.refused
     return shown

@@ -20,26 +20,26 @@ import cotyledon
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
-from amphora_driver.controller import configured
-from amphora_driver.controller.attendance import Attendance
-from amphora_driver.controller.auditing import Auditing
-from amphora_driver.controller.detector import Detector
-from amphora_driver.controller.hands import Hands
-from amphora_driver.controller.housekeeping import Housekeeping
-from amphora_driver.controller.reconcile import Reconciler
-from amphora_driver.controller.renewal import Certificates
-from amphora_driver.controller.rotator import Rotator
-from amphora_driver.controller.steps import Backends
-from amphora_driver.controller.turn import Turn, goes_first
-from amphora_driver.controller.waiting import WaitingRoom
+from amphora_driver.controller.liveness import Attendance
+from amphora_driver.controller.worker_slots import Hands
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
+from amphora_driver.failover.failure_detector import Detector
+from amphora_driver.maintenance.certificate_renewal import Certificates
+from amphora_driver.maintenance.drift_audit import Auditing
+from amphora_driver.maintenance.housekeeping import Housekeeping
+from amphora_driver.maintenance.image_rotation import Rotator
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import Jobs, process_name
 from amphora_driver.queue.process_locks import Presence
+from amphora_driver.reconcile import defaults
+from amphora_driver.reconcile.boot_wait import WaitingRoom
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.job import Turn, goes_first
+from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
 from amphora_driver.telemetry import logs
 from amphora_driver.telemetry.server import Telemetry
@@ -78,7 +78,7 @@ def backends(conf: ConfigOpts, database: Database) -> Backends:
     Raises:
         ConfigurationError, CertificateError: a file is missing or wrong.
     """
-    configured.check(conf)
+    defaults.check(conf)
     vault = Vault.load(conf.store.encryption_key_file)
     trust = Trust(conf, database, vault)
     try:

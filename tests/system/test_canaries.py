@@ -30,7 +30,6 @@ from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.compute.netns import NetnsCompute
-from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, metadata, secret
 from amphora_driver.database.vault import Vault
@@ -38,6 +37,7 @@ from amphora_driver.errors import AgentRefused
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
+from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.sandbox import configuration, demo
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records, sealed_secrets

@@ -13,8 +13,6 @@ from cryptography.fernet import Fernet
 from amphora_driver import config
 from amphora_driver.agent.client import Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
-from amphora_driver.controller.reconcile import Reconciler
-from amphora_driver.controller.steps import Backends
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
@@ -23,6 +21,8 @@ from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import Intents

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import sqlalchemy as sa
 
 from amphora_driver import config
-from amphora_driver.controller.detection import Answer, How
-from amphora_driver.controller.detector import Detector
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, amphora_seen, status, work
 from amphora_driver.database.tables_fleet import process, silence
+from amphora_driver.failover.failure_detector import Detector
+from amphora_driver.failover.failure_rules import Answer, How
 from amphora_driver.store import circuit_breaker, failovers
 
 OPTIONS = """

@@ -3,10 +3,10 @@
 
 import msgspec
 
-from amphora_driver.controller import partners
-from amphora_driver.controller import plan as planning
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import vrrp_peers
 from amphora_driver.store.amphorae import Amphora, Partner, Plugged, State
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -168,7 +168,7 @@ class House:
     def take_push(self, step):
         everyone = tuple(self.observed.values())
         for name in (name for wave in step.waves for name in wave):
-            known = partners.partners(self.observed[name], everyone, VIP)
+            known = vrrp_peers.partners(self.observed[name], everyone, VIP)
             self.change(name, confirmed=self.want.generation, confirmed_at=self.want.now, partners=known)
         self.log.append("Push " + " ".join("+".join(wave) for wave in step.waves))
         if step.whole:

@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from control import TREE, World, controlled
 
 from amphora_driver.agent.client import BundleState
-from amphora_driver.controller import auditing
-from amphora_driver.controller.auditing import DUTY, Auditing
 from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.errors import AgentUnreachable, StoreError
+from amphora_driver.maintenance import drift_audit
+from amphora_driver.maintenance.drift_audit import DUTY, Auditing
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.topology.single import SingleTopology
 
@@ -62,7 +62,9 @@ def control(tmp_path):
 @pytest.fixture
 def audits(control, monkeypatch):
     """Everything is due in each round."""
-    monkeypatch.setattr(auditing.Auditing, "_expected", lambda _, recorded: {one.id: "d" for one in recorded.amphorae})
+    monkeypatch.setattr(
+        drift_audit.Auditing, "_expected", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
+    )
     control.conf.set_override("interval", 1.0, "audit")
     made = Auditing(control.reconciler._backends, "me", lambda: None)
     made._most, made._round = 4, 1.0
@@ -113,7 +115,7 @@ def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, mon
     def overflows(*_):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(auditing.drifts, "overtake", overflows)
+    monkeypatch.setattr(drift_audit.drifts, "overtake", overflows)
     assert audits.audit(pool) == MANY - 1
     assert set(audits._later) == {one}
 
@@ -124,7 +126,7 @@ def test_one_that_cannot_be_rendered_stops_nobody(control, audits, pool, monkeyp
             raise ZeroDivisionError
         return {one.id: "d" for one in recorded.amphorae}
 
-    monkeypatch.setattr(auditing.Auditing, "_expected", expected)
+    monkeypatch.setattr(drift_audit.Auditing, "_expected", expected)
     assert audits.audit(pool) == MANY - 1
     assert set(audits._later) == {one_of(control)}
 
@@ -177,11 +179,11 @@ def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, 
         event.set()
         assert not goes_on()
         event.clear()
-    monkeypatch.setattr(auditing, "_LONGEST", 0.0)
+    monkeypatch.setattr(drift_audit, "_LONGEST", 0.0)
     assert not audits._while(stopping, draining)()
     monkeypatch.undo()
     # The duty is renewed between, and missed if it has gone to another one.
-    monkeypatch.setattr(auditing, "_RENEWED", 0.0)
+    monkeypatch.setattr(drift_audit, "_RENEWED", 0.0)
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
     goes_on = audits._while(stopping, draining)
     assert goes_on()

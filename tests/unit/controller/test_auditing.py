@@ -5,7 +5,7 @@ import pytest
 
 from amphora_driver.agent.client import BundleState
 from amphora_driver.cli import differing
-from amphora_driver.controller.auditing import Verdict, judge
+from amphora_driver.maintenance.drift_audit import Verdict, judge
 
 WANTED = {
     "generation": 4,

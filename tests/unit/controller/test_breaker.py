@@ -3,7 +3,7 @@
 
 import pytest
 
-from amphora_driver.controller.breaker import (
+from amphora_driver.failover.circuit_breaker import (
     Allowance,
     Breaker,
     Count,

@@ -11,16 +11,16 @@ from cryptography.fernet import Fernet
 from msgspec.structs import replace
 
 from amphora_driver import config
-from amphora_driver.controller import contents
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.pushing import Pushing
-from amphora_driver.controller.steps import Backends
-from amphora_driver.controller.turn import Turn
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import secret_files
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.push import Pushing
 from amphora_driver.render.bundle import BundleFile, Served, bundle
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
@@ -68,7 +68,7 @@ TREE = LoadBalancer(
 
 def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
-    found, lost = contents.filled(
+    found, lost = secret_files.filled(
         files, {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))}, vault
     )
     assert lost == {}
@@ -89,7 +89,7 @@ def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     ],
 )
 def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
-    found, lost = contents.filled((File(name="a", content="x"), File(name="b", secret=CERTIFICATE)), sealed, vault)
+    found, lost = secret_files.filled((File(name="a", content="x"), File(name="b", secret=CERTIFICATE)), sealed, vault)
     assert [one.name for one in found] == ["a"]
     assert list(lost) == [SECURE]
     assert word in lost[SECURE]
@@ -110,7 +110,7 @@ OTHERS = [
 def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
     """With the rights to write to the database: to have an own amphora given what others keep."""
     copied = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), other))}
-    found, lost = contents.filled((File(name="b", secret=CERTIFICATE),), copied, vault)
+    found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), copied, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "was sealed for another row or purpose" in lost[SECURE]
     assert MARK not in lost[SECURE]
@@ -119,7 +119,7 @@ def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
 def test_one_that_is_no_text_costs_its_own_object_and_is_not_quoted(vault):
     """Python's own error about it would have all of it among its attributes."""
     spoilt = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode() + b"\xff"), place(CERTIFICATE)))}
-    found, lost = contents.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
+    found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "not in PEM format" in lost[SECURE]
     assert MARK not in lost[SECURE]
@@ -139,8 +139,10 @@ def test_the_document(vault):
 def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
     known = Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))
     authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: Sealed(reason="gone")}
-    assert contents.lacking(TREE, {authority: known, **listeners}) == {}, "a listener is served, or speaks for itself"
-    assert contents.lacking(TREE, {authority: Sealed(reason="Octavia could not")}) == {CRYPTED: "Octavia could not"}
+    assert secret_files.lacking(TREE, {authority: known, **listeners}) == {}, (
+        "a listener is served, or speaks for itself"
+    )
+    assert secret_files.lacking(TREE, {authority: Sealed(reason="Octavia could not")}) == {CRYPTED: "Octavia could not"}
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from amphora_driver.controller.hands import Hands
 from amphora_driver.controller.service import Controller
-from amphora_driver.controller.turn import Turn
+from amphora_driver.controller.worker_slots import Hands
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.reconcile.job import Turn
 
 SECONDS = 0.05
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from amphora_driver.controller.detection import Answer, Company, How, Kind, Limits, Quiet, Watch, doubt, judge
+from amphora_driver.failover.failure_rules import Answer, Company, How, Kind, Limits, Quiet, Watch, doubt, judge
 from amphora_driver.store.failovers import Cause
 
 LIMITS = Limits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)

@@ -5,9 +5,9 @@ import pytest
 import sqlalchemy as sa
 from detector_scene import OPTIONS, STEP, Scene
 
-from amphora_driver.controller.detection import How
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.tables_fleet import failover
+from amphora_driver.failover.failure_rules import How
 from amphora_driver.store import circuit_breaker, failovers
 
 pytestmark = pytest.mark.usefixtures("detector_database")

@@ -5,11 +5,11 @@ import pytest
 import sqlalchemy as sa
 from detector_scene import small
 
-from amphora_driver.controller import detector as detecting
-from amphora_driver.controller.detection import How
 from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.errors import StoreError
+from amphora_driver.failover import failure_detector as detecting
+from amphora_driver.failover.failure_rules import How
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, silent_amphorae
 

@@ -9,13 +9,13 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.agent.client import Vrrp
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.steps import Backends, Steps
-from amphora_driver.controller.turn import Turn
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.executor import Backends, Steps
+from amphora_driver.reconcile.job import Turn
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.requests import Intents

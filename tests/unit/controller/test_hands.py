@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from amphora_driver.controller.hands import CROWD, STALL, Hands
-from amphora_driver.controller.turn import Turn
+from amphora_driver.controller.worker_slots import CROWD, STALL, Hands
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.reconcile.job import Turn
 
 
 def turn(number, *, stalled=False, attempts=0):

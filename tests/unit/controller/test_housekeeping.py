@@ -9,17 +9,17 @@ import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.controller.housekeeping import Housekeeping
-from amphora_driver.controller.tickets import begun, ticket_keys
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import secret, vip_claim, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
+from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
+from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
 from amphora_driver.store import sealed_secrets, vip_claims
 from amphora_driver.store.generations import begin_tickets
 from amphora_driver.store.sealed_secrets import Sealed

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.controller.memory import Trees, count
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import wanted_object, work
 from amphora_driver.model.enums import (
@@ -23,6 +22,7 @@ from amphora_driver.model.enums import (
     PoolProtocol,
 )
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
+from amphora_driver.reconcile.tree_cache import Trees, count
 from amphora_driver.store import desired_objects, pending_rereads, status_outbox
 from amphora_driver.store.requests import Intents
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which networks an amphora needs."""
 
-from amphora_driver.controller.reconcile import networks
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Pool, Vip
 from amphora_driver.network.interface import Subnet
+from amphora_driver.reconcile.reconciler import networks
 
 
 class OneSubnet:

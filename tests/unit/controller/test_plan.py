@@ -3,9 +3,9 @@
 
 import pytest
 
-from amphora_driver.controller import plan as planning
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.reconcile import plan as planning
 from amphora_driver.store.amphorae import Amphora, Plugged, State
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")

@@ -4,8 +4,8 @@
 import pytest
 from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, retiring, wanted
 
-from amphora_driver.controller import partners
-from amphora_driver.controller import plan as planning
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import vrrp_peers
 from amphora_driver.store.amphorae import State
 
 NEW_B = amphora("b2", "BACKUP", 23, partners=(knows("m", 21), knows("m2", 24)))
@@ -152,9 +152,9 @@ def test_one_that_can_neither_be_told_nor_heard_goes_as_soon_as_its_replacement_
 
 def test_who_has_let_go_is_not_taken_for_the_holder_whatever_heartbeats_say():
     old = draining(holds_vip=True, heard_at=NOW)
-    assert partners.holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
+    assert vrrp_peers.holder((old, NEW_B, NEW_M), "MASTER", frozenset()) != "m"
     stubborn = draining(drains_until=None, holds_vip=True, heard_at=NOW)
-    assert partners.holder((stubborn, NEW_B, NEW_M), "MASTER", frozenset()) == "m"
+    assert vrrp_peers.holder((stubborn, NEW_B, NEW_M), "MASTER", frozenset()) == "m"
 
 
 @pytest.mark.parametrize("dead", ["m", "b"])

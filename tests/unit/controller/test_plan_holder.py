@@ -4,7 +4,7 @@
 import pytest
 from pair_story import NOW, B, House, M, amphora, but, knows, retiring, wanted
 
-from amphora_driver.controller import plan as planning
+from amphora_driver.reconcile import plan as planning
 from amphora_driver.store.amphorae import State
 
 UNASKED = {"holder_asked": False}

@@ -3,7 +3,7 @@
 
 from pair_story import B, House, M, amphora, but, knows, retiring, wanted
 
-from amphora_driver.controller import plan as planning
+from amphora_driver.reconcile import plan as planning
 
 
 def test_the_one_with_the_vips_is_told_in_a_generation_of_its_own():

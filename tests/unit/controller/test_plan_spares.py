@@ -3,8 +3,8 @@
 
 import pytest
 
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.spares import LOOK_PAUSE
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.spare_pool_plan import LOOK_PAUSE
 from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.spare_pools import Spare, Spec, Stock

@@ -12,10 +12,6 @@ from cryptography.fernet import Fernet
 from msgspec.structs import replace
 
 from amphora_driver import config
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.pushing import Pushing
-from amphora_driver.controller.steps import Backends
-from amphora_driver.controller.turn import Turn
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
@@ -24,6 +20,10 @@ from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.push import Pushing
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
 from amphora_driver.store.amphorae import Plugged, State

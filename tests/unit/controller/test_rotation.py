@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 
-from amphora_driver.controller.rotation import (
+from amphora_driver.maintenance.image_rotation_plan import (
     Begin,
     End,
     Facts,

@@ -11,13 +11,13 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver import config
-from amphora_driver.controller import rotator as module
-from amphora_driver.controller.rotation import Begin, Finish
-from amphora_driver.controller.rotator import DUTY, Rotator, Watch
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import StoreError
+from amphora_driver.maintenance import image_rotation as module
+from amphora_driver.maintenance.image_rotation import DUTY, Rotator, Watch
+from amphora_driver.maintenance.image_rotation_plan import Begin, Finish
 from amphora_driver.store import amphorae, circuit_breaker, failovers, process_registry, rotations
 from amphora_driver.store.rotations import ItemState, Selection, State
 

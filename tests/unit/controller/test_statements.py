@@ -14,8 +14,6 @@ from cryptography.fernet import Fernet
 
 from amphora_driver import config
 from amphora_driver.agent.client import Applied
-from amphora_driver.controller.reconcile import Reconciler
-from amphora_driver.controller.steps import Backends
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
@@ -25,6 +23,8 @@ from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.provider_agent import Reporter
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Plugged, State
 from amphora_driver.store.requests import Intents

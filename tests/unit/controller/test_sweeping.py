@@ -10,11 +10,11 @@ import sqlalchemy as sa
 
 from amphora_driver import config
 from amphora_driver.compute.interface import BootOrder
-from amphora_driver.controller import sweeping
-from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora_seen, orphan, work
 from amphora_driver.errors import ComputeError
+from amphora_driver.maintenance import orphan_cleanup
+from amphora_driver.maintenance.orphan_cleanup import Sweeper
 from amphora_driver.network import namespaces
 from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.bridges import Switch
@@ -157,7 +157,7 @@ def test_so_much_that_belongs_to_nobody_is_not_believed(database, network, sweep
      (10, 10, False), (10, 99, False), (10, 100, True), (11, 100, False)],
 )  # fmt: skip
 def test_how_much_is_believed(due, there, believed):
-    assert sweeping._believable(due, there) is believed
+    assert orphan_cleanup._believable(due, there) is believed
 
 
 def test_a_backend_that_is_away_holds_up_no_other(database, network, sweeper, catalogue, monkeypatch):

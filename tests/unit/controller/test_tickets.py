@@ -6,11 +6,11 @@ import base64
 import pytest
 from cryptography.fernet import Fernet
 
-from amphora_driver.controller import contents, tickets
-from amphora_driver.controller.tickets import SEED_LENGTH, begun, rotated, ticket_keys
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import tickets as tickets_of
+from amphora_driver.reconcile import secret_files, tls_tickets
+from amphora_driver.reconcile.tls_tickets import SEED_LENGTH, begun, rotated, ticket_keys
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
 from amphora_driver.store.sealed_secrets import Sealed, place
@@ -49,13 +49,13 @@ def test_a_state_that_is_stored_has_no_earlier_seed():
     states = [SEED]
     for _ in range(5):
         states.append(rotated(states[-1]))
-    seeds = [tickets._seeds(state) for state in states]
+    seeds = [tls_tickets._seeds(state) for state in states]
     for period, kept in enumerate(states):
         assert len(kept.reveal()) == SEED_LENGTH * (3 if period else 1), "no seed beyond those in use is kept"
         for before in seeds[:period]:
             assert before[0] not in kept.reveal()
     # All that can be computed from a state without random bytes leads forward.
-    derived = {tickets._derived(seed, tickets._NEXT, SEED_LENGTH) for seed in seeds[-1]}
+    derived = {tls_tickets._derived(seed, tls_tickets._NEXT, SEED_LENGTH) for seed in seeds[-1]}
     assert not derived & {seed for found in seeds[:-1] for seed in found}
 
 
@@ -91,6 +91,6 @@ def test_the_file_of_a_load_balancer_has_them():
     file = File(name="tls/lb/ticket.keys", secret=tickets_of("lb"))
     sealed = {tickets_of("lb"): Sealed(content=vault.seal(state, place(tickets_of("lb"))))}
     for _ in range(2):
-        (found,), lost = contents.filled((file,), sealed, vault)
+        (found,), lost = secret_files.filled((file,), sealed, vault)
         assert found.content.reveal().splitlines() == keys(state)
         assert lost == {}

@@ -4,13 +4,13 @@
 import migrated
 import pytest
 
-from amphora_driver.controller.turn import Turn, goes_first
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import work
 from amphora_driver.errors import DeadlinePassed, LeaseLost, Superseded
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile.job import Turn, goes_first
 from amphora_driver.store.requests import Intents
 
 LB = "lb"

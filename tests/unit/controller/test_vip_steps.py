@@ -10,14 +10,14 @@ import pytest
 import sqlalchemy as sa
 from test_plan import TREE, amphora, port, wanted
 
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller import vips
-from amphora_driver.controller.vips import Given, Vips
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request, vip_claim, work
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip, without_addresses
 from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile.vip_allocation import Given, Vips
 from amphora_driver.store import desired_objects as store
 from amphora_driver.store import vip_claims
 from amphora_driver.store.amphorae import State
@@ -157,8 +157,12 @@ def test_no_answer_is_written_down_and_nothing_else(database):
     wish = database.read(lambda c: vip_claims.wish_of(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
     assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
-    assert database.read(lambda c: vips.again_at(c, "lb", time.time())) == pytest.approx(time.time() + 9.0, abs=5)
-    assert database.read(lambda c: vips.again_at(c, "lb", time.time() - 3600)) == 0.0, "the clock was set back"
+    assert database.read(lambda c: vip_allocation.again_at(c, "lb", time.time())) == pytest.approx(
+        time.time() + 9.0, abs=5
+    )
+    assert database.read(lambda c: vip_allocation.again_at(c, "lb", time.time() - 3600)) == 0.0, (
+        "the clock was set back"
+    )
     assert row(database).generation == 4
 
 
@@ -185,7 +189,7 @@ def test_options_are_noted_and_forgotten(database):
     backend = Backend(None)
     steps(database).apply(backend, GUARDED, [amphora()], 4)
     assert backend.asked == [("lb", OPTIONS, ("p-n1",))]
-    assert vips.given_of(row(database)) == Given(options=OPTIONS, ports=("p-n1",), generation=4)
+    assert vip_allocation.given_of(row(database)) == Given(options=OPTIONS, ports=("p-n1",), generation=4)
     steps(database).apply(backend, TREE, [amphora()], 5)
     assert backend.asked[-1] == ("lb", VipOptions(), ("p-n1",))
     assert row(database).vip_applied is None
@@ -193,12 +197,12 @@ def test_options_are_noted_and_forgotten(database):
 
 def test_a_refusal_of_options_holds_until_the_user_says_something_new(database):
     steps(database).apply(Backend(UnsupportedOption("apply", "no such group")), GUARDED, [amphora()], 4)
-    given = vips.given_of(row(database))
+    given = vip_allocation.given_of(row(database))
 
     def asked(generation):
         values = {"action": "x", "object_id": "lb", "accepted_at": 0.0, "generation": generation}
         database.write(lambda c: c.execute(request.insert().values(load_balancer_id="lb", **values)))
-        return database.read(lambda c: vips.refusals(c, "lb", given))
+        return database.read(lambda c: vip_allocation.refusals(c, "lb", given))
 
     assert "no such group" in asked(4)["lb"]
     assert asked(5) == {}

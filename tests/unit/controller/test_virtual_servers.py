@@ -13,13 +13,6 @@ from msgspec.structs import replace
 
 from amphora_agent.bundle import parse
 from amphora_driver import config
-from amphora_driver.controller import expected
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.configured import limited
-from amphora_driver.controller.expected import Recorded
-from amphora_driver.controller.pushing import Pushing
-from amphora_driver.controller.steps import Backends
-from amphora_driver.controller.turn import Turn
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, MonitorType, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,
@@ -33,6 +26,13 @@ from amphora_driver.model.loadbalancer import (
     Vip,
 )
 from amphora_driver.queue.jobs import Lease
+from amphora_driver.reconcile import desired_bundle
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.defaults import limited
+from amphora_driver.reconcile.desired_bundle import Recorded
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.push import Pushing
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
@@ -331,8 +331,8 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
         tree=tree, generation=1, amphorae=(amphora,), networks=frozenset(), failed={}, secrets={}, tickets=None,
         priorities={}, engines=engines,
     )  # fmt: skip
-    pushed = expected.body(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
-    assert expected.bodies(recorded, conf, None) == {amphora.id: pushed}
+    pushed = desired_bundle.body(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
+    assert desired_bundle.bodies(recorded, conf, None) == {amphora.id: pushed}
     assert json.loads(pushed)["virtual_servers"][0]["members"][0]["id"] == M2
 
 

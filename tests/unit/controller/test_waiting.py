@@ -12,8 +12,8 @@ from queue import Empty, Queue
 
 import pytest
 
-from amphora_driver.controller.waiting import Awaited, WaitingRoom
 from amphora_driver.errors import StoreError
+from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
 
 HOST = "127.0.0.1"
 FOR_LONG = 60.0
@@ -182,7 +182,7 @@ def test_where_no_descriptor_is_left_it_is_not_now(monkeypatch):
         return real(*args, **more)
 
     with socket.create_server((HOST, 0)) as server, opened(server.getsockname()[1]) as room:
-        monkeypatch.setattr("amphora_driver.controller.waiting.socket.socket", none_left)
+        monkeypatch.setattr("amphora_driver.reconcile.boot_wait.socket.socket", none_left)
         room.wait_for(1)
         assert room.hears()[0] == "lb-1"
         assert refused.is_set()

@@ -11,9 +11,6 @@ import time
 import pytest
 import urllib3
 
-from amphora_driver.controller import witnesses as asking
-from amphora_driver.controller.detection import How
-from amphora_driver.controller.witnesses import Witnesses, our_trouble
 from amphora_driver.errors import (
     AgentRefused,
     AgentUnreachable,
@@ -23,6 +20,9 @@ from amphora_driver.errors import (
     DeadlinePassed,
     StoreError,
 )
+from amphora_driver.failover import reachability_probe as asking
+from amphora_driver.failover.failure_rules import How
+from amphora_driver.failover.reachability_probe import Witnesses, our_trouble
 
 
 class Agents:

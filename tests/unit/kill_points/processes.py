@@ -7,16 +7,16 @@ SIGKILL ends all three at once and so loses more than the death of one process.
 import time
 
 from amphora_driver.certificates.trust_store import Trust
-from amphora_driver.controller.detection import Answer, How
-from amphora_driver.controller.detector import Detector
-from amphora_driver.controller.housekeeping import Housekeeping
-from amphora_driver.controller.reconcile import Reconciler
-from amphora_driver.controller.renewal import Certificates
-from amphora_driver.controller.rotator import Rotator
-from amphora_driver.controller.steps import Backends
+from amphora_driver.failover.failure_detector import Detector
+from amphora_driver.failover.failure_rules import Answer, How
 from amphora_driver.health.service import HealthManager
+from amphora_driver.maintenance.certificate_renewal import Certificates
+from amphora_driver.maintenance.housekeeping import Housekeeping
+from amphora_driver.maintenance.image_rotation import Rotator
 from amphora_driver.provider_agent.reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
+from amphora_driver.reconcile.executor import Backends
+from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, process_registry
 
 # Duties beside jobs, barriers, reports and housekeeping.

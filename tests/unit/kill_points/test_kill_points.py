@@ -16,8 +16,8 @@ from dying import limited
 from operations import BEGINNINGS, OPERATIONS
 from runs import Run
 
-from amphora_driver.controller.todo import AnyStep
 from amphora_driver.failpoints import Moment, Point
+from amphora_driver.reconcile.steps import AnyStep
 from amphora_driver.store.ca_records import Kind
 
 # octavia_lib leaves the socket of a refused connection to the garbage collector.

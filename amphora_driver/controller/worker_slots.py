@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amphora_driver.controller.turn import Turn
+    from amphora_driver.reconcile.job import Turn
 
 # Seconds after which a step counts as waiting for somebody. Most steps take some 20 ms, a boot some hundreds.
 STALL = 1.0

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from amphora_driver.controller import contents, expected, left_out, partners
-from amphora_driver.controller.configured import advert_interval, defaults, limited
-from amphora_driver.controller.tickets import begun, ticket_keys
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.health.unmeasured import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
+from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
+from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
+from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
 from amphora_driver.render.bundle import Served
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import engines_of, virtual_servers
@@ -39,11 +39,11 @@ from amphora_driver.untrusted_text import printable
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-    from amphora_driver.controller import plan as planning
-    from amphora_driver.controller.steps import Backends
-    from amphora_driver.controller.turn import Turn
     from amphora_driver.health.status import Statuses
     from amphora_driver.model.secret_refs import SecretName
+    from amphora_driver.reconcile import plan as planning
+    from amphora_driver.reconcile.executor import Backends
+    from amphora_driver.reconcile.job import Turn
     from amphora_driver.render.tls import File
 
     # What came of a wave by amphora id; None where the generation is served.
@@ -117,7 +117,7 @@ class Pushing:
         """
         if wanted.tree is None:
             raise ModelError("push a configuration", "nothing is wanted of this load balancer any more")
-        self._failed = contents.lacking(wanted.tree, wanted.secrets) | wanted.failed
+        self._failed = secret_files.lacking(wanted.tree, wanted.secrets) | wanted.failed
         self._served = self._made = None
         by_id = {one.id: one for one in everyone}
         missed: AgentError | None = None
@@ -202,7 +202,7 @@ class Pushing:
     def _give(self, round_: _Round, amphora: Amphora, served: Served) -> None:
         # One whose connections go on holds nobody up.
         leaves = amphora.drains_until is not None
-        body = expected.body(
+        body = desired_bundle.body(
             round_.tree,
             round_.generation,
             amphora,
@@ -238,7 +238,7 @@ class Pushing:
             for one in served:
                 values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now, "drifts": False}
                 if round_.priorities:
-                    values["partners"] = partners.partners(one, round_.everyone, round_.tree.vip)
+                    values["partners"] = vrrp_peers.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)
                 if wanted.replacing and one.state is not State.RETIRING:
                     failovers.note(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
@@ -247,7 +247,7 @@ class Pushing:
                 self._confirmed(connection, wanted)
             elif served and self._failed and wanted.applied < round_.generation:
                 # Whoever confirms it may know nothing of this turn.
-                left_out.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
+                omitted_objects.leave_out(connection, wanted.load_balancer_id, round_.generation, self._without(wanted))
 
         self._write(write, applied=round_.generation if all_serve else None)
         self._note_latency()
@@ -264,7 +264,7 @@ class Pushing:
         self._accepted = oldest_unanswered(connection, of, wanted.generation)
         note_outcome(connection, of, wanted.generation, outcome)
         if failed:
-            left_out.forget(connection, of)
+            omitted_objects.forget(connection, of)
 
     def _note_latency(self) -> None:
         """Count how long whoever waited for what was confirmed has waited."""
@@ -287,7 +287,7 @@ class Pushing:
             refused = (*rendered.refused, *virtual.refused)
             self._failed |= {one.object_id: str(one) for one in refused if one.object_id}
             found = self._tickets(wanted, rendered.files)
-            files, lost = contents.filled(rendered.files, found, self._vault)
+            files, lost = secret_files.filled(rendered.files, found, self._vault)
             if not lost:
                 return Served(text=rendered.text, files=files, pings=dict(rendered.pings), virtual=virtual.servers)
             if lost.keys() <= self._failed.keys():

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.controller import vips
-from amphora_driver.controller.expected import Recorded, bodies
-from amphora_driver.controller.left_out import left_out_of
-from amphora_driver.controller.reconcile import networks
 from amphora_driver.database.tables import status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile.desired_bundle import Recorded, bodies
+from amphora_driver.reconcile.omitted_objects import left_out_of
+from amphora_driver.reconcile.reconciler import networks
 from amphora_driver.render.udp import engines_of
 from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from amphora_driver.agent.client import BundleState
-    from amphora_driver.controller.steps import Backends
     from amphora_driver.database.engine import Database
+    from amphora_driver.reconcile.executor import Backends
     from amphora_driver.store.amphorae import Amphora
     from amphora_driver.store.config_drift import Candidate
 
@@ -106,7 +106,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
     if row is None or row.op != "apply" or row.read_back:
         return None
     tree = desired_objects.load_tree(connection, load_balancer_id)
-    if not vips.known(tree):
+    if not vip_allocation.known(tree):
         return None
     needed, failed = networks(tree, everyone, catalogue.network(row.network))
     uses_some = next(used_in(tree), None) is not None
@@ -118,7 +118,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
         failed={
             **_in_error(connection, load_balancer_id),
             **failed,
-            **vips.refusals(connection, load_balancer_id, vips.given_of(row)),
+            **vip_allocation.refusals(connection, load_balancer_id, vip_allocation.given_of(row)),
             **left_out_of(row),
         },
         secrets=sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},

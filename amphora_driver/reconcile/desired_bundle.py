@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.controller import contents, partners
-from amphora_driver.controller.configured import advert_interval, defaults, limited
 from amphora_driver.errors import ModelError
 from amphora_driver.model.secret_refs import tickets as ticket_seed
+from amphora_driver.reconcile import secret_files, vrrp_peers
+from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
@@ -83,8 +83,8 @@ def body(
     # One whose connections go on takes no VIPs from those that stay.
     leaves = amphora.drains_until is not None
     priority = priorities.get(amphora.role)
-    priority = partners.LAST_PRIORITY if leaves and priority is not None else priority
-    pair = partners.vrrp(amphora, everyone, tree.vip, priority, interval)
+    priority = vrrp_peers.LAST_PRIORITY if leaves and priority is not None else priority
+    pair = vrrp_peers.vrrp(amphora, everyone, tree.vip, priority, interval)
     return bundle(tree, generation, amphora.id, needed(amphora.plugged, networks), served, pair)
 
 
@@ -110,7 +110,7 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
             raise ModelError(f"compare load balancer {tree.id}", "it has no TLS ticket keys yet")
         refused = (*rendered.refused, *virtual.refused)
         failed |= {one.object_id: str(one) for one in refused if one.object_id}
-        files, lost = contents.filled(rendered.files, recorded.secrets, vault)
+        files, lost = secret_files.filled(rendered.files, recorded.secrets, vault)
         if not lost:
             break
         if lost.keys() <= failed.keys():

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.certificates.ca import Issued
     from amphora_driver.certificates.trust_store import Trust
-    from amphora_driver.controller.turn import Turn
     from amphora_driver.database.engine import Database
+    from amphora_driver.reconcile.job import Turn
 
 LOG = logging.getLogger(__name__)
 # Seconds that one renewal may take of a turn in which users may wait for something else.

@@ -11,21 +11,21 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from amphora_driver.controller import tickets
-from amphora_driver.controller.renewal import attended
-from amphora_driver.controller.sweeping import Sweeper
 from amphora_driver.errors import AmphoraDriverError, StoreError
+from amphora_driver.maintenance.certificate_renewal import attended
+from amphora_driver.maintenance.orphan_cleanup import Sweeper
 from amphora_driver.model.secret_refs import tickets as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.reconcile import tls_tickets
 from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.controller.renewal import Certificates
     from amphora_driver.database.engine import Database
     from amphora_driver.database.vault import Vault
+    from amphora_driver.maintenance.certificate_renewal import Certificates
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Housekeeping:
             return None
         place = sealed_secrets.place(tickets_of(one.load_balancer_id))
         try:
-            return self._vault.seal(tickets.rotated(self._vault.open(one.sealed, place)), place)
+            return self._vault.seal(tls_tickets.rotated(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning("load balancer %s gets new TLS ticket keys: %s", one.load_balancer_id, error)
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amphora_driver.controller.todo import (
+from amphora_driver.reconcile.steps import (
     AnyStep,
     AskSpares,
     Await,

@@ -15,14 +15,6 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller import vips
-from amphora_driver.controller.configured import advert_interval
-from amphora_driver.controller.left_out import left_out_of
-from amphora_driver.controller.memory import Trees
-from amphora_driver.controller.steps import Backends, Steps
-from amphora_driver.controller.turn import Turn
-from amphora_driver.controller.waiting import Awaited, WaitingRoom
 from amphora_driver.database.tables import work
 from amphora_driver.errors import (
     AgentError,
@@ -36,6 +28,14 @@ from amphora_driver.errors import (
 )
 from amphora_driver.model.secret_refs import used_in
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
+from amphora_driver.reconcile.defaults import advert_interval
+from amphora_driver.reconcile.executor import Backends, Steps
+from amphora_driver.reconcile.job import Turn
+from amphora_driver.reconcile.omitted_objects import left_out_of
+from amphora_driver.reconcile.tree_cache import Trees
 from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.telemetry import logs, metrics
@@ -198,11 +198,11 @@ class Reconciler:
         gone = row.op == Op.DELETE
         tree = None if gone else self._trees.load(connection, row, lease.epoch)
         catalogue = self._backends.catalogue
-        given, addressed = vips.given_of(row), vips.known(tree)
+        given, addressed = vip_allocation.given_of(row), vip_allocation.known(tree)
         needed, failed = (
             ({}, {}) if tree is None or not addressed else networks(tree, observed, catalogue.network(row.network))
         )
-        failed |= vips.refusals(connection, load_balancer_id, given)
+        failed |= vip_allocation.refusals(connection, load_balancer_id, given)
         # Only in a snapshot of one moment do references and contents belong together.
         uses_some = tree is not None and next(used_in(tree), None) is not None
         kept = sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
@@ -237,7 +237,7 @@ class Reconciler:
             compute=row.compute,
             network=row.network,
             vip_given=given,
-            allocate_at=0.0 if addressed else vips.again_at(connection, load_balancer_id, now),
+            allocate_at=0.0 if addressed else vip_allocation.again_at(connection, load_balancer_id, now),
             replacing=turn.replacing,
             pool=row.spare_pool,
             spec=spec,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from amphora_driver.controller.tickets import ticket_keys
 from amphora_driver.errors import StoreError
 from amphora_driver.model.secret_refs import Purpose, SecretName
+from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.render.bundle import BundleFile
 from amphora_driver.secret import Secret
 from amphora_driver.store.sealed_secrets import place

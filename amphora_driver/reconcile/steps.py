@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from amphora_driver.controller import vips
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName
+from amphora_driver.reconcile import vip_allocation
 from amphora_driver.store.sealed_secrets import Sealed
 from amphora_driver.store.spare_pools import Spec, Stock
 
@@ -76,7 +76,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     absent: frozenset[str] = frozenset()
     vips_taken: bool | None = None
     holder_asked: bool = False
-    vip_given: vips.Given | None = None
+    vip_given: vip_allocation.Given | None = None
     allocate_at: float = 0.0
     replacing: bool = False
     pool: str | None = None

@@ -17,7 +17,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from amphora_driver.controller.detection import Answer, How
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import (
     AgentRefused,
@@ -26,6 +25,7 @@ from amphora_driver.errors import (
     AmphoraDriverError,
     ConfigurationError,
 )
+from amphora_driver.failover.failure_rules import Answer, How
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

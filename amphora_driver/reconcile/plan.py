@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from amphora_driver.controller import partners, vips
-from amphora_driver.controller.spares import plan_pool
-from amphora_driver.controller.todo import (
+from amphora_driver.reconcile import vip_allocation, vrrp_peers
+from amphora_driver.reconcile.spare_pool_plan import plan_pool
+from amphora_driver.reconcile.steps import (
     Adopt,
     AllocateVip,
     AnyStep,
@@ -121,7 +121,7 @@ def _present(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:
     if house.missing and house.may_grow():
         return [_newcomer(wanted, house.next_role())]
     steps = [step for one in house.live for step in _arrival(wanted, one)]
-    if not vips.known(wanted.tree):
+    if not vip_allocation.known(wanted.tree):
         # Amphorae boot meanwhile: where they are may be what decides.
         return [step for step in steps if isinstance(step, Boot)] or [_addresses(wanted)]
     waiting = [one for one in house.live if _boots(wanted, one)]
@@ -139,7 +139,7 @@ def _serving(wanted: Wanted, house: _House, arrived: Sequence[Amphora]) -> list[
     """What those that have arrived need, until everybody serves the newest generation and nothing is left over."""
     if house.apart(arrived):
         return [Renew(reason="an amphora has come of which its partner does not know")]
-    undone = vips.due(wanted.tree, wanted.vip_given, house.everyone)
+    undone = vip_allocation.due(wanted.tree, wanted.vip_given, house.everyone)
     if undone:
         return [ApplyVipOptions(reason=undone)]
     if house.behind(arrived):
@@ -190,8 +190,8 @@ class _House:
         self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
         self._several = len(wanted.roles) > 1
         self._without_machine = {one.id for one in self.live if one.management_address is None}
-        self._quiet = partners.silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
-        self._holder = partners.holder(amphorae, wanted.roles[0], self._quiet)
+        self._quiet = vrrp_peers.silent(amphorae, wanted.patience) | {one.id for one in amphorae if one.dead}
+        self._holder = vrrp_peers.holder(amphorae, wanted.roles[0], self._quiet)
 
     def witnesses(self) -> tuple[str, ...]:
         """Who is to be asked for the VIPs, before anybody goes: what was heard may be older than where they are."""
@@ -278,7 +278,7 @@ class _House:
         # The others hear it whatever they know.
         told = self._with_vips()
         return Push(
-            waves=partners.waves([*behind, *told], self._holder, self._quiet)
+            waves=vrrp_peers.waves([*behind, *told], self._holder, self._quiet)
             if self._several
             else (tuple(one.id for one in behind),),
             optional=frozenset(one.id for one in told),
@@ -368,7 +368,7 @@ class _House:
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
         tree = self._wanted.tree
-        return partners.partners(one, others, tree.vip) if self._several and tree is not None else ()
+        return vrrp_peers.partners(one, others, tree.vip) if self._several and tree is not None else ()
 
 
 def _removal(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> list[AnyStep]:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver import failpoints
-from amphora_driver.controller import breaker as breaking
-from amphora_driver.controller.breaker import Allowance, Breaker, Count, Fallen, Pauses, resumed, too_many
-from amphora_driver.controller.detection import (
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.failover import circuit_breaker as breaking
+from amphora_driver.failover.circuit_breaker import Allowance, Breaker, Count, Fallen, Pauses, resumed, too_many
+from amphora_driver.failover.detector_records import Findings
+from amphora_driver.failover.failure_rules import (
     Company,
     How,
     Judgement,
@@ -30,9 +32,7 @@ from amphora_driver.controller.detection import (
     is_good,
     judge,
 )
-from amphora_driver.controller.findings import Findings
-from amphora_driver.controller.witnesses import Witnesses
-from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.failover.reachability_probe import Witnesses
 from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.controller.witnesses import Agents
     from amphora_driver.database.engine import Database
+    from amphora_driver.failover.reachability_probe import Agents
     from amphora_driver.store.circuit_breaker import Row
     from amphora_driver.store.silent_amphorae import Look, Sight
 

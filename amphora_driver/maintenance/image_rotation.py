@@ -16,11 +16,11 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.controller import rotation as deciding
-from amphora_driver.controller.rotation import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
 from amphora_driver.database import clock
 from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.maintenance import image_rotation_plan as deciding
+from amphora_driver.maintenance.image_rotation_plan import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
 from amphora_driver.store.requests import Op

@@ -17,16 +17,16 @@ import msgspec
 
 from amphora_driver import failpoints
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
-from amphora_driver.controller import plan as planning
-from amphora_driver.controller.leaving import Leaving
-from amphora_driver.controller.pushing import Pushing
-from amphora_driver.controller.renewal import Renewal
-from amphora_driver.controller.sparing import Sparing
-from amphora_driver.controller.vips import Vips
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
+from amphora_driver.maintenance.certificate_renewal import Renewal
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard
+from amphora_driver.reconcile import plan as planning
+from amphora_driver.reconcile.drain import Leaving
+from amphora_driver.reconcile.push import Pushing
+from amphora_driver.reconcile.spare_pool import Sparing
+from amphora_driver.reconcile.vip_allocation import Vips
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.certificates.ca import Authority
-    from amphora_driver.controller.turn import Turn
     from amphora_driver.database.engine import Database
     from amphora_driver.database.vault import Vault
     from amphora_driver.network.interface import Network
     from amphora_driver.plugins import Catalogue
+    from amphora_driver.reconcile.job import Turn
 
     # How a step is taken: the step, what is wanted, and the amphorae as they were seen.
     Way = Callable[[Any, planning.Wanted, dict[str, Amphora]], None]

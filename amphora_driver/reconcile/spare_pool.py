@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.controller import todo
 from amphora_driver.errors import AgentError, AmphoraDriverError
+from amphora_driver.reconcile import steps
 from amphora_driver.store import circuit_breaker, failovers, spare_pools
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, Spec, Stock
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from amphora_driver.controller.turn import Turn
+    from amphora_driver.reconcile.job import Turn
     from amphora_driver.store.amphorae import Amphora
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
@@ -88,7 +88,7 @@ class Sparing:
             sees=_sees(circuit_breaker.every(connection)),
         )
 
-    def judged(self, wanted: todo.Wanted) -> todo.Wanted:
+    def judged(self, wanted: steps.Wanted) -> steps.Wanted:
         """The same, with those spares only that are what is wanted now.
 
         Not while anything is read: what image a machine would have is asked of the compute backend, and takes time.
@@ -117,7 +117,7 @@ class Sparing:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def adopt(self, step: todo.Adopt, wanted: todo.Wanted, now: float) -> None:
+    def adopt(self, step: steps.Adopt, wanted: steps.Wanted, now: float) -> None:
         """Take the first spare that answers; if there is none, none is sought in this turn any more."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
         known = {one.id: one for one in self._backends.database.read(lambda c: spare_pools.ready(c, pool_id))}
@@ -138,15 +138,15 @@ class Sparing:
         LOG.warning("load balancer %s: no spare of pool %s can be taken, a machine is booted", of, pool_id)
         self.given_up = True
 
-    def join(self, step: todo.Join, wanted: todo.Wanted) -> None:
+    def join(self, step: steps.Join, wanted: steps.Wanted) -> None:
         """Note which pool it takes spares from."""
         self._write(lambda connection: spare_pools.join(connection, wanted.load_balancer_id, step.spec, step.former))
 
-    def retire(self, step: todo.Retire, pool_id: str) -> None:
+    def retire(self, step: steps.Retire, pool_id: str) -> None:
         """Mark a spare that is about to go."""
         self._write(lambda connection: spare_pools.retire(connection, step.amphora_id, pool_id, step.reason))
 
-    def ask(self, step: todo.AskSpares, by_id: dict[str, Amphora]) -> None:
+    def ask(self, step: steps.AskSpares, by_id: dict[str, Amphora]) -> None:
         """Find out which of them are there."""
         for amphora_id in step.amphora_ids:
             self._turn.check()

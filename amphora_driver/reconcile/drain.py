@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.compute.interface import Compute
-    from amphora_driver.controller import todo
-    from amphora_driver.controller.turn import Turn
     from amphora_driver.network.interface import Network
+    from amphora_driver.reconcile import steps
+    from amphora_driver.reconcile.job import Turn
     from amphora_driver.store.amphorae import Amphora
 
     Write = Callable[[Callable[[sa.Connection], object]], None]
@@ -61,7 +61,7 @@ class Leaving:
         # What they answered, and when each of them had been heard by then.
         self._told: dict[str, tuple[bool, float | None]] = {}
 
-    def ask_holder(self, step: todo.AskHolder, by_id: dict[str, Amphora]) -> None:
+    def ask_holder(self, step: steps.AskHolder, by_id: dict[str, Amphora]) -> None:
         """Ask who has the VIPs; of those that do not answer, what was heard counts."""
         deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
         for one in (by_id[amphora_id] for amphora_id in step.amphora_ids):
@@ -140,7 +140,7 @@ class Leaving:
                 return float(said.draining or 0.0)
         return None
 
-    def look_after(self, step: todo.LookAfter, amphora: Amphora) -> None:
+    def look_after(self, step: steps.LookAfter, amphora: Amphora) -> None:
         """Note that an amphora is not needed any more, if it is not; one that is heard has its time to answer."""
         try:
             deadline = self._turn.deadline.within(_FAREWELL_PATIENCE)
@@ -155,7 +155,7 @@ class Leaving:
             LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
             self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
 
-    def _drains_unknown(self, amphora: Amphora, wanted: todo.Wanted) -> bool:
+    def _drains_unknown(self, amphora: Amphora, wanted: steps.Wanted) -> bool:
         """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
         heard = not amphora.dead and amphora.heard_at is not None and wanted.now - amphora.heard_at < wanted.patience
         if wanted.gone or len(wanted.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
@@ -172,7 +172,7 @@ class Leaving:
         self._note_handed_over(amphora, said.draining, "its connections go on")
         return True
 
-    def release(self, amphora: Amphora, wanted: todo.Wanted, compute: Compute, network: Network) -> None:
+    def release(self, amphora: Amphora, wanted: steps.Wanted, compute: Compute, network: Network) -> None:
         """Remove it with all that was made for it.
 
         Its ports go even if its machine does not: then nobody hears it any more, whatever it does.

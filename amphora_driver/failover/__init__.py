@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failure detection: silent amphorae, circuit breaker, and requests for fail-over."""
