@@ -15,9 +15,9 @@ from amphora_agent.paths import Paths
 from amphora_agent.stats import codec
 from amphora_agent.stats.ledger import Ledger as AgentLedger
 from amphora_driver.database import tables
-from amphora_driver.health import bookkeeper
-from amphora_driver.health.heartbeat import amphora_id_of, open_datagram
-from amphora_driver.health.ledger import Ledger
+from amphora_driver.health import status_writer
+from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.heartbeat_codec import amphora_id_of, open_datagram
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
@@ -41,8 +41,8 @@ class Heard:
         self._ledger = Ledger()
         self._unwritten = set()
         # Each heartbeat's moment is written down, although the runs are shorter than the usual second between two.
-        bookkeeper._SEEN_EVERY = 0.0  # noqa: SLF001
-        self._bookkeeper = bookkeeper.Bookkeeper(self.database, self._ledger)
+        status_writer._SEEN_EVERY = 0.0  # noqa: SLF001
+        self._bookkeeper = status_writer.Bookkeeper(self.database, self._ledger)
 
     def hb_encode(self, message):
         if self._drained:

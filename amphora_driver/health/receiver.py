@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from amphora_driver.errors import ConfigurationError, HeartbeatRefused
-from amphora_driver.health.budgets import Budgets
-from amphora_driver.health.heartbeat import Heartbeat, Signed, amphora_id_of, read, unpack, verify
-from amphora_driver.health.keys import KeyRing, Keys
+from amphora_driver.health.amphora_budgets import Budgets
+from amphora_driver.health.heartbeat_codec import Heartbeat, Signed, amphora_id_of, read, unpack, verify
+from amphora_driver.health.heartbeat_keys import KeyRing, Keys
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)

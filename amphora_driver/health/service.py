@@ -21,11 +21,11 @@ from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.health.bookkeeper import Bookkeeper
-from amphora_driver.health.hearing import Hearing
-from amphora_driver.health.ledger import Ledger
+from amphora_driver.health.amphora_reports import Ledger
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.health.strays import Strays
+from amphora_driver.health.self_test import Hearing
+from amphora_driver.health.status_writer import Bookkeeper
+from amphora_driver.health.unknown_amphorae import Strays
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.health.heartbeat import Heartbeat
-    from amphora_driver.health.ledger import Order
+    from amphora_driver.health.amphora_reports import Order
+    from amphora_driver.health.heartbeat_codec import Heartbeat
     from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)

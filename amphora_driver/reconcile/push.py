@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
-from amphora_driver.health.unmeasured import Unmeasured, unmeasured
+from amphora_driver.health.initial_status import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import tickets
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered

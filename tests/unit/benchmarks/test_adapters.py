@@ -25,7 +25,7 @@ from bench_harness import BENCHMARKS, CONNECTIONS, adapters, heartbeat, imported
 from amphora_driver import config, driver
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.database import tables
-from amphora_driver.health import bookkeeper
+from amphora_driver.health import status_writer
 from amphora_driver.model.enums import Kind
 from amphora_driver.store import desired_objects
 
@@ -71,7 +71,7 @@ def stored(made, place):
 
 @pytest.fixture
 def hearing(stored, monkeypatch):
-    monkeypatch.setattr(bookkeeper, "_SEEN_EVERY", bookkeeper._SEEN_EVERY)  # hb_setup changes it
+    monkeypatch.setattr(status_writer, "_SEEN_EVERY", status_writer._SEEN_EVERY)  # hb_setup changes it
     stored.hb_setup("insecure-bench-key")
     return stored
 

@@ -8,11 +8,11 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status, wanted_object, work
 from amphora_driver.errors import StoreError
-from amphora_driver.health import bookkeeper
-from amphora_driver.health.bookkeeper import Bookkeeper
-from amphora_driver.health.heartbeat import Heartbeat
-from amphora_driver.health.ledger import Ledger
+from amphora_driver.health import status_writer
+from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
+from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, desired_objects, status_outbox
@@ -107,8 +107,8 @@ def house(database):
 @pytest.fixture
 def now(monkeypatch):
     """Nothing is put off: last-seen is written and what is gone dropped at every flush."""
-    monkeypatch.setattr(bookkeeper, "_SEEN_EVERY", 0.0)
-    monkeypatch.setattr(bookkeeper, "_TIDIED_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_SEEN_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_TIDIED_EVERY", 0.0)
 
 
 ALL_WELL = {"lb1": "ONLINE", "li1": "ONLINE", "po1": "ONLINE", "me1": "ONLINE"}

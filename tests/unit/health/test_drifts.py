@@ -3,8 +3,8 @@
 
 from itertools import pairwise
 
-from amphora_driver.health.drifts import Broken, Drifts, News
-from amphora_driver.health.ledger import Seen
+from amphora_driver.health.amphora_reports import Seen
+from amphora_driver.health.drift_reports import Broken, Drifts, News
 from amphora_driver.health.status import Drifted
 
 INTERVAL = 3.0

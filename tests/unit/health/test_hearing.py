@@ -11,8 +11,8 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import StoreError
-from amphora_driver.health.hearing import Hearing
 from amphora_driver.health.receiver import Receiver
+from amphora_driver.health.self_test import Hearing
 
 
 @contextmanager

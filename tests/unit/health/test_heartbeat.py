@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amphora_driver.errors import HeartbeatRefused
-from amphora_driver.health.heartbeat import amphora_id_of, open_datagram
+from amphora_driver.health.heartbeat_codec import amphora_id_of, open_datagram
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.secret import Secret
 

@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 
 from amphora_driver.errors import HeartbeatRefused
 from amphora_driver.health import statistics
-from amphora_driver.health.drifts import Drifts
-from amphora_driver.health.heartbeat import Heartbeat, open_datagram, read, unpack, verify
-from amphora_driver.health.ledger import Seen
+from amphora_driver.health.amphora_reports import Seen
+from amphora_driver.health.drift_reports import Drifts
+from amphora_driver.health.heartbeat_codec import Heartbeat, open_datagram, read, unpack, verify
 from amphora_driver.health.status import Report, operating_statuses
 from amphora_driver.model.enums import ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from amphora_driver.health.heartbeat import Heartbeat
-from amphora_driver.health.ledger import Ledger, Seen
+from amphora_driver.health.amphora_reports import Ledger, Seen
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
 
 OPEN = ListenerReport("OPEN")
@@ -159,7 +159,7 @@ def test_numbers_no_database_holds_are_refused(ledger, epoch, sequence):
 
 
 def test_an_amphora_cannot_fill_our_memory(ledger, monkeypatch):
-    monkeypatch.setattr("amphora_driver.health.ledger._MOST_NAMES", 100)
+    monkeypatch.setattr("amphora_driver.health.amphora_reports._MOST_NAMES", 100)
     most = 0
     for number in range(1000):
         listeners = {f"l{number}": OPEN}

@@ -5,7 +5,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_seen, listener_statistics
 from amphora_driver.health import statistics
-from amphora_driver.health.leftovers import Leftovers
+from amphora_driver.health.stale_connections import Leftovers
 
 EXPIRY = 15.0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An amphora is believed to have lost what it served only when it says so well after its confirmation."""
 
-from amphora_driver.health.ledger import Seen
-from amphora_driver.health.losses import Loss, Losses
+from amphora_driver.health.amphora_reports import Seen
+from amphora_driver.health.lost_configs import Loss, Losses
 
 INTERVAL = 3.0
 

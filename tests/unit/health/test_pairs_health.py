@@ -7,10 +7,10 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_seen, status, work
-from amphora_driver.health.bookkeeper import Bookkeeper
-from amphora_driver.health.heartbeat import Heartbeat
-from amphora_driver.health.ledger import Ledger
+from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
+from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, listener_stats

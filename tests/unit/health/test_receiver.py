@@ -19,9 +19,9 @@ from contextlib import contextmanager
 import pytest
 
 from amphora_driver.errors import ConfigurationError, StoreError
-from amphora_driver.health import budgets
+from amphora_driver.health import amphora_budgets
 from amphora_driver.health import receiver as receiver_module
-from amphora_driver.health.heartbeat import unpack
+from amphora_driver.health.heartbeat_codec import unpack
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.secret import Secret
 
@@ -163,7 +163,7 @@ def test_an_unknown_amphora_causes_one_reading():
 
 def test_a_new_amphora_is_heard_while_invented_ids_are_sent(monkeypatch):
     """Each reading finds all new keys, whatever fills the line."""
-    monkeypatch.setattr("amphora_driver.health.keys._MOST_WAITING", 20)
+    monkeypatch.setattr("amphora_driver.health.heartbeat_keys._MOST_WAITING", 20)
     known, new = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(5)]
     with running(pause=0.05) as made:
         made.receiver.preload({known: Secret(KEY)})
@@ -286,7 +286,7 @@ def test_an_amphora_over_its_budget_loses_its_own_datagrams_only():
     other = str(uuid.uuid4())
     with running() as made:
         made.receiver.preload({AMPHORA: Secret(KEY), other: Secret(KEY)})
-        many = int(budgets.MOST_DATAGRAMS) + 100
+        many = int(amphora_budgets.MOST_DATAGRAMS) + 100
         for number in range(many):
             made.send(datagram(number))
         made.send(datagram(1, amphora_id=other))
@@ -294,7 +294,7 @@ def test_an_amphora_over_its_budget_loses_its_own_datagrams_only():
         assert made.receiver.refused["budget"] > 0
         assert made.receiver.misbehaved.keys() == {AMPHORA}
         mine = [one for one in made.received if one.amphora_id == AMPHORA]
-        assert budgets.MOST_DATAGRAMS <= len(mine) < many
+        assert amphora_budgets.MOST_DATAGRAMS <= len(mine) < many
 
 
 def test_speed(capsys):

@@ -20,7 +20,7 @@ from amphora_driver import config
 from amphora_driver.database.tables import status
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.health import bookkeeper
+from amphora_driver.health import status_writer
 from amphora_driver.health.service import HealthManager
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.secret import Secret
@@ -152,7 +152,7 @@ def test_a_failed_flush_is_tried_again_without_another_heartbeat(conf, database,
 
 
 def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):
-    monkeypatch.setattr(bookkeeper, "_TIDIED_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_TIDIED_EVERY", 0.0)
     with running(conf) as manager:
         send(manager, datagram(1), datagram(1))
         until(lambda: place(database) == (EPOCH, 1))

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora, orphan
 from amphora_driver.database.tables_fleet import zombie
 from amphora_driver.health.receiver import Receiver
-from amphora_driver.health.strays import Strays
+from amphora_driver.health.unknown_amphorae import Strays
 from amphora_driver.store import unknown_amphorae
 from amphora_driver.store.unknown_amphorae import MOST, MOST_OF_ADDRESS, Stray
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from amphora_driver.health.initial_status import unmeasured
 from amphora_driver.health.status import ListenerReport, PoolReport, Report, operating_statuses
-from amphora_driver.health.unmeasured import unmeasured
 from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType, ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import (
     HealthMonitor,

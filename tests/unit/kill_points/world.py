@@ -15,7 +15,7 @@ from dying import Kept
 from amphora_driver.agent.responses import Applied, Info, Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.errors import AgentRefused, AgentUnreachable
-from amphora_driver.health.heartbeat import Heartbeat
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork

@@ -8,11 +8,11 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, amphora_seen, listener_statistics, status
 from amphora_driver.errors import ContentRefused, StoreError
-from amphora_driver.health import batch, bookkeeper
-from amphora_driver.health.bookkeeper import Bookkeeper
-from amphora_driver.health.heartbeat import Heartbeat
-from amphora_driver.health.ledger import Ledger
+from amphora_driver.health import status_writer, write_batch
+from amphora_driver.health.amphora_reports import Ledger
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import Drifted, ListenerReport, Report
+from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import amphorae
@@ -45,7 +45,7 @@ def tree(number):
 
 @pytest.fixture
 def house(any_database, monkeypatch):
-    monkeypatch.setattr(bookkeeper, "_SEEN_EVERY", 0.0)
+    monkeypatch.setattr(status_writer, "_SEEN_EVERY", 0.0)
     intents = Intents(any_database, lambda node: None)
     for number in range(MANY):
         intents.create_load_balancer(tree(number), read_back=False)
@@ -119,23 +119,23 @@ def test_a_database_that_is_away_is_no_refusal(house):
         def write(self, _work):
             raise StoreError("write to the database", "it is away")
 
-    away = batch.Batches(Away())
+    away = write_batch.Batches(Away())
     with pytest.raises(StoreError):
-        away.write([batch.Entry("lb1")], [])
+        away.write([write_batch.Entry("lb1")], [])
     assert not away.refused
     with pytest.raises(ContentRefused):
         house.write(lambda c: c.execute(status.update().where(status.c.object_id == "li13").values(operating="ERROR")))
 
 
 def test_a_report_that_cannot_be_judged_harms_no_other(house, monkeypatch):
-    judge = bookkeeper.operating_statuses
+    judge = status_writer.operating_statuses
 
     def strange(tree, reports):
         if tree.id == f"lb{BAD}":
             raise KeyError("a word that no rule knows")
         return judge(tree, reports)
 
-    monkeypatch.setattr(bookkeeper, "operating_statuses", strange)
+    monkeypatch.setattr(status_writer, "operating_statuses", strange)
     ledger = Ledger()
     books = Bookkeeper(house, ledger)
     say(ledger, 1, 5)

@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from amphora_driver.health.ledger import Seen
+    from amphora_driver.health.amphora_reports import Seen
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 1800.0
 # Words of docs/heartbeat.md after which its ports have to be attached again.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from amphora_driver.health.heartbeat import Heartbeat
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import Drifted, ListenerReport, PoolReport, Report
 
 # Names remembered for one amphora. One that names ever new objects loses what it said before, not our memory.

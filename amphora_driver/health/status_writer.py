@@ -17,11 +17,11 @@ import msgspec
 
 from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.health import statistics
-from amphora_driver.health.batch import Batches, Entry
-from amphora_driver.health.drifts import Drifts
-from amphora_driver.health.leftovers import Leftovers
-from amphora_driver.health.losses import Losses
+from amphora_driver.health.drift_reports import Drifts
+from amphora_driver.health.lost_configs import Losses
+from amphora_driver.health.stale_connections import Leftovers
 from amphora_driver.health.status import Report, Statuses, operating_statuses
+from amphora_driver.health.write_batch import Batches, Entry
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
 from amphora_driver.store.amphorae import Heard, State
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.database.engine import Database
-    from amphora_driver.health.drifts import Broken
-    from amphora_driver.health.ledger import Ledger, Seen
-    from amphora_driver.health.losses import Loss
+    from amphora_driver.health.amphora_reports import Ledger, Seen
+    from amphora_driver.health.drift_reports import Broken
+    from amphora_driver.health.lost_configs import Loss
 
 LOG = logging.getLogger(__name__)
 

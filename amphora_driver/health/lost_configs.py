@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from amphora_driver.health.ledger import Seen
+    from amphora_driver.health.amphora_reports import Seen
 
 
 class Loss(msgspec.Struct, frozen=True):
