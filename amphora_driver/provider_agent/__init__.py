@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import Kind
 

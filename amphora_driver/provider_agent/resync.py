@@ -27,7 +27,7 @@ from amphora_driver.database.tables import AT_ONCE, status, work
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.provider_agent import audit, taking
+from amphora_driver.provider_agent import octavia_audit, sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
 from amphora_driver.store.requests import Op
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
     from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.provider_agent.reading import Reader
+    from amphora_driver.provider_agent.octavia_reader import Reader
     from amphora_driver.store.sealed_secrets import Sealed
 
 LOG = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Resyncer:
             self._unknown(asked)
             return None
         # Looked at with patience first: while it is PENDING its users wait.
-        before = self._database.read(lambda connection: taking.settled(connection, load_balancer_id))
+        before = self._database.read(lambda connection: sync_transactions.settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
         if found is not None:
@@ -195,8 +195,8 @@ class Resyncer:
         """What Octavia has, beside what is recorded; and why it cannot be taken, None if it can."""
         _, recorded, leaving = before
         try:
-            tree = audit.remaining(from_octavia.load_balancer(found), leaving)
-            differing = tuple(audit.differences(recorded, tree))
+            tree = octavia_audit.remaining(from_octavia.load_balancer(found), leaving)
+            differing = tuple(octavia_audit.differences(recorded, tree))
             contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found)) if differing else {}
         except StoreError:
             raise
@@ -209,18 +209,18 @@ class Resyncer:
     def _taken(self, asked: Any, before: tuple[Any, LoadBalancer, set[str]], taken: _Taken) -> str | None:
         row, recorded, _ = before
         tree, differing, contents = taken.tree, taken.differing, taken.contents
-        ours, theirs = audit.nodes(recorded), audit.nodes(tree)
-        gone, changed = ours.keys() - theirs.keys(), audit.changed(recorded, tree)
+        ours, theirs = octavia_audit.nodes(recorded), octavia_audit.nodes(tree)
+        gone, changed = ours.keys() - theirs.keys(), octavia_audit.changed(recorded, tree)
         now = self._database.now()
 
         def write(connection: sa.Connection) -> bool:
             if differing:
-                if not taking.correct(connection, row, tree, contents, gone):
+                if not sync_transactions.correct(connection, row, tree, contents, gone):
                     return False
                 # What is not served yet is not ACTIVE yet, and neither is the whole of it.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
                 status_outbox.expect(connection, tree.id, row.generation + 1, waiting)
-            elif not taking.is_as_seen(connection, row):
+            elif not sync_transactions.is_as_seen(connection, row):
                 return False
             _expect_unsaid(connection, tree.id, row.generation, renewed=bool(differing))
             resyncs.say_again(connection, tree.id)
@@ -238,7 +238,7 @@ class Resyncer:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> bool:
-            if not taking.is_as_seen(connection, row):
+            if not sync_transactions.is_as_seen(connection, row):
                 return False
             resyncs.say_again(connection, row.load_balancer_id)
             return resyncs.end(connection, asked, Outcome.UNREAD, now, reason)
@@ -255,7 +255,7 @@ class Resyncer:
             self._end(asked, Outcome.UNKNOWN, "it is recorded and served here; --remove-unknown removes it from here")
             return
         LOG.warning("Octavia does not know load balancer %s: removing it, as asked", load_balancer_id)
-        self._database.write(lambda connection: taking.abandon(connection, load_balancer_id))
+        self._database.write(lambda connection: sync_transactions.abandon(connection, load_balancer_id))
         self._end(asked, Outcome.REMOVED)
         self._wake(load_balancer_id)
 
@@ -267,7 +267,7 @@ class Resyncer:
         if asked.remove_unknown and found is not None:
             LOG.warning("load balancer %s is not recorded here: it goes from Octavia, as asked", load_balancer_id)
             # The leaves first: it takes children with nothing below them.
-            gone = list(reversed([*audit.nodes(from_octavia.load_balancer(found)).values()]))
+            gone = list(reversed([*octavia_audit.nodes(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MOST_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MOST_DELETED]))
             self._end(asked, Outcome.REMOVED, "Octavia was told that it is gone")

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from amphora_driver.database import tables
 from amphora_driver.database.tables import work
 from amphora_driver.model import from_octavia
-from amphora_driver.provider_agent.audit import differences
+from amphora_driver.provider_agent.octavia_audit import differences
 from amphora_driver.store import amphorae, desired_objects, failovers, rotations, spare_pools, status_outbox
 
 # A run asks in every round, and SQLAlchemy needs longer to build a statement than to run it.

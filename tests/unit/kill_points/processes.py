@@ -13,7 +13,7 @@ from amphora_driver.health.service import HealthManager
 from amphora_driver.maintenance.certificate_renewal import Certificates
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import Rotator
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler

@@ -13,8 +13,8 @@ from octavia_sockets import OctaviaSockets
 from amphora_driver.database.tables import duty, request, status, wanted_object, work
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.provider_agent import taking
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent import sync_transactions
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, status_outbox
 from amphora_driver.store.requests import Intents
 
@@ -345,7 +345,7 @@ def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, re
     reporter.turn()
     octavia.trees["other"] = shown("other", 9)
     intents.set_members("po", [("other", lambda: None, {"weight": 5})])
-    (found,) = database.read(lambda c: taking.batches(c, row(database)))
+    (found,) = database.read(lambda c: sync_transactions.batches(c, row(database)))
     assert (found.sample.id, found.came, found.removed) == ("other", False, ["me"])
     reporter.turn()
     assert set(members(database)) == {"me", "other"}
@@ -377,9 +377,9 @@ def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, r
 def test_what_is_being_done_is_looked_at_however_long_ago_it_was_accepted(intents, database, reporter):
     intents.update(Kind.MEMBER, "me", {"weight": 7})
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
-    assert database.read(lambda c: taking.recently_changed(c, 1.0)) == ["lb"]
+    assert database.read(lambda c: sync_transactions.recently_changed(c, 1.0)) == ["lb"]
     serve(database)
-    assert database.read(lambda c: taking.recently_changed(c, 1.0)) == []
+    assert database.read(lambda c: sync_transactions.recently_changed(c, 1.0)) == []
 
 
 def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):

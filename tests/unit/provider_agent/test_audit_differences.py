@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver.model.enums import Algorithm, L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.provider_agent.audit import differences, remaining
+from amphora_driver.provider_agent.octavia_audit import differences, remaining
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(

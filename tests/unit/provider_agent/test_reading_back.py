@@ -14,8 +14,8 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName
-from amphora_driver.provider_agent import reading
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent import octavia_reader
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Intents
 from amphora_driver.store.sealed_secrets import Sealed
@@ -164,7 +164,7 @@ class Away:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(reading, "READ_PATIENCE", 0.5)
+    monkeypatch.setattr(octavia_reader, "READ_PATIENCE", 0.5)
 
 
 def test_what_is_not_handed_over_is_missing_for_a_reason(house, at_once):

@@ -13,8 +13,8 @@ from amphora_driver.database.tables import amphora, duty, request, work
 from amphora_driver.health import statistics
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.provider_agent import reporter as module
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent import status_reporter as module
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, process_registry, status_outbox
 from amphora_driver.store.requests import Intents
 

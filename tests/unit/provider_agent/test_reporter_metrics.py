@@ -15,8 +15,8 @@ from amphora_driver.database.tables import work
 from amphora_driver.health import statistics
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.provider_agent import reporter as module
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent import status_reporter as module
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import status_outbox
 from amphora_driver.store.requests import Intents
 from amphora_driver.telemetry.metrics import OURS

@@ -14,7 +14,7 @@ from amphora_driver.errors import ConfigurationError, ModelError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, Operating, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.provider_agent.reporter import Reporter
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, resyncs, status_outbox
 from amphora_driver.store.requests import Intents
 

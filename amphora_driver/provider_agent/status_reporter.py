@@ -25,9 +25,9 @@ from octavia_lib.api.drivers import exceptions as octavia_errors
 from amphora_driver import failpoints
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.provider_agent import taking
-from amphora_driver.provider_agent.audit import Auditor
-from amphora_driver.provider_agent.reading import Reader
+from amphora_driver.provider_agent import sync_transactions
+from amphora_driver.provider_agent.octavia_audit import Auditor
+from amphora_driver.provider_agent.octavia_reader import Reader
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
@@ -249,7 +249,11 @@ class Reporter:
 
     def _pass_barriers(self) -> bool:
         """Wait for Octavia's transactions; True if one of them is still open."""
-        rows = [row for row in self._database.read(taking.uncommitted) if self._reader.may_read(row.load_balancer_id)]
+        rows = [
+            row
+            for row in self._database.read(sync_transactions.uncommitted)
+            if self._reader.may_read(row.load_balancer_id)
+        ]
         if not rows:
             return False
         operating = self._database.read(
@@ -270,7 +274,7 @@ class Reporter:
         waited = [row for row in rows if row.load_balancer_id not in held]
         passed = [(row.load_balancer_id, row.generation) for row in waited if not _asks(row)]
         if passed:
-            self._database.write(lambda connection: taking.mark_committed(connection, passed))
+            self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
         failpoints.reach(failpoints.Point.COMMITTED)
         self._auditor.changed(row.load_balancer_id for row in waited)
         known = [self._reader.read(row, self._auditor.verify) for row in waited if _asks(row)]

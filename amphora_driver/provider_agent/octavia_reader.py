@@ -22,7 +22,7 @@ from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, Pool
 from amphora_driver.model.secret_refs import used_by
-from amphora_driver.provider_agent import taking
+from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, pending_rereads
 from amphora_driver.store.sealed_secrets import Sealed, place
@@ -152,7 +152,7 @@ class Reader:
             if time.monotonic() - since > self._conf.octavia.commit_patience:
                 self._unknown.pop(row.load_balancer_id)
                 LOG.warning("Octavia never committed load balancer %s: removing it", row.load_balancer_id)
-                self._database.write(lambda connection: taking.abandon(connection, row.load_balancer_id))
+                self._database.write(lambda connection: sync_transactions.abandon(connection, row.load_balancer_id))
                 self._wake(row.load_balancer_id)
             return False
         self._unknown.pop(row.load_balancer_id, None)
@@ -160,13 +160,13 @@ class Reader:
             tree = from_octavia.load_balancer(found)
             contents = self.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
             failpoints.reach(failpoints.Point.TREE_READ)
-            return self._taken(lambda connection: taking.take_tree(connection, row, tree, contents))
+            return self._taken(lambda connection: sync_transactions.take_tree(connection, row, tree, contents))
         self._mark(row)
         return True
 
     def _mark(self, row: Any) -> None:
         passed = [(row.load_balancer_id, row.generation)]
-        self._database.write(lambda connection: taking.mark_committed(connection, passed))
+        self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
 
     def _reread(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
         """Read single objects: listeners and pools cost nothing in a large tree, and need no other secrets."""
@@ -178,7 +178,7 @@ class Reader:
                 nodes.append(node)
                 contents |= given
         failpoints.reach(failpoints.Point.TREE_READ)
-        return self._taken(lambda connection: taking.take_objects(connection, row, nodes, contents))
+        return self._taken(lambda connection: sync_transactions.take_objects(connection, row, nodes, contents))
 
     def _taken(self, take: Callable[[Any], bool]) -> bool:
         taken = self._database.write(take)
@@ -213,11 +213,13 @@ class Reader:
                 self._mark(row)
             return isinstance(error, octavia_errors.DriverAgentTimeout)
         if pending_rereads.objects_of(row.reread) is not None:
-            taken = self._database.write(lambda connection: taking.take_objects(connection, row, [], {}, _UNREAD))
+            taken = self._database.write(
+                lambda connection: sync_transactions.take_objects(connection, row, [], {}, _UNREAD)
+            )
         else:
             taken = self._in_pieces(row)
             if not taken:
-                self._database.write(lambda connection: taking.fail(connection, row, _UNREAD))
+                self._database.write(lambda connection: sync_transactions.fail(connection, row, _UNREAD))
         if taken:
             self.unread.pop(row.load_balancer_id, None)
             self._wake(row.load_balancer_id)
@@ -258,7 +260,9 @@ class Reader:
         if None in listeners or None in pools or not (listeners or pools):
             return False
         whole: LoadBalancer = msgspec.structs.replace(tree, listeners=tuple(listeners), pools=tuple(pools))
-        return self._database.write(lambda connection: taking.take_tree(connection, row, whole, contents, _UNREAD))
+        return self._database.write(
+            lambda connection: sync_transactions.take_tree(connection, row, whole, contents, _UNREAD)
+        )
 
     # --- secrets ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import msgspec
 from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.provider_agent import taking
+from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import Node
-    from amphora_driver.provider_agent.reading import Reader
+    from amphora_driver.provider_agent.octavia_reader import Reader
 
 LOG = logging.getLogger(__name__)
 # Changes so many seconds ago are looked at when a reporter begins: the one before may not have come to it.
@@ -106,7 +106,7 @@ class Auditor:
         if not self._begun:
             self._begun = True
             since = time.time() - _LOOK_BACK
-            self.changed(self._database.read(lambda connection: taking.recently_changed(connection, since)))
+            self.changed(self._database.read(lambda connection: sync_transactions.recently_changed(connection, since)))
         with self._lock:
             if self._comparing or now < self._next or not self._due:
                 return
@@ -145,7 +145,7 @@ class Auditor:
         no other batch.
         """
         lost: list[str] = []
-        for batch in self._database.read(lambda connection: taking.batches(connection, row)):
+        for batch in self._database.read(lambda connection: sync_transactions.batches(connection, row)):
             found = self._library().get_member(batch.sample.id)
             if found is None or (not batch.came and _differing(batch.sample, from_octavia.member(found))):
                 words = (row.load_balancer_id, ", ".join(batch.removed))
@@ -153,19 +153,19 @@ class Auditor:
                 lost += batch.removed
         if lost:
             # What came with them is found when the load balancer is compared.
-            if self._database.write(lambda connection: taking.undo(connection, row, lost)):
+            if self._database.write(lambda connection: sync_transactions.undo(connection, row, lost)):
                 self.changed([row.load_balancer_id])
                 notifier.tell(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
             return False
         passed = [(row.load_balancer_id, row.generation)]
-        self._database.write(lambda connection: taking.mark_committed(connection, passed))
+        self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
         return True
 
     def compare(self, load_balancer_id: str) -> bool:
         """Compare one, and want what Octavia has kept; True if that was something else."""
-        before = self._database.read(lambda connection: taking.settled(connection, load_balancer_id))
+        before = self._database.read(lambda connection: sync_transactions.settled(connection, load_balancer_id))
         if before is None:
-            if self._database.read(lambda connection: taking.stays(connection, load_balancer_id)):
+            if self._database.read(lambda connection: sync_transactions.stays(connection, load_balancer_id)):
                 self.changed([load_balancer_id])
                 # Octavia was not asked: that has cost nothing.
                 self._next = 0.0
@@ -182,7 +182,9 @@ class Auditor:
             return False
         contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
         gone = nodes(recorded).keys() - nodes(tree).keys()
-        corrected = self._database.write(lambda connection: taking.correct(connection, row, tree, contents, gone))
+        corrected = self._database.write(
+            lambda connection: sync_transactions.correct(connection, row, tree, contents, gone)
+        )
         if corrected:
             words = "; ".join(differing)
             LOG.warning("load balancer %s: Octavia has kept something else, which is wanted: %s", row[0], words)
