@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from amphora_driver.compute.agent_code import AgentCode
-from amphora_driver.compute.folders import (
+from amphora_driver.compute.agent_source import AgentCode
+from amphora_driver.compute.detached_process import Process, end, find, spawn
+from amphora_driver.compute.interface import BootOrder, Machine, MachineState
+from amphora_driver.compute.state_dirs import (
     Folders,
     explained,
     files_of,
@@ -25,8 +27,6 @@ from amphora_driver.compute.folders import (
     write,
     write_image,
 )
-from amphora_driver.compute.interface import BootOrder, Machine, MachineState
-from amphora_driver.compute.process import Process, end, find, spawn
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import bridges, namespaces

@@ -19,21 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from amphora_driver.compute import acceleration
+from amphora_driver.compute import kvm_probe
 from amphora_driver.compute.config_drive import config_drive
-from amphora_driver.compute.folders import (
-    Folders,
-    explained,
-    files_of,
-    image_of,
-    last_words,
-    remove,
-    write,
-    write_image,
-)
+from amphora_driver.compute.detached_process import Process, end, find, spawn
 from amphora_driver.compute.images import BASE, Images, keep
 from amphora_driver.compute.interface import BootOrder, Machine, MachineState
-from amphora_driver.compute.process import Process, end, find, spawn
 from amphora_driver.compute.qemu_command import (
     CONSOLE,
     DISK,
@@ -47,6 +37,16 @@ from amphora_driver.compute.qemu_command import (
     tap,
 )
 from amphora_driver.compute.qmp import Monitor, talking
+from amphora_driver.compute.state_dirs import (
+    Folders,
+    explained,
+    files_of,
+    image_of,
+    last_words,
+    remove,
+    write,
+    write_image,
+)
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.network import namespaces, taps
@@ -56,8 +56,8 @@ from amphora_driver.network.interface import Subnet
 if TYPE_CHECKING:
     from oslo_config import cfg
 
-    from amphora_driver.network.addresses import Segment
     from amphora_driver.network.interface import Port
+    from amphora_driver.network.ip_allocation import Segment
     from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class QemuCompute:
     def _hardware(self, name: str, arguments: str | None, *, initrd: bool) -> Hardware:
         options = self._options
         chosen = options.accelerator
-        accelerated = chosen == "kvm" or (chosen == "auto" and acceleration.usable(options.program))
+        accelerated = chosen == "kvm" or (chosen == "auto" and kvm_probe.usable(options.program))
         return Hardware(
             program=options.program,
             name=name,
@@ -236,7 +236,7 @@ class QemuCompute:
             initrd=initrd,
             # qemu refuses to change to the user that it has.
             user=None if _number(options.user, "start a machine") == os.geteuid() else options.user,
-            runs_with=acceleration.runs_with_user(options.program),
+            runs_with=kvm_probe.runs_with_user(options.program),
         )
 
     def _start(self, amphora_id: str, folder: Path, hardware: Hardware, ports: tuple[Port, ...]) -> None:

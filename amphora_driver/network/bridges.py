@@ -22,8 +22,8 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from amphora_driver.errors import NetworkError
 from amphora_driver.network import namespaces
-from amphora_driver.network.addresses import AddressRange, Segment, mac_for
 from amphora_driver.network.interface import Port
+from amphora_driver.network.ip_allocation import AddressRange, Segment, mac_for
 
 # Usable at once, no duplicate address detection: the database has made sure of that.
 _NO_DAD = 0x02

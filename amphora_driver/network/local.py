@@ -19,10 +19,10 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import local_address, local_network, local_port, local_subnet
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.network import addresses, rows
-from amphora_driver.network.addresses import AddressRange, Segment
-from amphora_driver.network.guards import Guards
+from amphora_driver.network import ip_allocation, local_db
 from amphora_driver.network.interface import FixedAddress, NotYet, Owners, Port, Subnet, VipOptions, VipRequest
+from amphora_driver.network.ip_allocation import AddressRange, Segment
+from amphora_driver.network.port_security import Guards
 
 if TYPE_CHECKING:
     from oslo_config import cfg
@@ -68,9 +68,9 @@ class LocalNetwork:
         attempt = f"take a VIP for load balancer {load_balancer_id}"
 
         def work(connection: sa.Connection) -> tuple[Vip, ...]:
-            row = rows.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
+            row = local_db.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
             if row is not None and row.ours:
-                return rows.to_vips(rows.read_port(connection, row))
+                return local_db.to_vips(local_db.read_port(connection, row))
             if row is not None or any(request.port_id for request in wanted):
                 return self._adopt(connection, load_balancer_id, wanted, attempt)
             return self._take(connection, load_balancer_id, wanted, attempt)
@@ -81,13 +81,13 @@ class LocalNetwork:
         """Give back what `allocate_vip` took for this load balancer; a port the user brought stays."""
 
         def work(connection: sa.Connection) -> None:
-            row = rows.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
+            row = local_db.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
             if row is None:
                 return
             if row.ours:
-                rows.drop_port(connection, row.id)
+                local_db.drop_port(connection, row.id)
             else:
-                rows.set_owner(connection, row.id, rows.user_owner(row.id))
+                local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
         # While the addresses are still ours: whoever has them next obeys nothing of this load balancer's.
         self.guards.forget(load_balancer_id)
@@ -102,22 +102,26 @@ class LocalNetwork:
         attempt = f"make a port for {owner} on network {network_id}"
 
         def find(connection: sa.Connection) -> Port | None:
-            row = rows.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
-            return None if row is None else rows.read_port(connection, row)
+            row = local_db.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
+            return None if row is None else local_db.read_port(connection, row)
 
         def work(connection: sa.Connection) -> Port:
-            segment = rows.lock_network(connection, network_id, attempt)
+            segment = local_db.lock_network(connection, network_id, attempt)
             port = find(connection)
             have = set() if port is None else {fixed.subnet_id for fixed in port.addresses}
             missing = [
-                rows.subnet_range(connection, subnet_id, attempt) for subnet_id in subnet_ids if subnet_id not in have
+                local_db.subnet_range(connection, subnet_id, attempt)
+                for subnet_id in subnet_ids
+                if subnet_id not in have
             ]
             for subnet in missing:
-                rows.same_network(subnet, network_id, attempt)
-            fixed = [FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt)) for s in missing]
+                local_db.same_network(subnet, network_id, attempt)
+            fixed = [
+                FixedAddress(subnet_id=s.id, address=local_db.free_address(connection, s, attempt)) for s in missing
+            ]
             if port is None:
-                return rows.make_port(connection, segment, owner, fixed)
-            rows.add_addresses(connection, port.id, fixed, len(have))
+                return local_db.make_port(connection, segment, owner, fixed)
+            local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
         # Nearly every call finds its port: those wait for no writer.
@@ -134,8 +138,8 @@ class LocalNetwork:
         """Remove a port of ours; no error if it is not there."""
 
         def work(connection: sa.Connection) -> None:
-            if rows.port_row(connection, local_port.c.id == port_id, local_port.c.ours.is_(True)) is not None:
-                rows.drop_port(connection, port_id)
+            if local_db.port_row(connection, local_port.c.id == port_id, local_port.c.ours.is_(True)) is not None:
+                local_db.drop_port(connection, port_id)
 
         self._database.write(work)
 
@@ -153,7 +157,7 @@ class LocalNetwork:
 
     def subnet(self, subnet_id: str) -> Subnet:
         """What is known of a subnet."""
-        found = self._database.read(lambda c: rows.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
+        found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
 
     # --- what the one machine's operator and its users say -------------------------------------------------
@@ -161,7 +165,7 @@ class LocalNetwork:
     def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
         """Write a network down; no error if it is there already."""
         values = {"name": name, "bridge": bridge, "mtu": mtu}
-        self._database.write(lambda c: rows.upsert(c, local_network, network_id, values))
+        self._database.write(lambda c: local_db.upsert(c, local_network, network_id, values))
         return Segment(id=network_id, name=name, bridge=bridge, mtu=mtu)
 
     def define_subnet(self, subnet: AddressRange) -> None:
@@ -172,7 +176,7 @@ class LocalNetwork:
         """
         wanted = f"define {subnet}"
         for text in (subnet.first, subnet.last, *([subnet.gateway] if subnet.gateway else [])):
-            if addresses.read(text, wanted) not in subnet:
+            if ip_allocation.read(text, wanted) not in subnet:
                 raise NetworkError(wanted, f"{text} lies outside of it")
         values = {
             "network_id": subnet.network_id,
@@ -184,19 +188,19 @@ class LocalNetwork:
         }
 
         def work(connection: sa.Connection) -> None:
-            rows.lock_network(connection, subnet.network_id, wanted)
-            rows.upsert(connection, local_subnet, subnet.id, values)
+            local_db.lock_network(connection, subnet.network_id, wanted)
+            local_db.upsert(connection, local_subnet, subnet.id, values)
 
         self._database.write(work)
 
     def networks(self) -> tuple[Segment, ...]:
         """Every network."""
         query = sa.select(local_network).order_by(local_network.c.name)
-        return self._database.read(lambda c: tuple(rows.to_segment(row) for row in c.execute(query)))
+        return self._database.read(lambda c: tuple(local_db.to_segment(row) for row in c.execute(query)))
 
     def subnets(self, network_id: str | None = None) -> tuple[AddressRange, ...]:
         """Every subnet, or those of one network; IPv4 first."""
-        return self._database.read(lambda c: rows.subnet_ranges(c, network_id))
+        return self._database.read(lambda c: local_db.subnet_ranges(c, network_id))
 
     def all_ports(self) -> tuple[Port, ...]:
         """Every port of every owner."""
@@ -221,12 +225,12 @@ class LocalNetwork:
         attempt = f"make a port for {owner} on network {network_id}"
 
         def work(connection: sa.Connection) -> Port:
-            row = rows.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
+            row = local_db.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
             if row is not None:
-                return rows.read_port(connection, row)
-            segment = rows.lock_network(connection, network_id, attempt)
-            return rows.make_port(
-                connection, segment, owner, rows.checked_addresses(connection, network_id, wanted, attempt)
+                return local_db.read_port(connection, row)
+            segment = local_db.lock_network(connection, network_id, attempt)
+            return local_db.make_port(
+                connection, segment, owner, local_db.checked_addresses(connection, network_id, wanted, attempt)
             )
 
         return self._database.write(work)
@@ -237,12 +241,14 @@ class LocalNetwork:
         port_id = str(uuid.uuid4())
 
         def work(connection: sa.Connection) -> Port:
-            segment = rows.lock_network(connection, network_id, attempt)
-            fixed = rows.checked_addresses(connection, network_id, wanted, attempt) or [
-                FixedAddress(subnet_id=s.id, address=rows.free_address(connection, s, attempt))
-                for s in rows.subnet_ranges(connection, network_id)
+            segment = local_db.lock_network(connection, network_id, attempt)
+            fixed = local_db.checked_addresses(connection, network_id, wanted, attempt) or [
+                FixedAddress(subnet_id=s.id, address=local_db.free_address(connection, s, attempt))
+                for s in local_db.subnet_ranges(connection, network_id)
             ]
-            return rows.make_port(connection, segment, rows.user_owner(port_id), fixed, port_id=port_id, ours=False)
+            return local_db.make_port(
+                connection, segment, local_db.user_owner(port_id), fixed, port_id=port_id, ours=False
+            )
 
         return self._database.write(work)
 
@@ -254,40 +260,40 @@ class LocalNetwork:
         """
 
         def work(connection: sa.Connection) -> None:
-            row = rows.port_row(connection, local_port.c.id == port_id)
+            row = local_db.port_row(connection, local_port.c.id == port_id)
             if row is None:
                 return
-            if row.owner != rows.user_owner(port_id):
+            if row.owner != local_db.user_owner(port_id):
                 raise Conflict(f"delete port {port_id}", f"{row.owner} uses it")
-            rows.drop_port(connection, port_id)
+            local_db.drop_port(connection, port_id)
 
         self._database.write(work)
 
     # --- inside one transaction ----------------------------------------------------------------------------
 
     def _ports(self, condition: Any) -> tuple[Port, ...]:
-        query = rows.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
-        return self._database.read(lambda c: tuple(rows.read_port(c, row) for row in c.execute(query).all()))
+        query = local_db.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
+        return self._database.read(lambda c: tuple(local_db.read_port(c, row) for row in c.execute(query).all()))
 
     def _take(
         self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
     ) -> tuple[Vip, ...]:
-        subnets = [rows.choose_subnet(connection, request, attempt) for request in wanted]
+        subnets = [local_db.choose_subnet(connection, request, attempt) for request in wanted]
         networks = {subnet.network_id for subnet in subnets}
         if len(networks) != 1:
             names = ", ".join(str(subnet) for subnet in subnets) or "none"
             raise UnsupportedOption(attempt, f"its VIPs must be on one network, and these subnets are not: {names}")
         self._refuse_management(networks, attempt)
-        segment = rows.lock_network(connection, networks.pop(), attempt)
+        segment = local_db.lock_network(connection, networks.pop(), attempt)
         fixed: list[FixedAddress] = []
         for request, subnet in zip(wanted, subnets, strict=True):
             mine = [have.address for have in fixed]
             try:
-                fixed.append(rows.choose_address(connection, subnet, request.address, attempt, mine))
+                fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
                 # None is left, which is for the user to change.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
-        return rows.to_vips(rows.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
+        return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 
     def _adopt(
         self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
@@ -296,16 +302,16 @@ class LocalNetwork:
         port_ids = {request.port_id for request in wanted if request.port_id}
         if len(port_ids) > 1:
             raise UnsupportedOption(attempt, f"its VIPs must be on one port, not on {len(port_ids)}")
-        row = rows.port_row(connection, local_port.c.id == next(iter(port_ids), None))
+        row = local_db.port_row(connection, local_port.c.id == next(iter(port_ids), None))
         if row is None:
             raise UnsupportedOption(attempt, f"port {next(iter(port_ids), None)} does not exist")
         owner = vip_owner(load_balancer_id)
-        if row.ours or row.owner not in {owner, rows.user_owner(row.id)}:
+        if row.ours or row.owner not in {owner, local_db.user_owner(row.id)}:
             raise Conflict(attempt, f"port {row.id} is in use by {row.owner}")
         self._refuse_management({row.network_id}, attempt)
-        port = rows.read_port(connection, row)
-        vips = tuple(rows.matching_vip(connection, port, request, attempt) for request in wanted)
-        rows.set_owner(connection, row.id, owner)
+        port = local_db.read_port(connection, row)
+        vips = tuple(local_db.matching_vip(connection, port, request, attempt) for request in wanted)
+        local_db.set_owner(connection, row.id, owner)
         return vips
 
     def _refuse_management(self, networks: set[str], attempt: str) -> None:

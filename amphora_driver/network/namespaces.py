@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pyroute2 import IPRoute
 
-from amphora_driver.compute.process import Process, identify
+from amphora_driver.compute.detached_process import Process, identify
 from amphora_driver.errors import NetworkError
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import Any
 
 from amphora_driver.errors import NetworkError
 from amphora_driver.network import namespaces
-from amphora_driver.network.addresses import Segment
 from amphora_driver.network.bridges import near_end
 from amphora_driver.network.interface import Port
+from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"
 # linux/if_tun.h

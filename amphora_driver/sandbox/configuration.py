@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cryptography.fernet import Fernet
 
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.compute import acceleration
+from amphora_driver.compute import kvm_probe
 from amphora_driver.sandbox import topology
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _our_options(settings: Settings) -> _Sections:
 
 def emulated(settings: Settings) -> bool:
     """Whether its amphorae are virtual machines that have to be emulated."""
-    return settings.compute == "qemu" and not acceleration.usable(PROGRAM)
+    return settings.compute == "qemu" and not kvm_probe.usable(PROGRAM)
 
 
 def _virtual(*, emulated: bool) -> _Sections:

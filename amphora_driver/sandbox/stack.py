@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
+from amphora_driver.compute.detached_process import Process, end
 from amphora_driver.compute.netns import NetnsCompute
-from amphora_driver.compute.process import Process, end
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database

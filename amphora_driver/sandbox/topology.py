@@ -11,9 +11,9 @@ import uuid
 from typing import TYPE_CHECKING
 
 from amphora_driver.network import bridges, namespaces
-from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress, Port
-from amphora_driver.network.policies import QosPolicy, Rule, SecurityGroup
+from amphora_driver.network.ip_allocation import AddressRange
+from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:
     from amphora_driver.network.local import LocalNetwork

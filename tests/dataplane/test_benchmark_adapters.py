@@ -27,7 +27,7 @@ from throwaway_authority import CLIENT, SERVER
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.network.namespace import Namespace
-from amphora_driver.compute import process
+from amphora_driver.compute import detached_process
 from amphora_driver.database.engine import Database
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import Kind
@@ -59,14 +59,14 @@ class Room:
     def running(self, command, log, environment=None):
         """Yield the process of a command, and end it with its descendants afterwards."""
         inside = ["setpriv", "--pdeathsig", "KILL", "--", "nsenter", f"--net=/run/netns/{self._name}", "--", *command]
-        started = process.spawn(inside, {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, log)
+        started = detached_process.spawn(inside, {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, log)
         try:
             yield started
         except BaseException:
             sys.stderr.write(log.read_text())
             raise
         finally:
-            assert process.end(family(started), signal.SIGKILL, DEADLINE)
+            assert detached_process.end(family(started), signal.SIGKILL, DEADLINE)
 
     def close(self):
         self._thread.close()

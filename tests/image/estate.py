@@ -32,8 +32,8 @@ from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.network import bridges, namespaces
-from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import FixedAddress
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import Plugged

@@ -24,11 +24,11 @@ import disk
 from msgspec.structs import replace
 
 from amphora_driver import config
-from amphora_driver.compute.folders import image_of, last_words
 from amphora_driver.compute.images import Images, keep
 from amphora_driver.compute.qemu import QemuCompute, _make_overlay, _plug
 from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, INITRD, KERNEL, Hardware, command
 from amphora_driver.compute.qmp import Monitor, talking
+from amphora_driver.compute.state_dirs import image_of, last_words
 from amphora_driver.errors import ComputeError
 
 TAG, STATE = "frozen", "frozen.state"

@@ -22,8 +22,8 @@ from cloud import Cloud
 from sandbox_of_a_test import running
 
 from amphora_driver import config
+from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.netns import NetnsCompute
-from amphora_driver.compute.process import find
 from amphora_driver.database import tables, tables_fleet
 from amphora_driver.database.engine import Database
 from amphora_driver.failpoints import VARIABLE

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended]
 SOURCE = """
     from pathlib import Path
 
-    from amphora_driver.compute.folders import Folders
+    from amphora_driver.compute.state_dirs import Folders
     from amphora_driver.compute.netns import NetnsCompute
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from amphora_driver.compute import acceleration, console
-from amphora_driver.compute.process import find
+from amphora_driver.compute import console, kvm_probe
+from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, interface, limited, tap
 from amphora_driver.compute.qmp import talking
 from amphora_driver.network import namespaces, taps
@@ -52,7 +52,7 @@ def guest(switch, tmp_path):
     tmp_path.chmod(0o700)
     hardware = Hardware(
         program=PROGRAM, name="noise", machine="pc", accelerated=False, processors=1, memory=64, user=USER.pw_name,
-        runs_with=acceleration.runs_with_user(PROGRAM),
+        runs_with=kvm_probe.runs_with_user(PROGRAM),
     )  # fmt: skip
     enter = ["nsenter", f"--net={namespaces.path(switch)}", f"--wd={tmp_path}", "--"]
     with (tmp_path / CONSOLE).open("ab") as log:

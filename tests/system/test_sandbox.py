@@ -6,7 +6,7 @@ import http.client
 import openstack.exceptions
 import pytest
 
-from amphora_driver.compute import process
+from amphora_driver.compute import detached_process
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import demo_hosts, topology
 from amphora_driver.sandbox import settings as sandbox_settings
@@ -114,7 +114,7 @@ class TestVip:
 
 def test_down_and_up_again_serves_as_before(stack, cloud, monkeypatch):
     # From here on the programs start as in an operator's sandbox, without forks (tests/preloaded.py).
-    monkeypatch.setattr(stack.supervision, "spawn", process.spawn)
+    monkeypatch.setattr(stack.supervision, "spawn", detached_process.spawn)
     balancer = cloud.served("lasting", ("member1",))
     amphorae = cloud.amphorae(balancer)
     assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}

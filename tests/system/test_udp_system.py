@@ -15,7 +15,7 @@ from test_canaries import diagnosed
 from amphora_driver import config
 from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.network.policies import Rule, SecurityGroup
+from amphora_driver.network.port_security_rules import Rule, SecurityGroup
 from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae
 

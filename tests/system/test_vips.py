@@ -14,9 +14,9 @@ from cloud import Cloud
 from amphora_driver import config
 from amphora_driver.database import tables
 from amphora_driver.network import namespaces
-from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.network.policies import QosPolicy, Rule, SecurityGroup
+from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup
 from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from amphora_driver.compute.agent_code import AgentCode
+from amphora_driver.compute.agent_source import AgentCode
 
 
 @pytest.fixture

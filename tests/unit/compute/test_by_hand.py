@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from amphora_driver.compute import by_hand
+from amphora_driver.compute import boot_image
 from amphora_driver.compute.architecture import ARM64
 
 # Says what it was told and where it is, and runs until it is ended in the way qemu is.
@@ -43,7 +43,7 @@ def started(tmp_path, image):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", by_hand.__name__, image.name, "--accelerator", "tcg", "--port", str(port)]
+    command = [sys.executable, "-m", boot_image.__name__, image.name, "--accelerator", "tcg", "--port", str(port)]
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         said = ""
@@ -89,13 +89,13 @@ def test_what_is_said_is_where_its_files_are(started, image):
 def test_the_machine_is_of_the_images_kind(image, monkeypatch, manifest, words, program, machine):
     """As the manifest beside it says; a machine of arm64 boots by a firmware that qemu does not bring itself."""
     run = []
-    monkeypatch.setattr(by_hand, "_run", lambda argv, _folder: run.append(argv) or 0)
-    monkeypatch.setattr(by_hand.shutil, "which", lambda _: "/usr/bin/qemu")
+    monkeypatch.setattr(boot_image, "_run", lambda argv, _folder: run.append(argv) or 0)
+    monkeypatch.setattr(boot_image.shutil, "which", lambda _: "/usr/bin/qemu")
     if manifest is not None:
         image.with_suffix(".manifest").write_text(manifest)
     firmware = image.with_suffix(".fd")
     firmware.touch()
-    assert by_hand.main([str(image), "--accelerator", "tcg", "--firmware", str(firmware), *words]) == 0
+    assert boot_image.main([str(image), "--accelerator", "tcg", "--firmware", str(firmware), *words]) == 0
     (argv,) = run
     assert argv[0] == program
     assert argv[argv.index("-machine") + 1].split(",")[0] == machine
@@ -104,14 +104,14 @@ def test_the_machine_is_of_the_images_kind(image, monkeypatch, manifest, words, 
 
 def test_what_is_missing_is_said_with_its_package(image, monkeypatch, capsys):
     arm = msgspec.structs.replace(ARM64, firmware=("/nowhere.fd", "some-firmware"))
-    monkeypatch.setitem(by_hand.ARCHITECTURES, "arm64", arm)
+    monkeypatch.setitem(boot_image.ARCHITECTURES, "arm64", arm)
     for there, words in (
         (None, "apt-get install qemu-system-arm"),
         ("x", "no /nowhere.fd. apt-get install some-firmw"),
     ):
-        monkeypatch.setattr(by_hand.shutil, "which", lambda _, there=there: there)
+        monkeypatch.setattr(boot_image.shutil, "which", lambda _, there=there: there)
         with pytest.raises(SystemExit):
-            by_hand.main([str(image), "--arch", "arm64"])
+            boot_image.main([str(image), "--arch", "arm64"])
         assert words in capsys.readouterr().err
 
 
@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_with_its_package(image, monkeypatch, capsys):
 def test_a_file_that_is_not_there(image, monkeypatch, capsys, words):
     monkeypatch.chdir(image.parent)
     with pytest.raises(SystemExit):
-        by_hand.main(words)
+        boot_image.main(words)
     assert "there is no nowhere" in capsys.readouterr().err
 
 
@@ -127,5 +127,5 @@ def test_a_port_that_somebody_has(image, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SystemExit):
-            by_hand.main([str(image), "--port", str(port)])
+            boot_image.main([str(image), "--port", str(port)])
     assert f"somebody has port {port}" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from amphora_driver import config
-from amphora_driver.compute import folders
+from amphora_driver.compute import state_dirs
 from amphora_driver.compute.interface import BootOrder
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.errors import ComputeError
@@ -57,9 +57,9 @@ def test_a_folder_keeps_its_mark_to_the_last(tmp_path, deployment, monkeypatch):
         raise OSError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders.shutil, "rmtree", interrupted)
+        patched.setattr(state_dirs.shutil, "rmtree", interrupted)
         with pytest.raises(OSError, match="no more"):
-            folders.remove(folder)
+            state_dirs.remove(folder)
     assert compute.machines() == {ONE}
-    folders.remove(folder)
+    state_dirs.remove(folder)
     assert compute.booted() == []

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from amphora_driver import deadline
-from amphora_driver.compute import acceleration, qmp
+from amphora_driver.compute import kvm_probe, qmp
 from amphora_driver.errors import AmphoraDriverError, ComputeError
 
 PROGRAM = shutil.which("qemu-system-x86_64")
@@ -86,6 +86,6 @@ def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
 
 @needs_qemu
 def test_a_guest_is_run_to_know_whether_guests_run():
-    assert acceleration.counts(PROGRAM, "tcg", 120)
-    assert not acceleration.counts(PROGRAM, "tcg", 0.01)
-    assert acceleration.usable(PROGRAM) == acceleration.usable(PROGRAM)
+    assert kvm_probe.counts(PROGRAM, "tcg", 120)
+    assert not kvm_probe.counts(PROGRAM, "tcg", 0.01)
+    assert kvm_probe.usable(PROGRAM) == kvm_probe.usable(PROGRAM)

@@ -15,8 +15,8 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.model.secret_refs import tickets
-from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.interface import VipRequest
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.reconcile.tls_tickets import begun, ticket_keys

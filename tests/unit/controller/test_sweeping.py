@@ -16,9 +16,9 @@ from amphora_driver.errors import ComputeError
 from amphora_driver.maintenance import orphan_cleanup
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
 from amphora_driver.network import namespaces
-from amphora_driver.network.addresses import AddressRange
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import FixedAddress, VipRequest
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.store import amphorae, vip_claims

@@ -8,7 +8,7 @@ from octavia_objects import NETWORK, SUBNET, SUBNET6, listener, load_balancer, m
 
 from amphora_driver import config, driver
 from amphora_driver.database.engine import Database
-from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 
 

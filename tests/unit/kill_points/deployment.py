@@ -24,7 +24,7 @@ from amphora_driver.certificates.ca import create_authority
 from amphora_driver.database import migrate, tables, tables_fleet
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
-from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.plugins import Catalogue
 
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))

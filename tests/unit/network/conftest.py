@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.network.addresses import AddressRange
+from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 
 

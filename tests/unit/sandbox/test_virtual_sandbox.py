@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from amphora_driver import config
-from amphora_driver.compute import acceleration
+from amphora_driver.compute import kvm_probe
 from amphora_driver.sandbox import configuration
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.settings import SandboxError
@@ -30,7 +30,7 @@ def options(folder, **choices):
 @pytest.fixture(autouse=True, params=["emulated", "accelerated"])
 def emulated(request, monkeypatch):
     """Whether KVM works here."""
-    monkeypatch.setattr(acceleration, "usable", lambda _: request.param == "accelerated")
+    monkeypatch.setattr(kvm_probe, "usable", lambda _: request.param == "accelerated")
     return request.param == "emulated"
 
 

@@ -25,10 +25,10 @@ from amphora_driver.database.tables import (
     local_vip_option,
 )
 from amphora_driver.errors import NetworkError, UnsupportedOption
-from amphora_driver.network import namespaces, policies, rows
+from amphora_driver.network import local_db, namespaces, port_security_rules
 from amphora_driver.network.bridges import near_end
 from amphora_driver.network.interface import VipOptions
-from amphora_driver.network.policies import Guarded, QosPolicy, Rule, SecurityGroup
+from amphora_driver.network.port_security_rules import Guarded, QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
@@ -53,7 +53,7 @@ class Guards:
     def define_policy(self, policy: QosPolicy) -> None:
         """Write a QoS policy down, or change it; VIPs that have it obey at once."""
         values = {"name": policy.name, "egress_kbps": policy.egress_kbps, "ingress_kbps": policy.ingress_kbps}
-        self._database.write(lambda c: rows.upsert(c, local_qos_policy, policy.id, values))
+        self._database.write(lambda c: local_db.upsert(c, local_qos_policy, policy.id, values))
         self._enforce_if_any()
 
     def define_group(self, group: SecurityGroup) -> None:
@@ -62,9 +62,9 @@ class Guards:
         Raises:
             NetworkError: one of its rules means nothing.
         """
-        policies.check(group)
+        port_security_rules.check(group)
         values = {"name": group.name, "rules": msgspec.json.encode(group.rules).decode()}
-        self._database.write(lambda c: rows.upsert(c, local_security_group, group.id, values))
+        self._database.write(lambda c: local_db.upsert(c, local_security_group, group.id, values))
         self._enforce_if_any()
 
     def policies(self) -> tuple[QosPolicy, ...]:
@@ -126,7 +126,7 @@ class Guards:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             guarded = [one for one in self._database.read(_guarded) if one.load_balancer_id != without]
-            _execute(str(place), policies.ruleset(guarded))
+            _execute(str(place), port_security_rules.ruleset(guarded))
         finally:
             os.close(descriptor)
 

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import local_address, local_network, local_port, local_subnet
 from amphora_driver.errors import Conflict, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.network import addresses
-from amphora_driver.network.addresses import AddressRange, Segment
+from amphora_driver.network import ip_allocation
 from amphora_driver.network.interface import FixedAddress, Port, VipRequest
+from amphora_driver.network.ip_allocation import AddressRange, Segment
 
 PORTS = sa.select(local_port, local_network.c.mtu).join(local_network, local_network.c.id == local_port.c.network_id)
 
@@ -88,7 +88,7 @@ def choose_subnet(connection: sa.Connection, request: VipRequest, attempt: str) 
     segment = lock_network(connection, request.network_id, attempt)
     subnets = subnet_ranges(connection, request.network_id)
     if request.address:
-        address = addresses.read(request.address, attempt)
+        address = ip_allocation.read(request.address, attempt)
         subnets = tuple(subnet for subnet in subnets if address in subnet)
     if not subnets:
         suited = f" that contains {request.address}" if request.address else ""
@@ -106,7 +106,7 @@ def choose_address(
     """The address asked for, if it can be had, or a free one."""
     if not address:
         return FixedAddress(subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken))
-    text = addresses.check(addresses.read(address, attempt), subnet, attempt)
+    text = ip_allocation.check(ip_allocation.read(address, attempt), subnet, attempt)
     if text in {*taken_addresses(connection, subnet), *also_taken}:
         raise Conflict(attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider.")
     return FixedAddress(subnet_id=subnet.id, address=text)
@@ -132,7 +132,7 @@ def taken_addresses(connection: sa.Connection, subnet: AddressRange) -> set[str]
 
 def free_address(connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()) -> str:
     """An address nobody has."""
-    return addresses.lowest_free(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
+    return ip_allocation.lowest_free(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
 
 
 def port_row(connection: sa.Connection, *conditions: Any) -> Any:
@@ -180,7 +180,7 @@ def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAd
     stands_for = fixed[0].address if fixed else str(uuid.uuid4())
     attempt = 0
     while True:
-        mac = addresses.mac_for(network_id, stands_for, attempt)
+        mac = ip_allocation.mac_for(network_id, stands_for, attempt)
         if connection.execute(sa.select(local_port.c.id).where(local_port.c.mac == mac)).first() is None:
             return mac
         attempt += 1
@@ -214,7 +214,7 @@ def set_owner(connection: sa.Connection, port_id: str, owner: str) -> None:
 
 def matching_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
     """The address of a user's port that this request means."""
-    wanted = str(addresses.read(request.address, attempt)) if request.address else None
+    wanted = str(ip_allocation.read(request.address, attempt)) if request.address else None
     found = [
         fixed
         for fixed in port.addresses

@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.compute import acceleration
+from amphora_driver.compute import kvm_probe
 from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architecture, of_image
 from amphora_driver.compute.config_drive import config_drive
-from amphora_driver.compute.folders import write
 from amphora_driver.compute.qemu_command import DRIVE, Hardware, hand_command
+from amphora_driver.compute.state_dirs import write
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 
 _AGENT_PORT = 9443
@@ -79,7 +79,7 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
     # What is tried is a guest of amd64.
-    found = chosen.accelerator == "auto" and kind is AMD64 and acceleration.usable(kind.program)
+    found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
     hardware = Hardware(
         program=kind.program,
