@@ -41,8 +41,8 @@ from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.job import Turn, goes_first
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
-from amphora_driver.telemetry import logs
-from amphora_driver.telemetry.server import Telemetry
+from amphora_driver.telemetry import log_context
+from amphora_driver.telemetry.http_server import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,7 +347,7 @@ class ControllerService(cotyledon.Service):
 
     def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
         super().__init__(worker_id)
-        logs.setup(conf, self.name)
+        log_context.setup(conf, self.name)
         self._controller = Controller(conf)
 
     def run(self) -> None:
@@ -363,7 +363,7 @@ class ControllerService(cotyledon.Service):
 def main() -> int:
     """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
     conf = config.load()
-    logs.setup(conf, ControllerService.name)
+    log_context.setup(conf, ControllerService.name)
     if not schema_check.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()

@@ -29,8 +29,8 @@ from amphora_driver.health.unknown_amphorae import Strays
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
-from amphora_driver.telemetry import logs, metrics
-from amphora_driver.telemetry.server import Telemetry
+from amphora_driver.telemetry import log_context, process_metrics
+from amphora_driver.telemetry.http_server import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -101,12 +101,12 @@ class HealthManager:
         ]
         for thread in others:
             thread.start()
-        metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
+        process_metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
         try:
             with self._telemetry:
                 self._receiver.run()
         finally:
-            metrics.heartbeats_from(None)
+            process_metrics.heartbeats_from(None)
             self.stop()
             for thread in others:
                 thread.join()
@@ -166,7 +166,7 @@ class HealthManager:
     def _flush(self, *, last: bool = False) -> None:
         try:
             failpoints.reach(failpoints.Point.FLUSHING)
-            with metrics.flush():
+            with process_metrics.flush():
                 news = self._bookkeeper.flush(last=last)
             failpoints.reach(failpoints.Point.FLUSHED)
             self._hearing.written()
@@ -188,7 +188,7 @@ class HealthManagerService(cotyledon.Service):
 
     def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
         super().__init__(worker_id)
-        logs.setup(conf, self.name)
+        log_context.setup(conf, self.name)
         self._manager = HealthManager(conf)
 
     def run(self) -> None:
@@ -204,7 +204,7 @@ class HealthManagerService(cotyledon.Service):
 def main() -> int:
     """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
     conf = config.load()
-    logs.setup(conf, HealthManagerService.name)
+    log_context.setup(conf, HealthManagerService.name)
     if not schema_check.fits(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()

@@ -147,6 +147,6 @@ def _watched(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContext
     if not conf.status.provider_agent_port:
         return nullcontext()
     # Octavia's process is not ours to fill: it is imported only where it is wanted.
-    from amphora_driver.telemetry.server import Telemetry  # noqa: PLC0415
+    from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, Kind.PROVIDER_AGENT, name, reporter.does_its_duty)

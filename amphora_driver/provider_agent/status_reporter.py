@@ -31,7 +31,7 @@ from amphora_driver.provider_agent.octavia_reader import Reader
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
-from amphora_driver.telemetry import metrics
+from amphora_driver.telemetry import process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -240,7 +240,7 @@ class Reporter:
         """A call that changes something in Octavia; while it lasts the duty is kept."""
         self._telling = True
         try:
-            with metrics.octavia(what):
+            with process_metrics.octavia(what):
                 yield
         finally:
             self._telling = False
@@ -331,7 +331,7 @@ class Reporter:
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.taken(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
-        metrics.reported("taken", len(accepted))
+        process_metrics.reported("taken", len(accepted))
         return True
 
     def _due(self, report: status_outbox.Due) -> bool:
@@ -354,7 +354,7 @@ class Reporter:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return True
             pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
-            metrics.reported("refused")
+            process_metrics.reported("refused")
             LOG.warning(
                 "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
             )
@@ -371,7 +371,7 @@ class Reporter:
         totals = self._database.read(lambda connection: listener_stats.due(connection, _MOST_ROWS))
         if not totals:
             return
-        with metrics.octavia("statistics"):
+        with process_metrics.octavia("statistics"):
             self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
         self._database.write(lambda connection: listener_stats.taken(connection, totals))
 

@@ -31,7 +31,7 @@ from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
 from amphora_driver.store.failovers import Event
-from amphora_driver.telemetry import metrics
+from amphora_driver.telemetry import process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,7 +136,7 @@ class Steps:
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         self._doing = type(step).__name__
         failpoints.reach_in(self._doing, failpoints.Moment.BEFORE)
-        with kept(self._turn.deadline), metrics.step(self._doing):
+        with kept(self._turn.deadline), process_metrics.step(self._doing):
             self._ways[type(step)](step, wanted, {one.id: one for one in observed})
         failpoints.reach_in(self._doing, failpoints.Moment.MARKED)
 

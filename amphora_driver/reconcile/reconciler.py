@@ -38,7 +38,7 @@ from amphora_driver.reconcile.omitted_objects import left_out_of
 from amphora_driver.reconcile.tree_cache import Trees
 from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
-from amphora_driver.telemetry import logs, metrics
+from amphora_driver.telemetry import log_context, process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,7 +95,7 @@ class Reconciler:
     def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
         """Make the lease's load balancer as recorded; never raises."""
         turn = turn or self.begin(lease)
-        with logs.about(load_balancer=lease.load_balancer_id), metrics.job() as job:
+        with log_context.about(load_balancer=lease.load_balancer_id), process_metrics.job() as job:
             job.outcome = self._attempt(lease, turn)
 
     def _attempt(self, lease: Lease, turn: Turn) -> str:
@@ -190,7 +190,7 @@ class Reconciler:
             return None, ()
         # At once: what comes between this look and the next one is newer than what was seen.
         turn.saw(row.generation, row.op)
-        logs.of_generation(row.generation)
+        log_context.of_generation(row.generation)
         turn.replacing = bool(row.replacing)
         turn.staying = frozenset(one.id for one in observed if one.state is not amphorae.State.RETIRING)
         if row.op == Op.SPARES:

@@ -13,7 +13,7 @@ from amphora_driver import config
 from amphora_driver.network import namespaces
 from amphora_driver.sandbox import configuration
 from amphora_driver.store.process_registry import Kind
-from amphora_driver.telemetry.server import Telemetry
+from amphora_driver.telemetry.http_server import Telemetry
 
 pytestmark = pytest.mark.root
 

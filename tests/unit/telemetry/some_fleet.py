@@ -6,7 +6,7 @@ import time
 import uuid
 
 from amphora_driver.database import tables, tables_fleet
-from amphora_driver.telemetry.facts import Balancer, Fleet, Machine, Process
+from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine, Process
 
 NOW = 1_800_000_000.0
 INTERVAL = 3.0

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 from some_fleet import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
 
-from amphora_driver.telemetry.attention import Level, gathered, notices, worst
-from amphora_driver.telemetry.facts import Authority, Breaker, Failover, Outbox, Pool, Rotation, Sight, Zombie
+from amphora_driver.telemetry.alerts import Level, gathered, notices, worst
+from amphora_driver.telemetry.fleet_snapshot import Authority, Breaker, Failover, Outbox, Pool, Rotation, Sight, Zombie
 
 GOING = Failover(
     id=1,

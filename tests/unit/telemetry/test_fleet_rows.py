@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from some_fleet import NOW, identifier, rows, write
 
 from amphora_driver.errors import StoreError
-from amphora_driver.telemetry import fleet as reading
-from amphora_driver.telemetry.attention import Level, notices, worst
-from amphora_driver.telemetry.facts import Breaker, Sight
-from amphora_driver.telemetry.looking import Looking, read_only
+from amphora_driver.telemetry import fleet_queries as reading
+from amphora_driver.telemetry.alerts import Level, notices, worst
+from amphora_driver.telemetry.fleet_snapshot import Breaker, Sight
+from amphora_driver.telemetry.snapshot_cache import Looking, read_only
 
 
 def seen(database):

@@ -13,8 +13,8 @@ from some_fleet import NOW, identifier, rows, write
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import StoreError
-from amphora_driver.telemetry import fleet as reading
-from amphora_driver.telemetry.looking import read_only
+from amphora_driver.telemetry import fleet_queries as reading
+from amphora_driver.telemetry.snapshot_cache import read_only
 
 
 @pytest.fixture(scope="module", params=["mariadb", "postgresql"])

@@ -6,7 +6,7 @@ import base64
 import pytest
 
 from amphora_driver.secret import Secret
-from amphora_driver.telemetry.head import LONGEST_HEAD, Refused, admit, parse
+from amphora_driver.telemetry.http_request import LONGEST_HEAD, Refused, admit, parse
 
 TOKEN = Secret(b"correct horse")
 

@@ -10,7 +10,7 @@ import pytest
 from oslo_config import cfg
 from oslo_log import formatters, log
 
-from amphora_driver.telemetry import logs
+from amphora_driver.telemetry import log_context
 
 
 @pytest.fixture(params=["plain", "json"])
@@ -27,8 +27,8 @@ def written(request):
     logger.propagate = False
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    logs.attach(logger)
-    logs.attach(logger)
+    log_context.attach(logger)
+    log_context.attach(logger)
     yield request.param, logger, lambda: text.getvalue().splitlines()
     logger.removeHandler(handler)
 
@@ -48,11 +48,11 @@ def fields(form, line):
 def test_every_line_on_the_way_has_them_and_none_after(written):
     form, logger, lines = written
     logger.info("before")
-    with logs.about(load_balancer="lb1"):
+    with log_context.about(load_balancer="lb1"):
         logger.info("begun")
-        logs.of_generation(7)
+        log_context.of_generation(7)
         logger.info("looked")
-        with logs.about(amphora="a1"):
+        with log_context.about(amphora="a1"):
             logger.warning("said: 100 %% of %s", "it")
         logger.info("and on")
     logger.info("after")
@@ -63,11 +63,11 @@ def test_every_line_on_the_way_has_them_and_none_after(written):
 
 def test_threads_say_it_for_themselves(written):
     form, logger, lines = written
-    with logs.about(load_balancer="lb1"), ThreadPoolExecutor(1) as pool:
+    with log_context.about(load_balancer="lb1"), ThreadPoolExecutor(1) as pool:
         pool.submit(logger.info, "nothing is inherited").result()
 
         def push():
-            with logs.about("lb1", "a2", 3):
+            with log_context.about("lb1", "a2", 3):
                 logger.info("said")
 
         pool.submit(push).result()
@@ -76,6 +76,6 @@ def test_threads_say_it_for_themselves(written):
 
 
 def test_an_error_leaves_nothing_behind():
-    with pytest.raises(ValueError, match="on the way"), logs.about(load_balancer="lb1"):
+    with pytest.raises(ValueError, match="on the way"), log_context.about(load_balancer="lb1"):
         raise ValueError("on the way")
-    assert logs.subject() == {}
+    assert log_context.subject() == {}

@@ -11,11 +11,11 @@ from test_attention import AUTHORITY, GOING, ROTATION
 
 from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, StoreError
 from amphora_driver.store.failovers import Cause, Outcome
-from amphora_driver.telemetry import exposition, metrics
-from amphora_driver.telemetry.attention import notices
-from amphora_driver.telemetry.facts import Breaker, Outbox, Pool, Sight
-from amphora_driver.telemetry.looking import View
-from amphora_driver.telemetry.metrics import Meters
+from amphora_driver.telemetry import fleet_metrics, process_metrics
+from amphora_driver.telemetry.alerts import notices
+from amphora_driver.telemetry.fleet_snapshot import Breaker, Outbox, Pool, Sight
+from amphora_driver.telemetry.process_metrics import Meters
+from amphora_driver.telemetry.snapshot_cache import View
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -51,7 +51,7 @@ def full():
 
 
 def told(view, own=None):
-    text, _ = exposition.answer("", own, view, "1.2", "controller")
+    text, _ = fleet_metrics.answer("", own, view, "1.2", "controller")
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in text.decode().splitlines()
@@ -129,8 +129,8 @@ def test_heartbeats_are_read_where_they_are_counted():
 
 
 def test_words_are_those_of_the_rows():
-    assert set(metrics.CAUSES) == {one.value for one in Cause}
-    assert set(metrics.ENDS) == {one.value for one in Outcome}
+    assert set(process_metrics.CAUSES) == {one.value for one in Cause}
+    assert set(process_metrics.ENDS) == {one.value for one in Outcome}
 
 
 def test_the_fleet():

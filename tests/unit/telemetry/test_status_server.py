@@ -18,10 +18,10 @@ from amphora_driver import config
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
 from amphora_driver.store.process_registry import Kind
-from amphora_driver.telemetry import metrics, server
-from amphora_driver.telemetry.answers import TokenFile
-from amphora_driver.telemetry.head import Refused
-from amphora_driver.telemetry.server import NoServer, StatusServer, Telemetry
+from amphora_driver.telemetry import http_server, process_metrics
+from amphora_driver.telemetry.handlers import TokenFile
+from amphora_driver.telemetry.http_request import Refused
+from amphora_driver.telemetry.http_server import NoServer, StatusServer, Telemetry
 
 # Seconds: the machine may be busy.
 PATIENCE = 60
@@ -204,15 +204,15 @@ def test_over_tls_and_with_a_new_certificate_at_once(url, tmp_path):
 
 
 def test_nobody_who_is_slow_keeps_others_waiting(url, monkeypatch):
-    monkeypatch.setattr(server, "_LONGEST", 1.0)
+    monkeypatch.setattr(http_server, "_LONGEST", 1.0)
     with running(url) as port:
-        slow = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * server._MOST)]
+        slow = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * http_server._MOST)]
         try:
-            for one in slow[-server._MOST :]:
+            for one in slow[-http_server._MOST :]:
                 one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
             assert asked(port, "/healthz")[0] == 200
             assert (
-                sum(one.name == "status" for one in threading.enumerate()) <= 2 * server._MOST
+                sum(one.name == "status" for one in threading.enumerate()) <= 2 * http_server._MOST
             )  # those that are just being let go among them
             # All of them are let go, although some say a little now and then.
             for one in slow:
@@ -236,7 +236,7 @@ def test_heads_without_end_are_refused(url):
 
 
 def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
-    monkeypatch.setattr(server, "_BIND_AGAIN", 0.05)
+    monkeypatch.setattr(http_server, "_BIND_AGAIN", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Telemetry(options(url, bind_port=port), Kind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
@@ -273,7 +273,7 @@ def test_fail_overs_that_end_are_counted_once(url, database):
     before = {**ended, "served_at": now, "ended_at": now - 1, "outcome": "done"}
 
     def counted(name, *labels):
-        return metrics.OURS.registry.get_sample_value(name, dict(labels)) or 0.0
+        return process_metrics.OURS.registry.get_sample_value(name, dict(labels)) or 0.0
 
     labels = ("cause", "silent"), ("outcome", "done")
     first = counted("amphora_failovers_total", *labels)

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.secret import Secret
-from amphora_driver.telemetry import exposition, page
-from amphora_driver.telemetry.head import Refused, Request, admit
-from amphora_driver.telemetry.metrics import OURS
+from amphora_driver.telemetry import fleet_metrics, status_page
+from amphora_driver.telemetry.http_request import Refused, Request, admit
+from amphora_driver.telemetry.process_metrics import OURS
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from amphora_driver.telemetry.looking import Looking, View
+    from amphora_driver.telemetry.snapshot_cache import Looking, View
 
 LOG = logging.getLogger(__name__)
 _HTML = "text/html; charset=utf-8"
@@ -43,7 +43,7 @@ _ALWAYS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Content-Security-Policy": page.POLICY,
+    "Content-Security-Policy": status_page.POLICY,
     "Connection": "close",
 }
 _ASK = {"WWW-Authenticate": 'Basic realm="amphorae", charset="UTF-8"'}
@@ -133,7 +133,9 @@ class Answers:
         does_its_duty: whether this process does.
     """
 
-    def __init__(self, looking: Looking, who: page.Who, tokens: TokenFile, does_its_duty: Callable[[], bool]) -> None:
+    def __init__(
+        self, looking: Looking, who: status_page.Who, tokens: TokenFile, does_its_duty: Callable[[], bool]
+    ) -> None:
         self._looking = looking
         self._who = who
         self._tokens = tokens
@@ -161,22 +163,22 @@ class Answers:
         if path == "/page.json":
             view = self._looking.view()
             whole = self._page(view, request)
-            body = self._once(view, ("parts", _query(request)), lambda: page.refreshed(view, whole))
+            body = self._once(view, ("parts", _query(request)), lambda: status_page.refreshed(view, whole))
             return Answer(content_type=_JSON, body=body)
         if path == "/status.json":
             view = self._looking.view()
-            body = self._once(view, ("facts", ""), lambda: page.facts(view, who))
+            body = self._once(view, ("facts", ""), lambda: status_page.facts(view, who))
             return Answer(content_type=_JSON, body=body)
         if path in {"/metrics", "/metrics/process", "/metrics/fleet"}:
             own = None if path == "/metrics/fleet" else OURS.registry
             seen = None if path == "/metrics/process" else self._looking.view()
-            text, content_type = exposition.answer(accept, own, seen, who.version, who.kind)
+            text, content_type = fleet_metrics.answer(accept, own, seen, who.version, who.kind)
             return Answer(content_type=content_type, body=text)
         raise Refused(404, "There is no such page.")
 
     def _page(self, view: View, request: Request) -> bytes:
         query = _query(request)
-        return self._once(view, ("page", query), lambda: page.document(view, self._who, query))
+        return self._once(view, ("page", query), lambda: status_page.document(view, self._who, query))
 
     def _once(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
         """What was made of this view already, or is made now by one while others wait."""
@@ -197,4 +199,4 @@ def refused(refusal: Refused) -> Answer:
 
 
 def _query(request: Request) -> str:
-    return request.wants("q")[: page.LONGEST_QUERY]
+    return request.wants("q")[: status_page.LONGEST_QUERY]

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_driver.telemetry.attention import Level, Notice, gathered, oldest_due, worst
-from amphora_driver.telemetry.looking import duration
+from amphora_driver.telemetry.alerts import Level, Notice, gathered, oldest_due, worst
+from amphora_driver.telemetry.snapshot_cache import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amphora_driver.telemetry.facts import Balancer, Fleet, Machine
-    from amphora_driver.telemetry.looking import View
+    from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine
+    from amphora_driver.telemetry.snapshot_cache import View
 
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")

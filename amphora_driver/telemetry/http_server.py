@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amphora_driver.store.process_registry import Kind, version
-from amphora_driver.telemetry.answers import Answer, Answers, TokenFile, refused
-from amphora_driver.telemetry.head import LONGEST_HEAD, Refused, parse
-from amphora_driver.telemetry.looking import Looking, read_only
-from amphora_driver.telemetry.page import Who
+from amphora_driver.telemetry.handlers import Answer, Answers, TokenFile, refused
+from amphora_driver.telemetry.http_request import LONGEST_HEAD, Refused, parse
+from amphora_driver.telemetry.snapshot_cache import Looking, read_only
+from amphora_driver.telemetry.status_page import Who
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from amphora_driver.store.process_registry import EVERY, Kind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amphora_driver.telemetry.facts import Balancer, Fleet, Machine
+    from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine
 
 # Seconds after which a process that has said nothing is taken for gone.
 _GONE_AFTER = 5 * EVERY

@@ -18,7 +18,7 @@ from amphora_driver.database import clock, tables, tables_fleet
 from amphora_driver.store import circuit_breaker, spare_pools
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import Spec
-from amphora_driver.telemetry.facts import (
+from amphora_driver.telemetry.fleet_snapshot import (
     SPARE,
     Authority,
     Balancer,

@@ -15,16 +15,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from amphora_driver.telemetry.attention import Level, oldest_due, worst
-from amphora_driver.telemetry.metrics import CAUSES
+from amphora_driver.telemetry.alerts import Level, oldest_due, worst
+from amphora_driver.telemetry.process_metrics import CAUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from prometheus_client.metrics_core import Metric
 
-    from amphora_driver.telemetry.facts import Fleet, Machine
-    from amphora_driver.telemetry.looking import View
+    from amphora_driver.telemetry.fleet_snapshot import Fleet, Machine
+    from amphora_driver.telemetry.snapshot_cache import View
 
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _STATES = ("ACTIVE", "ERROR", "PENDING_CREATE", "PENDING_UPDATE", "PENDING_DELETE")
