@@ -17,8 +17,8 @@ import sqlalchemy as sa
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import prefixes, recorded
-from amphora_driver.cli.columns import Age, Moment, Partners, Plain, Ports, Said
+from amphora_driver.cli import id_prefix, queries
+from amphora_driver.cli.formatting import Age, Moment, Partners, Plain, Ports, Said
 from amphora_driver.database.tables import amphora, work
 
 LIST_HEAD = (
@@ -44,9 +44,9 @@ class ListAmphorae(Lister):
 
         def look(connection: sa.Connection) -> Sequence[Any]:
             # A row whose load balancer is gone is shown all the same.
-            query = recorded.amphorae().where(sa.or_(work.c.op.is_(None), prefixes.IS_LOAD_BALANCER))
+            query = queries.amphorae().where(sa.or_(work.c.op.is_(None), id_prefix.IS_LOAD_BALANCER))
             if parsed_args.loadbalancer:
-                chosen = prefixes.load_balancer(connection, parsed_args.loadbalancer)
+                chosen = id_prefix.load_balancer(connection, parsed_args.loadbalancer)
                 query = query.where(amphora.c.load_balancer_id == chosen)
             if parsed_args.project:
                 query = query.where(work.c.project_id == parsed_args.project)
@@ -57,7 +57,7 @@ class ListAmphorae(Lister):
         rows: Sequence[Any] = self.app.read(look)
         if parsed_args.stale:
             before = time.time() - self.app.conf.failover.silent_after
-            rows = [row for row in rows if recorded.is_stale(row, before)]
+            rows = [row for row in rows if queries.is_stale(row, before)]
         return LIST_HEAD, map(_listed, rows)
 
 
@@ -74,8 +74,8 @@ class ShowAmphora(ShowOne):
         """Names and values."""
 
         def look(connection: sa.Connection) -> Any:
-            sought = prefixes.amphora_id(connection, parsed_args.amphora)
-            return connection.execute(recorded.amphorae().where(amphora.c.id == sought)).one()
+            sought = id_prefix.amphora_id(connection, parsed_args.amphora)
+            return connection.execute(queries.amphorae().where(amphora.c.id == sought)).one()
 
         shown = _shown(self.app.read(look))
         return tuple(shown), tuple(shown.values())

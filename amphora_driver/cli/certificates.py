@@ -17,7 +17,7 @@ from cliff.show import ShowOne
 
 from amphora_driver.certificates import ca_rotation, trust_store
 from amphora_driver.certificates.ca import fingerprint
-from amphora_driver.cli.columns import Moment
+from amphora_driver.cli.formatting import Moment
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records

@@ -15,8 +15,8 @@ import sqlalchemy as sa
 from cliff.command import Command
 from cliff.lister import Lister
 
-from amphora_driver.cli.asking import who_where
-from amphora_driver.cli.columns import Age, Listed, Moment
+from amphora_driver.cli.failover_request import who_where
+from amphora_driver.cli.formatting import Age, Listed, Moment
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import Kind

@@ -18,8 +18,8 @@ from cliff.command import Command
 
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
-from amphora_driver.cli import differing, prefixes
-from amphora_driver.cli.screen import plain
+from amphora_driver.cli import config_diff, id_prefix
+from amphora_driver.cli.terminal_escape import plain
 from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
@@ -56,7 +56,7 @@ class DiffLoadBalancer(Command):
     def take_action(self, parsed_args: argparse.Namespace) -> int:
         """Ask every amphora, and print what differs."""
         catalogue, vault = Catalogue(self.app.conf, self.app.database), _vault(self.app)
-        chosen = self.app.read(lambda connection: prefixes.load_balancer(connection, parsed_args.load_balancer))
+        chosen = self.app.read(lambda connection: id_prefix.load_balancer(connection, parsed_args.load_balancer))
         recorded = self.app.read(lambda connection: record_of(connection, chosen, catalogue))
         if recorded is None:
             raise Conflict(f"compare load balancer {chosen}", "it is being made, or removed", "Wait for that.")
@@ -71,7 +71,7 @@ class DiffLoadBalancer(Command):
                     self.app.stderr.write(f"{plain(str(error))}\n")
                     status = max(status, SILENT)
                     continue
-                lines = differing.differences(one.id, wanted[one.id], said)
+                lines = config_diff.differences(one.id, wanted[one.id], said)
                 self.app.stdout.writelines(f"{line}\n" for line in lines)
                 status = max(status, DIFFERENT if lines else 0)
         finally:
@@ -92,7 +92,7 @@ class RepairLoadBalancer(Command):
         """Write it down, and say what happens next."""
 
         def write(connection: sa.Connection) -> tuple[str, list[str]]:
-            chosen = prefixes.load_balancer(connection, parsed_args.load_balancer)
+            chosen = id_prefix.load_balancer(connection, parsed_args.load_balancer)
             op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == chosen)).scalar_one()
             if op != Op.APPLY:
                 raise Conflict(f"repair load balancer {chosen}", "it is being removed", "Wait for that.")
@@ -146,7 +146,7 @@ class DiagnoseAmphora(Command):
 
 
 def _row(connection: sa.Connection, text: str) -> tuple[str, Mapping[str, Any]]:
-    chosen = prefixes.amphora_id(connection, text)
+    chosen = id_prefix.amphora_id(connection, text)
     ours = [column for column in amphora.c if column.name != "heartbeat_key"]
     heard = [amphora_seen.c.seen_at, amphora_seen.c.generation.label("heard_generation"), amphora_seen.c.holds_vip]
     together = amphora.outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
@@ -170,4 +170,4 @@ def _said(agents: AgentClient, amphora_id: str, address: str | None) -> dict[str
     except AgentRefused as error:
         if error.status != _NOT_FOUND:
             raise
-        return differing.of_diagnostics(agents.diagnostics(amphora_id, str(address), deadline=deadline))
+        return config_diff.of_diagnostics(agents.diagnostics(amphora_id, str(address), deadline=deadline))

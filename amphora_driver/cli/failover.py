@@ -17,9 +17,9 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli.asking import who
-from amphora_driver.cli.columns import Age, Moment, Plain, Span
-from amphora_driver.cli.screen import plain
+from amphora_driver.cli.failover_request import who
+from amphora_driver.cli.formatting import Age, Moment, Plain, Span
+from amphora_driver.cli.terminal_escape import plain
 from amphora_driver.database import clock
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import failover

@@ -18,8 +18,8 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import prefixes, recorded, timeline
-from amphora_driver.cli.columns import (
+from amphora_driver.cli import history, id_prefix, queries
+from amphora_driver.cli.formatting import (
     Age,
     Chosen,
     Counts,
@@ -31,9 +31,9 @@ from amphora_driver.cli.columns import (
     Plain,
     Requests,
 )
-from amphora_driver.cli.recorded import Balancer
-from amphora_driver.cli.screen import plain
-from amphora_driver.cli.work import waits_for
+from amphora_driver.cli.jobs import waits_for
+from amphora_driver.cli.queries import Balancer
+from amphora_driver.cli.terminal_escape import plain
 from amphora_driver.database.tables import request, wanted_object, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
@@ -73,13 +73,13 @@ class ListLoadBalancers(Lister):
         """Column names and rows."""
         conditions = [work.c.project_id == parsed_args.project] if parsed_args.project else []
         conditions += [work.c.dirty] if parsed_args.dirty else []
-        found: list[Balancer] = self.app.read(lambda connection: recorded.balancers(connection, *conditions))
+        found: list[Balancer] = self.app.read(lambda connection: queries.balancers(connection, *conditions))
         if parsed_args.status:
             words = tuple(word.upper() for word in parsed_args.status)
             found = [one for one in found if any(status.upper().startswith(words) for status in _statuses(one))]
         if parsed_args.stale:
             before = time.time() - self.app.conf.failover.silent_after
-            found = [one for one in found if any(recorded.is_stale(machine, before) for machine in one.amphorae)]
+            found = [one for one in found if any(queries.is_stale(machine, before) for machine in one.amphorae)]
         head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
         return head, (_row(one, now)[: len(head)] for one in found)
 
@@ -123,10 +123,10 @@ class ShowHistory(Lister):
         """Column names and rows."""
         sought, limit = parsed_args.load_balancer, max(1, parsed_args.limit)
 
-        def look(connection: sa.Connection) -> list[timeline.Line]:
-            return timeline.of(connection, prefixes.load_balancer(connection, sought, gone=True), limit)
+        def look(connection: sa.Connection) -> list[history.Line]:
+            return history.of(connection, id_prefix.load_balancer(connection, sought, gone=True), limit)
 
-        return timeline.HEAD, (timeline.shown(line) for line in self.app.read(look))
+        return history.HEAD, (history.shown(line) for line in self.app.read(look))
 
 
 class RenderLoadBalancer(Command):
@@ -142,7 +142,7 @@ class RenderLoadBalancer(Command):
         """Print; 1 if a part of it cannot be rendered."""
 
         def load(connection: sa.Connection) -> LoadBalancer:
-            return desired_objects.load_tree(connection, prefixes.load_balancer(connection, parsed_args.load_balancer))
+            return desired_objects.load_tree(connection, id_prefix.load_balancer(connection, parsed_args.load_balancer))
 
         tree = self.app.read(load)
         rendered = haproxy.render(tree, defaults=defaults.defaults(self.app.conf), shared_tickets=True)
@@ -154,12 +154,12 @@ class RenderLoadBalancer(Command):
 
 def _row(one: Balancer, now: float) -> tuple[Any, ...]:
     """A line of the list, in the order of `LONG_HEAD`."""
-    row, heard = one.work, recorded.heard_least(one.amphorae)
+    row, heard = one.work, queries.heard_least(one.amphorae)
     waits = waits_for(row, now) if row.dirty or row.to_report or row.pending or row.committed < row.generation else None
     return (
         *(row.load_balancer_id, Plain(one.named.name if one.named else None), row.project_id, row.topology),
         *(*_statuses(one), row.generation, row.applied),
-        *(Counts(_states(one)), Plain(recorded.holder(one.amphorae)), Age(heard or None)),
+        *(Counts(_states(one)), Plain(queries.holder(one.amphorae)), Age(heard or None)),
         *(Plain(waits), row.attempts, Plain(row.error), Listed(sorted({failover.cause for failover in one.failovers}))),
         *(Plain(one.status.reason if one.status else None), Listed(_addresses(one)), Age(one.since, "")),
         *(Left(row.free_at if row.dirty and row.free_at else None), Plain(row.owner), row.op, bool(row.dirty)),
@@ -168,7 +168,7 @@ def _row(one: Balancer, now: float) -> tuple[Any, ...]:
 
 
 def _statuses(one: Balancer) -> tuple[str, str]:
-    return recorded.provisioning(one), recorded.operating(one)
+    return queries.provisioning(one), queries.operating(one)
 
 
 def _states(one: Balancer) -> dict[str, int]:
@@ -184,8 +184,8 @@ def _addresses(one: Balancer) -> list[str]:
 
 
 def _show(connection: sa.Connection, text: str, requests: int, now: float) -> dict[str, Any]:
-    load_balancer_id = prefixes.load_balancer(connection, text)
-    (one,) = recorded.balancers(connection, work.c.load_balancer_id == load_balancer_id)
+    load_balancer_id = id_prefix.load_balancer(connection, text)
+    (one,) = queries.balancers(connection, work.c.load_balancer_id == load_balancer_id)
     row = one.work
     listed = dict(zip(LONG_HEAD, _row(one, now), strict=True))
     for name in ("VIPs", "Drift", "Amphorae", "Fail-over"):
@@ -218,7 +218,7 @@ def _machine(row: Any, one: Balancer) -> dict[str, Any]:
     silent = {"silent": row.silent, "verdict": row.verdict, "drifts": bool(row.drifts)}
     return {
         **{name: getattr(row, name) for name in names},
-        "has_vips": row.id == recorded.holder(one.amphorae),
+        "has_vips": row.id == queries.holder(one.amphorae),
         **silent,
     }
 

@@ -22,7 +22,7 @@ from oslo_config.cfg import ConfigOpts
 from sqlalchemy.exc import DBAPIError
 
 from amphora_driver import config
-from amphora_driver.cli.screen import screened
+from amphora_driver.cli.terminal_escape import screened
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database, parsed
 from amphora_driver.errors import ConfigurationError, StoreError

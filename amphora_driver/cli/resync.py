@@ -15,9 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli import prefixes
-from amphora_driver.cli.asking import who_where
-from amphora_driver.cli.columns import Moment, Plain
+from amphora_driver.cli import id_prefix
+from amphora_driver.cli.failover_request import who_where
+from amphora_driver.cli.formatting import Moment, Plain
 from amphora_driver.database.tables import work
 from amphora_driver.errors import RequestError, UnknownObject
 from amphora_driver.queue import local_socket
@@ -72,7 +72,7 @@ class ResyncLoadBalancer(Lister):
 
 
 def _all(connection: sa.Connection) -> list[str]:
-    query = sa.select(work.c.load_balancer_id).where(prefixes.IS_LOAD_BALANCER)
+    query = sa.select(work.c.load_balancer_id).where(id_prefix.IS_LOAD_BALANCER)
     return list(connection.execute(query.order_by(work.c.load_balancer_id)).scalars())
 
 
@@ -82,7 +82,7 @@ def _named(connection: sa.Connection, words: list[str]) -> list[str]:
 
 def _one(connection: sa.Connection, word: str) -> str:
     try:
-        return prefixes.load_balancer(connection, word)
+        return id_prefix.load_balancer(connection, word)
     except UnknownObject:
         # Perhaps Octavia knows it: then it is a whole id.
         try:

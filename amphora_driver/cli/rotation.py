@@ -17,9 +17,9 @@ from cliff.command import Command
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.cli import prefixes
-from amphora_driver.cli.asking import who_where
-from amphora_driver.cli.columns import Counts, Left, Moment, Plain, Span
+from amphora_driver.cli import id_prefix
+from amphora_driver.cli.failover_request import who_where
+from amphora_driver.cli.formatting import Counts, Left, Moment, Plain, Span
 from amphora_driver.errors import Conflict
 from amphora_driver.store import rotations
 from amphora_driver.store.rotations import Item, ItemState, Rotation, Selection, State
@@ -196,7 +196,7 @@ def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Se
         older_than=parsed_args.older_than,
         everything=parsed_args.all,
         left_of=parsed_args.left_of,
-        load_balancers=tuple(prefixes.load_balancer(connection, one) for one in parsed_args.loadbalancer),
+        load_balancers=tuple(id_prefix.load_balancer(connection, one) for one in parsed_args.loadbalancer),
         compute_flavor=parsed_args.compute_flavor,
         project=parsed_args.project,
         topology=parsed_args.topology,

@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli.columns import Counts
+from amphora_driver.cli.formatting import Counts
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import State

@@ -16,9 +16,9 @@ import msgspec
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli import checks, prefixes, recorded, surroundings
-from amphora_driver.cli.checks import Check, Result, failure, warning, well
-from amphora_driver.cli.columns import Plain
+from amphora_driver.cli import host_checks, id_prefix, queries, status_checks
+from amphora_driver.cli.formatting import Plain
+from amphora_driver.cli.status_checks import Check, Result, failure, warning, well
 from amphora_driver.database import schema_check
 from amphora_driver.database.tables import work
 from amphora_driver.database.tables_fleet import authority, process, rotation, zombie
@@ -52,16 +52,16 @@ class CheckStatus(Lister):
 
     def _all(self) -> Iterator[Check]:
         conf = self.app.conf
-        yield surroundings.bounded("Doorbells", lambda: surroundings.doorbells(conf))
-        yield surroundings.bounded("Broker", lambda: surroundings.broker(conf))
+        yield host_checks.bounded("Doorbells", lambda: host_checks.doorbells(conf))
+        yield host_checks.bounded("Broker", lambda: host_checks.broker(conf))
         fits = _schema(self.app)
         yield fits
         if fits.result is Result.FAILURE:
             yield warning("Everything else", "was not looked at: it needs the database")
             return
         database = self.app.database
-        yield surroundings.bounded("Keys", lambda: surroundings.keys(conf, database))
-        yield surroundings.bounded("Backends", lambda: surroundings.backends(conf, database))
+        yield host_checks.bounded("Keys", lambda: host_checks.keys(conf, database))
+        yield host_checks.bounded("Backends", lambda: host_checks.backends(conf, database))
         now = database.now()
         try:
             rows = self.app.read(_rows)
@@ -75,7 +75,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     """All that is looked at, of one moment."""
 
     processes: Any
-    balancers: list[recorded.Balancer]
+    balancers: list[queries.Balancer]
     machines: Any
     failovers: Any
     rotations: Any
@@ -98,11 +98,11 @@ def _schema(app: Any) -> Check:
 
 
 def _rows(connection: sa.Connection) -> Rows:
-    machines = recorded.amphorae().where(sa.or_(work.c.op.is_(None), prefixes.IS_LOAD_BALANCER))
+    machines = queries.amphorae().where(sa.or_(work.c.op.is_(None), id_prefix.IS_LOAD_BALANCER))
     alive = sa.select(authority).where(authority.c.state != "gone").order_by(authority.c.id)
     return Rows(
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
-        balancers=recorded.balancers(connection),
+        balancers=queries.balancers(connection),
         machines=connection.execute(machines).all(),
         failovers=failovers.open_ones(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
@@ -117,26 +117,26 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     # What a change may take until it is over or in ERROR, with a machine that boots in it.
     patience = conf.controller.boot_timeout + conf.controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.balancers}
-    agents = surroundings.hosts_of(rows.processes, now, process_registry.Kind.PROVIDER_AGENT.value)
+    agents = host_checks.hosts_of(rows.processes, now, process_registry.Kind.PROVIDER_AGENT.value)
     here = socket.gethostname() in agents
-    yield from checks.of_processes(rows.processes, now, process_registry.version())
+    yield from status_checks.of_processes(rows.processes, now, process_registry.version())
     questions: dict[str, Callable[[], Check]] = {
-        "Octavia's sockets": lambda: surroundings.sockets(conf, elsewhere=any(agents.values()), here=here),
-        "Authorities": lambda: surroundings.authorities(conf, rows.authorities, now),
-        "Certificates": lambda: checks.of_certificates(rows.machines, now),
-        "Breaker": lambda: checks.of_breaker(rows.breaker),
-        "Witnesses": lambda: checks.of_witnesses(conf.failover.witnesses, rows.machines),
-        "Silent amphorae": lambda: checks.of_silence(rows.machines, now, conf.failover.silent_after),
-        "Fail-overs": lambda: checks.of_failovers(
+        "Octavia's sockets": lambda: host_checks.sockets(conf, elsewhere=any(agents.values()), here=here),
+        "Authorities": lambda: host_checks.authorities(conf, rows.authorities, now),
+        "Certificates": lambda: status_checks.of_certificates(rows.machines, now),
+        "Breaker": lambda: status_checks.of_breaker(rows.breaker),
+        "Witnesses": lambda: status_checks.of_witnesses(conf.failover.witnesses, rows.machines),
+        "Silent amphorae": lambda: status_checks.of_silence(rows.machines, now, conf.failover.silent_after),
+        "Fail-overs": lambda: status_checks.of_failovers(
             [one for one in rows.failovers if one.load_balancer_id in known], now, conf.rotation.patience
         ),
-        "Rotations": lambda: checks.of_rotations(rows.rotations),
-        "Drift": lambda: checks.of_drift(rows.machines),
-        "Zombies": lambda: checks.of_zombies(rows.zombies),
-        "Agents": lambda: checks.of_agents(rows.machines, process_registry.version()),
-        "Images": lambda: checks.of_images(rows.machines, now, conf.rotation.image_days),
-        "Octavia's records": lambda: checks.of_resyncs(rows.resyncs, now, patience),
+        "Rotations": lambda: status_checks.of_rotations(rows.rotations),
+        "Drift": lambda: status_checks.of_drift(rows.machines),
+        "Zombies": lambda: status_checks.of_zombies(rows.zombies),
+        "Agents": lambda: status_checks.of_agents(rows.machines, process_registry.version()),
+        "Images": lambda: status_checks.of_images(rows.machines, now, conf.rotation.image_days),
+        "Octavia's records": lambda: status_checks.of_resyncs(rows.resyncs, now, patience),
     }
-    yield from checks.of_work(rows.balancers, now, patience)
+    yield from status_checks.of_work(rows.balancers, now, patience)
     for name, question in questions.items():
-        yield surroundings.bounded(name, question)
+        yield host_checks.bounded(name, question)

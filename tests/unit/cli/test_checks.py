@@ -5,9 +5,9 @@ from types import SimpleNamespace as Row
 
 import pytest
 
-from amphora_driver.cli import checks
-from amphora_driver.cli.checks import Result
-from amphora_driver.cli.recorded import Balancer
+from amphora_driver.cli import status_checks
+from amphora_driver.cli.queries import Balancer
+from amphora_driver.cli.status_checks import Result
 from amphora_driver.store import circuit_breaker
 
 NOW = 1_000_000.0
@@ -39,7 +39,7 @@ ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-ag
     ],
 )
 def test_processes(rows, results, words):
-    found = checks.of_processes(rows, NOW, "1")
+    found = status_checks.of_processes(rows, NOW, "1")
     assert [one.name for one in found] == ["Controllers", "Health managers", "Provider agents", "Versions"]
     assert [one.result for one in found] == results
     assert words in " ".join(one.details for one in found)
@@ -62,7 +62,7 @@ def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pendin
     ],
 )
 def test_load_balancers(found, results, words):
-    lines = checks.of_work(found, NOW, 600.0)
+    lines = status_checks.of_work(found, NOW, 600.0)
     assert [one.result for one in lines] == results
     assert words in " ".join(one.details for one in lines)
 
@@ -77,7 +77,7 @@ def test_load_balancers(found, results, words):
     ],
 )
 def test_failovers(rows, result, words):
-    found = checks.of_failovers(rows, NOW, 900.0)
+    found = status_checks.of_failovers(rows, NOW, 900.0)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -90,7 +90,7 @@ def test_failovers(rows, result, words):
     ],
 )
 def test_rotations(rows, result, words):
-    found = checks.of_rotations(rows)
+    found = status_checks.of_rotations(rows)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -114,7 +114,7 @@ def breaker(name, state, **more):
     ],
 )
 def test_the_breaker(rows, result, words):
-    found = checks.of_breaker({row.name: row for row in rows})
+    found = status_checks.of_breaker({row.name: row for row in rows})
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -127,7 +127,7 @@ def test_the_breaker(rows, result, words):
     ],
 )
 def test_witnesses(witnesses, machines, result, words):
-    found = checks.of_witnesses(witnesses, [machine()] * machines)
+    found = status_checks.of_witnesses(witnesses, [machine()] * machines)
     assert (found.result, words in found.details) == (result, True)
 
 
@@ -170,10 +170,10 @@ def machine(**more):
 )
 def test_amphorae(check, more, result, words):
     asked = {
-        "silence": lambda rows: checks.of_silence(rows, NOW, 7.0),
-        "drift": checks.of_drift,
-        "agents": lambda rows: checks.of_agents(rows, "1"),
-        "certificates": lambda rows: checks.of_certificates(rows, NOW),
+        "silence": lambda rows: status_checks.of_silence(rows, NOW, 7.0),
+        "drift": status_checks.of_drift,
+        "agents": lambda rows: status_checks.of_agents(rows, "1"),
+        "certificates": lambda rows: status_checks.of_certificates(rows, NOW),
     }
     found = asked[check]([machine(**more)])
     assert (found.result, words in found.details) == (result, True), found.details
@@ -199,14 +199,14 @@ def test_amphorae(check, more, result, words):
     ],
 )
 def test_images(images, days, result, words):
-    found = checks.of_images([machine(image=image) for image in images], NOW, days)
+    found = status_checks.of_images([machine(image=image) for image in images], NOW, days)
     assert (found.result, words in found.details) == (result, True), found.details
     assert ("amphoractl rotate --image" in found.details) is (result is WARNING)
 
 
 def test_zombies():
-    assert checks.of_zombies([]).result is OK
-    found = checks.of_zombies([Row(amphora_id="z")])
+    assert status_checks.of_zombies([]).result is OK
+    found = status_checks.of_zombies([Row(amphora_id="z")])
     assert (found.result, "z. Look at: amphoractl zombie list" in found.details) == (WARNING, True)
 
 
@@ -220,7 +220,7 @@ def test_zombies():
     ],
 )
 def test_authorities(ends, result, words):
-    found = checks.of_authorities(ends, NOW)
+    found = status_checks.of_authorities(ends, NOW)
     assert (found.result, words in found.details) == (result, True), found.details
 
 
@@ -239,7 +239,7 @@ def resync(outcome=None, asked=1.0):
     ],
 )
 def test_octavias_records(rows, result, words):
-    found = checks.of_resyncs(rows, NOW, 600.0)
+    found = status_checks.of_resyncs(rows, NOW, 600.0)
     assert (found.result, words in found.details) == (result, True)
 
 

@@ -8,9 +8,9 @@ import json
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.cli import asking, columns, differing, drift
+from amphora_driver.cli import config_diff, drift, failover_request, formatting
 from amphora_driver.cli.failover import Silent, TimeLine
-from amphora_driver.cli.screen import plain, screened
+from amphora_driver.cli.terminal_escape import plain, screened
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import failover
@@ -72,14 +72,14 @@ class Row:
 @pytest.mark.parametrize(
     "column",
     [
-        columns.Plain(HOSTILE),
-        columns.Listed([HOSTILE]),
-        columns.Partners([{"id": HOSTILE, "address": "x"}]),
-        columns.Ports([{"port": {"mac": HOSTILE}}]),
-        columns.Chosen({"a": HOSTILE}),
-        columns.Machines([MACHINE]),
-        columns.Requests([REQUEST]),
-        columns.Failovers([FAILOVER]),
+        formatting.Plain(HOSTILE),
+        formatting.Listed([HOSTILE]),
+        formatting.Partners([{"id": HOSTILE, "address": "x"}]),
+        formatting.Ports([{"port": {"mac": HOSTILE}}]),
+        formatting.Chosen({"a": HOSTILE}),
+        formatting.Machines([MACHINE]),
+        formatting.Requests([REQUEST]),
+        formatting.Failovers([FAILOVER]),
         TimeLine([Row(at=1.0, word="begun", amphora_id=None, detail=HOSTILE)]),
         Silent([Row(amphora_id="a", load_balancer_id="b", kind="mute", since=1.0, verdict=HOSTILE)]),
     ],
@@ -95,7 +95,7 @@ def test_a_diff_is_lines_that_can_be_printed():
     wanted = {"generation": 1, "haproxy": "frontend a\n", "interfaces": [], "vrrp": None}
     said = {"generation": HOSTILE, "haproxy": f"\tfrontend {HOSTILE}b\n", "interfaces": []}
     said["drift"] = {"left": ["files"], "last": {"what": [f"{HOSTILE}\n+ all is well"]}}
-    lines = differing.differences("a", wanted, said)
+    lines = config_diff.differences("a", wanted, said)
     assert [line for line in lines if not line.replace("\t", "").isprintable()] == []
     assert f"its agent cannot mend: {SHOWN}\\u000a+ all is well" in lines
 
@@ -187,4 +187,4 @@ def test_a_user_without_a_name(filled, amphoractl, monkeypatch):
 
 def test_a_long_name_fits(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "x" * 500)
-    assert (len(asking.who()), len(asking.who_where())) == (128, 128)
+    assert (len(failover_request.who()), len(failover_request.who_where())) == (128, 128)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_driver.cli import amphora, columns, loadbalancer, resync, status, timeline, work
+from amphora_driver.cli import amphora, formatting, history, jobs, loadbalancer, resync, status
 from amphora_driver.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
@@ -27,10 +27,10 @@ HEADS = {
         *("ID", "Load balancer", "Role", "State", "Has VIPs", "Address", "Wanted", "Confirmed"),
         *("Reported generation", "Last heartbeat", "Silent", "Certificate expires", "Image", "Agent version", "Drift"),
     ),
-    timeline.HEAD: ("At", "What", "Event", "Number", "Object", "Seconds", "Detail"),
+    history.HEAD: ("At", "What", "Event", "Number", "Object", "Seconds", "Detail"),
     resync.HEAD: ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail"),
     status.HEAD: ("Check", "Result", "Details"),
-    work.HEAD: (
+    jobs.HEAD: (
         *("Load balancer", "Op", "Wanted", "Applied", "Waits for", "Pending since", "Objects pending", "To report"),
         *("Owner", "Epoch", "Attempts", "Due in", "Error"),
     ),
@@ -48,25 +48,25 @@ NOW = time.time()
 @pytest.mark.parametrize(
     ("value", "person", "program"),
     [
-        (columns.Plain(None), "", None),
-        (columns.Plain(3), "3", 3),
-        (columns.Age(None), "never", None),
-        (columns.Age(None, ""), "", None),
-        (columns.Age(NOW + 86_400), "0.00 s ago", 0.0),
-        (columns.Left(None), "", None),
-        (columns.Left(NOW - 60), "0.00 s", 0.0),
-        (columns.Span(None), "", None),
-        (columns.Span(0.25), "0.25 s", 0.25),
-        (columns.Span(59.94), "59.9 s", 59.94),
-        (columns.Span(61), "1 min 1 s", 61.0),
-        (columns.Span(3600), "1 h 0 min", 3600.0),
-        (columns.Span(47 * 3600), "47 h 0 min", 169200.0),
-        (columns.Span(3 * 86400 + 7200), "3 d 2 h", 266400.0),
-        (columns.Listed(["a", "b"]), "a, b", ["a", "b"]),
-        (columns.Listed([]), "", []),
-        (columns.Machines([]), "none", []),
-        (columns.Failovers([]), "none", []),
-        (columns.Moment(0.0), "1970-01-01 00:00:00 UTC", "1970-01-01T00:00:00+00:00"),
+        (formatting.Plain(None), "", None),
+        (formatting.Plain(3), "3", 3),
+        (formatting.Age(None), "never", None),
+        (formatting.Age(None, ""), "", None),
+        (formatting.Age(NOW + 86_400), "0.00 s ago", 0.0),
+        (formatting.Left(None), "", None),
+        (formatting.Left(NOW - 60), "0.00 s", 0.0),
+        (formatting.Span(None), "", None),
+        (formatting.Span(0.25), "0.25 s", 0.25),
+        (formatting.Span(59.94), "59.9 s", 59.94),
+        (formatting.Span(61), "1 min 1 s", 61.0),
+        (formatting.Span(3600), "1 h 0 min", 3600.0),
+        (formatting.Span(47 * 3600), "47 h 0 min", 169200.0),
+        (formatting.Span(3 * 86400 + 7200), "3 d 2 h", 266400.0),
+        (formatting.Listed(["a", "b"]), "a, b", ["a", "b"]),
+        (formatting.Listed([]), "", []),
+        (formatting.Machines([]), "none", []),
+        (formatting.Failovers([]), "none", []),
+        (formatting.Moment(0.0), "1970-01-01 00:00:00 UTC", "1970-01-01T00:00:00+00:00"),
     ],
 )
 def test_values_for_people_and_for_programs(value, person, program):
@@ -76,7 +76,7 @@ def test_values_for_people_and_for_programs(value, person, program):
 def test_a_failover_in_a_table():
     now = time.time()
     row = {"id": 3, "cause": "silent", "amphora_id": "a", "reason": None, "silent_since": 0.0, "ended_at": None}
-    shown = columns.Failovers([{**row, "begun_at": now - 90, "served_at": now - 88}]).human_readable()
+    shown = formatting.Failovers([{**row, "begun_at": now - 90, "served_at": now - 88}]).human_readable()
     assert shown == "3: silent, begun 1 min 30 s ago, served again after 2.0 s, amphora a (no reason given)"
 
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from amphora_driver.cli import surroundings
+from amphora_driver.cli import host_checks
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import process
@@ -249,7 +249,7 @@ def test_a_doorbell_directory_that_is_missing(check, well, folder):
 
 
 def test_what_nobody_has_thought_of_is_a_finding():
-    found = surroundings.bounded("Something", lambda: 1 / 0)
+    found = host_checks.bounded("Something", lambda: 1 / 0)
     assert (found.result.word, "ZeroDivisionError" in found.details) == ("Failure", True)
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from amphora_driver.agent.client import BundleState
-from amphora_driver.cli import differing
+from amphora_driver.cli import config_diff
 from amphora_driver.maintenance.drift_audit import Verdict, judge
 
 WANTED = {
@@ -48,7 +48,7 @@ def test_the_verdict(said, verdict):
 def said(**changes):
     digest = "6c2f9c5d"
     bundle = {name: WANTED[name] for name in ("limits", "allowed", "pings", "vrrp", "interfaces")}
-    files = differing._stored(WANTED)["files"]
+    files = config_diff._stored(WANTED)["files"]
     assert digest not in str(files)
     text = WANTED["haproxy"].replace("hush", "***")
     link = {"mac": "fa:16:3e:00:00:01", "name": "eth1", "mtu": 1500, "up": True}
@@ -57,7 +57,7 @@ def said(**changes):
 
 
 def test_nothing_differs():
-    assert differing.differences("am", WANTED, said()) == []
+    assert config_diff.differences("am", WANTED, said()) == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_differs():
     ],
 )
 def test_what_differs(changes, line):
-    lines = differing.differences("am", WANTED, said(**changes))
+    lines = config_diff.differences("am", WANTED, said(**changes))
     assert line in lines
     assert "hush" not in str(lines)
     assert "PRIVATE" not in str(lines)
@@ -84,7 +84,7 @@ def test_what_differs(changes, line):
 
 def test_an_interface_that_is_not_as_wanted():
     (there,) = said()["interfaces"]
-    lines = differing.differences(
+    lines = config_diff.differences(
         "am", WANTED, said(interfaces=[{**there, "up": False, "mtu": 1400, "name": "x", "addresses": []}])
     )
     assert lines == [
@@ -98,5 +98,5 @@ def test_an_interface_that_is_not_as_wanted():
 
 def test_an_agent_that_is_too_old_to_tell():
     file = "global\n# From here on: the load balancer's part.\n" + said()["haproxy"]
-    found = differing.of_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
-    assert differing.differences("am", WANTED, found) == []
+    found = config_diff.of_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
+    assert config_diff.differences("am", WANTED, found) == []

@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 from cliff.lister import Lister
 
-from amphora_driver.cli import prefixes, recorded
-from amphora_driver.cli.columns import Age, Left, Plain
+from amphora_driver.cli import id_prefix, queries
+from amphora_driver.cli.formatting import Age, Left, Plain
 from amphora_driver.database.tables import work
 
 HEAD = (
@@ -53,10 +53,10 @@ def waits_for(row: Any, now: float) -> str:
 
 
 def _left() -> sa.Select[Any]:
-    pending, to_report, since = recorded.pending(), recorded.to_report(), recorded.pending_since()
+    pending, to_report, since = queries.pending(), queries.to_report(), queries.pending_since()
     undone = sa.or_(work.c.dirty, work.c.committed < work.c.generation, work.c.read_back, pending > 0, to_report > 0)
     columns = (work, pending.label("pending"), to_report.label("to_report"), since.label("since"))
-    return sa.select(*columns).where(undone, prefixes.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
+    return sa.select(*columns).where(undone, id_prefix.IS_LOAD_BALANCER).order_by(since, work.c.load_balancer_id)
 
 
 def _shown(row: Any, now: float) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.cli.columns import Moment, Plain, Span, lasting
+from amphora_driver.cli.formatting import Moment, Plain, Span, lasting
 from amphora_driver.database.tables import request
 from amphora_driver.database.tables_fleet import failover, failover_event, resync
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cliff.columns import FormattableColumn
 
-from amphora_driver.cli.screen import plain
+from amphora_driver.cli.terminal_escape import plain
 
 # Longest line of a request's outcome in a table; the whole text is in JSON.
 _LONGEST = 100

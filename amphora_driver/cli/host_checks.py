@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from cryptography import x509
 
-from amphora_driver.cli import checks, prefixes
-from amphora_driver.cli.checks import Check, failure, warning, well
+from amphora_driver.cli import id_prefix, status_checks
+from amphora_driver.cli.status_checks import Check, failure, warning, well
 from amphora_driver.database import reencryption
 from amphora_driver.database.tables import work
 from amphora_driver.database.vault import Vault
@@ -95,13 +95,13 @@ def authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
     if missing:
         words = "; ".join(missing)
         return warning("Authorities", f"not on this host: {words}. Controllers and this program need them.")
-    return checks.of_authorities(found, now)
+    return status_checks.of_authorities(found, now)
 
 
 def backends(conf: ConfigOpts, database: Database) -> Check:
     """Whether what load balancers are with, or would be with, is installed here."""
     catalogue = Catalogue(conf, database)
-    used = sa.select(work.c.topology, work.c.compute, work.c.network).where(prefixes.IS_LOAD_BALANCER).distinct()
+    used = sa.select(work.c.topology, work.c.compute, work.c.network).where(id_prefix.IS_LOAD_BALANCER).distinct()
     rows = [tuple(row) for row in database.read(lambda connection: connection.execute(used).all())]
     wrong, found = [], set()
     for topology, compute, network in [*rows, (conf.controller.loadbalancer_topology, None, None)]:
@@ -213,5 +213,5 @@ def hosts_of(rows: Sequence[Any], now: float, kind: str) -> Mapping[str, bool]:
     found: dict[str, bool] = {}
     for row in rows:
         if row.kind == kind:
-            found[row.host] = found.get(row.host, False) or now - row.seen_at <= checks.GONE_AFTER
+            found[row.host] = found.get(row.host, False) or now - row.seen_at <= status_checks.GONE_AFTER
     return found

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver.cli import recorded
-from amphora_driver.cli.columns import lasting
+from amphora_driver.cli import queries
+from amphora_driver.cli.formatting import lasting
 from amphora_driver.store import circuit_breaker, process_registry
 from amphora_driver.store.amphorae import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from amphora_driver.cli.recorded import Balancer
+    from amphora_driver.cli.queries import Balancer
 
 # Seconds without a sign of life after which a process is taken for gone: five that were missed.
 GONE_AFTER = 5 * process_registry.EVERY
@@ -146,8 +146,8 @@ def of_work(found: Sequence[Balancer], now: float, patience: float) -> list[Chec
         now: seconds since 1970.
         patience: how long a change may take, in seconds.
     """
-    wrong = [one.work.load_balancer_id for one in found if recorded.provisioning(one) == "ERROR"]
-    down = [one.work.load_balancer_id for one in found if recorded.operating(one) == "ERROR"]
+    wrong = [one.work.load_balancer_id for one in found if queries.provisioning(one) == "ERROR"]
+    down = [one.work.load_balancer_id for one in found if queries.operating(one) == "ERROR"]
     stuck = [one for one in found if one.since is not None and now - one.since > patience]
     looks = "Look at: amphoractl loadbalancer show ID."
     checks = [
@@ -243,7 +243,7 @@ def of_silence(machines: Sequence[Any], now: float, patience: float) -> Check:
         now: seconds since 1970.
         patience: for how long one may keep silent, in seconds.
     """
-    silent = [one for one in machines if one.silent or recorded.is_stale(one, now - patience)]
+    silent = [one for one in machines if one.silent or queries.is_stale(one, now - patience)]
     if silent:
         words = f"{len(silent)} of {len(machines)}: {named(one.id for one in silent)}"
         return warning("Silent amphorae", f"{words}. Look at: amphoractl amphora list --stale, failover status.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.cli import prefixes
+from amphora_driver.cli import id_prefix
 from amphora_driver.database.tables import amphora, amphora_seen, request, status, wanted_object, work
 from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.model.enums import Kind, Provisioning
@@ -64,7 +64,7 @@ def balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) ->
         connection: of a reading transaction.
         conditions: on the table `work`.
     """
-    chosen = sa.select(work.c.load_balancer_id).where(prefixes.IS_LOAD_BALANCER, *conditions)
+    chosen = sa.select(work.c.load_balancer_id).where(id_prefix.IS_LOAD_BALANCER, *conditions)
     rows = connection.execute(_work(chosen)).all()
 
     def mine(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:

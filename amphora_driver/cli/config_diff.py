@@ -15,7 +15,7 @@ import json
 import re
 from typing import Any
 
-from amphora_driver.cli.screen import plain
+from amphora_driver.cli.terminal_escape import plain
 
 # The agent hides the same words (docs/agent-api.md, `GET /v2/diagnostics`).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")

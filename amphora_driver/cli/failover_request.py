@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 from cliff.command import Command
 
-from amphora_driver.cli import prefixes
+from amphora_driver.cli import id_prefix
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict
 from amphora_driver.queue import local_socket
@@ -52,7 +52,7 @@ class FailOverLoadBalancer(Command):
         """Write it down, and say what happens next."""
 
         def begin(connection: sa.Connection) -> str:
-            chosen = prefixes.load_balancer(connection, parsed_args.load_balancer)
+            chosen = id_prefix.load_balancer(connection, parsed_args.load_balancer)
             doing = f"fail over load balancer {chosen}"
             _refuse_if_deleted(connection, doing, chosen)
             rows = _amphorae(connection, amphora.c.load_balancer_id == chosen)
@@ -79,7 +79,7 @@ class FailOverAmphora(Command):
         """Write it down, and say what happens next."""
 
         def begin(connection: sa.Connection) -> str:
-            chosen = prefixes.amphora_id(connection, parsed_args.amphora)
+            chosen = id_prefix.amphora_id(connection, parsed_args.amphora)
             doing = f"fail over amphora {chosen}"
             (row,) = _amphorae(connection, amphora.c.id == chosen)
             if row.role == ROLE:
