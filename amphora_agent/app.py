@@ -13,7 +13,6 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
-from amphora_agent import services as service_managers
 from amphora_agent.api import bundle, certificate, configuration, diagnostics, info, v1, v1_machine, vrrp
 from amphora_agent.applying import reboot
 from amphora_agent.applying.apply import Applier
@@ -24,23 +23,24 @@ from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.document import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.identity import Identity
 from amphora_agent.keepalived.handover import Handover
 from amphora_agent.keepalived.lvs_process import LvsKeepalived
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.role import Role
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.octavia import settings as octavia_settings
 from amphora_agent.octavia.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
 from amphora_agent.responder.launch import Launcher
+from amphora_agent.services import control as service_managers
+from amphora_agent.services.sd_notify import NOTHING, Inheritance
 from amphora_agent.stats.ledger import Ledger
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
 from amphora_agent.stats.reporter import Reporter, Sends
 from amphora_agent.stats.sender import Sender
 from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.tls_identity import Identity
 from amphora_agent.virtual_servers.launch import Checker
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from typing import Any
 # Started by its path, which may be a link: -I leaves nothing of ours on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from amphora_agent import boot_network
+from amphora_agent import cloud_network
 from amphora_agent.errors import AgentError, SettingsError
 
 LABEL = "config-2"
@@ -278,9 +278,9 @@ def lay(places: Places, told: Told) -> None:
     places.files.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(told.files, key=lambda name: name == "agent.conf"):
         _write_new(places.files / name, told.files[name])
-    interface = boot_network.management(told.network, _bind_address(told.files.get("agent.conf", b"")))
-    _write(places.network, boot_network.FALLBACK if interface is None else boot_network.rendered(interface))
-    servers = boot_network.time_servers(told.network)
+    interface = cloud_network.management(told.network, _bind_address(told.files.get("agent.conf", b"")))
+    _write(places.network, cloud_network.FALLBACK if interface is None else cloud_network.rendered(interface))
+    servers = cloud_network.time_servers(told.network)
     if servers:
         _write(places.time_servers, "".join(f"server {address} iburst\n" for address in servers))
 
@@ -350,7 +350,7 @@ def main() -> None:
     except (AgentError, OSError) as error:
         # Reachable all the same, for whoever built ssh in.
         if not places.network.exists():
-            _write(places.network, boot_network.FALLBACK)
+            _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")
     for path in told.skipped:
         _say(f"{path!r} is not written: only files in /etc/amphora-agent are")

@@ -17,11 +17,12 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from amphora_agent import config, notify
+from amphora_agent import config
 from amphora_agent.config import Settings
 from amphora_agent.errors import SettingsError
-from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.paths import Paths
+from amphora_agent.services import sd_notify
+from amphora_agent.services.sd_notify import NOTHING, Inheritance
 
 THREADS = 16
 KEEPALIVE_SECONDS = 75
@@ -72,7 +73,7 @@ class Server(BaseApplication):
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.disable()  # nothing of what is imported is garbage
         from amphora_agent import app  # noqa: PLC0415
-        from amphora_agent.identity import Identity  # noqa: PLC0415
+        from amphora_agent.tls_identity import Identity  # noqa: PLC0415
 
         self._identity = Identity(self._paths, self._settings.amphora_id)
         self._identity.context()
@@ -83,10 +84,10 @@ class Server(BaseApplication):
 
     def _put_up_the_gate(self, worker: Any) -> None:
         """Between the listening sockets and gunicorn, which takes what it is given for sockets."""
-        from amphora_agent.gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
+        from amphora_agent.tls_gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
 
         worker.sockets = [Gate(listener, self._identity) for listener in worker.sockets]
-        notify.ready(self._inheritance)
+        sd_notify.ready(self._inheritance)
 
 
 def _end_with_the_master(_arbiter: Any, _worker: Any) -> None:
@@ -108,7 +109,7 @@ def _spare_memory() -> None:
 
 def main() -> None:
     """Console entry."""
-    inheritance = notify.take(os.environ, os.getpid())
+    inheritance = sd_notify.take(os.environ, os.getpid())
     _spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()

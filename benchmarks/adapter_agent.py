@@ -29,7 +29,7 @@ _PACKAGE = Path(amphora_agent.__file__).parents[1]
 _SCRIPT = """set -e
 export PYTHONPATH={package}
 unshare --fork --kill-child=KILL --pid --mount --uts --ipc --propagation private --mount-proc -- \
-    {python} -m amphora_agent.supervisor {folder}/spec.json &
+    {python} -m amphora_agent.services.supervisor {folder}/spec.json &
 until inner=$(cat /proc/$!/task/$!/children 2>/dev/null); inner=${{inner%% *}}; [ -n "$inner" ]; do sleep 0.01; done
 # The amphora's interface, put where the agent would find it on a machine that has one.
 inside() {{ nsenter --target "$inner" --mount -- ip -n amphora-haproxy "$@"; }}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that imports the agent once, and forks the amphorae of the tests.
 
-A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.supervisor` do together. Its supervisor
+A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its supervisor
 forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of processor time.
 
 `system/test_netns_compute.py`, `system/test_sandbox.py` and `dataplane/test_agent_service.py` start amphorae with the
@@ -21,15 +21,15 @@ from pathlib import Path
 
 import forks
 
-_SUPERVISOR = ["-m", "amphora_agent.supervisor"]
+_SUPERVISOR = ["-m", "amphora_agent.services.supervisor"]
 _AGENT = ["-m", "amphora_agent.server"]
 # What the agent imports while it starts.
 _IMPORTED = (
-    "amphora_agent.supervisor",
+    "amphora_agent.services.supervisor",
     "amphora_agent.server",
     "amphora_agent.app",
-    "amphora_agent.gate",
-    "amphora_agent.identity",
+    "amphora_agent.tls_gate",
+    "amphora_agent.tls_identity",
     "gunicorn.workers.gthread",
 )
 # sched.h and sys/mount.h.
@@ -144,7 +144,7 @@ def _await(child: int, ends_with: int | None) -> None:
 
 def _supervise(argv, alive: int) -> None:
     """Be the first process of an amphora, and end with the outermost one."""
-    from amphora_agent import supervisor  # noqa: PLC0415 - only in this process
+    from amphora_agent.services import supervisor  # noqa: PLC0415 - only in this process
 
     forks.LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if select.select([alive], [], [], 0)[0]:

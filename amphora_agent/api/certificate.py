@@ -17,7 +17,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent.config import Settings
 from amphora_agent.errors import MalformedCertificate
-from amphora_agent.identity import Identity, Name, shown_by
+from amphora_agent.tls_identity import Identity, Name, shown_by
 
 LARGEST = 1 << 20
 _OPTIONAL = ("client_ca", "server_ca")

@@ -16,12 +16,12 @@ from flask.typing import ResponseReturnValue
 from amphora_agent.applying.apply import Applier
 from amphora_agent.applying.drift import Drift
 from amphora_agent.bundle import Bundle
-from amphora_agent.diagnosis import redacted
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy import document
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
+from amphora_agent.redaction import redacted
 
 
 def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: Drift) -> Blueprint:

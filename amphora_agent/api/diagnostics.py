@@ -16,22 +16,22 @@ from typing import Any
 from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
-from amphora_agent import machine
+from amphora_agent import host_info
 from amphora_agent.api.info import program_version
 from amphora_agent.applying.apply import Applier
 from amphora_agent.config import Settings
-from amphora_agent.diagnosis import Clock, Part, document, errors_without_content, sessions
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.process import SERVICE, Haproxy
-from amphora_agent.identity import Identity
 from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.role import Role
 from amphora_agent.network import interfaces, libnftables, nftables
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
+from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
 from amphora_agent.responder import launch as responder
-from amphora_agent.services import Services
+from amphora_agent.services.control import Services
 from amphora_agent.stats.reporter import Reporter
+from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 from amphora_agent.virtual_servers import launch as checker
 from amphora_agent.virtual_servers.launch import ANSWER_SECONDS, Checker
@@ -92,10 +92,10 @@ def blueprint(
         "agent log": partial(services.log, "amphora-agent"),
         **{f"{name} log": partial(services.log, service) for name, service in _SERVICES.items()},
         "heartbeat errors": sender.errors,
-        "processes": machine.processes,
-        "memory": machine.memory,
-        "load": machine.load,
-        "disk": partial(machine.disk, paths.var, paths.run),
+        "processes": host_info.processes,
+        "memory": host_info.memory,
+        "load": host_info.load,
+        "disk": partial(host_info.disk, paths.var, paths.run),
     }
 
     @routes.get("/v2/diagnostics")
@@ -149,7 +149,7 @@ def _virtual_table() -> str:
 
 def _versions() -> dict[str, Any]:
     programs = {name: program_version(name) for name in ("haproxy", "keepalived")}
-    return {"agent": agent_version(), **programs, **machine.versions()}
+    return {"agent": agent_version(), **programs, **host_info.versions()}
 
 
 def _certificate(identity: Identity) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from amphora_agent.haproxy.refusal import ALERT, refusal
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
-from amphora_agent.services import Care, Probe, Services
+from amphora_agent.services.control import Care, Probe, Services
 
 _log = logging.getLogger(__name__)
 SERVICE = "haproxy"

@@ -55,7 +55,7 @@ def render(wanted: Pair, health: Path, released: Path) -> str:
     """The file.
 
     Args:
-        health: the file that says whether HAProxy serves (`amphora_agent.services.Care`).
+        health: the file that says whether HAProxy serves (`amphora_agent.services.control.Care`).
         released: the file that says that the VIPs are to go to the partner.
     """
     vrrp = wanted.vrrp

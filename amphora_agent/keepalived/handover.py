@@ -27,7 +27,7 @@ from amphora_agent.network import detour
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.netlink import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.pulse import ALIVE, DEAD
+from amphora_agent.services.health_file import ALIVE, DEAD
 
 _log = logging.getLogger(__name__)
 RELEASE_SECONDS = 5.0

@@ -21,7 +21,7 @@ from amphora_agent.keepalived import lvs
 from amphora_agent.keepalived.lvs import Sync
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.services import Care, Services
+from amphora_agent.services.control import Care, Services
 from amphora_agent.virtual_servers import ipvs
 from amphora_agent.virtual_servers.wanted import VirtualServer
 

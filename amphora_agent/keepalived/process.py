@@ -18,8 +18,8 @@ from amphora_agent.keepalived.configuration import Pair, render
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.netlink import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.pulse import ALIVE
-from amphora_agent.services import Care, Services
+from amphora_agent.services.control import Care, Services
+from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0

@@ -22,7 +22,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.responder import server, targets
 from amphora_agent.responder.version import version
-from amphora_agent.services import Services
+from amphora_agent.services.control import Services
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What systemd runs around a daemon of the amphora (amphora_agent/units.py); a shell, because it starts in a millisecond.
+# What systemd runs around a daemon of the amphora (amphora_agent/services/systemd_units.py); a shell, because it starts in a millisecond.
 #
 #   daemon.sh begin STATE [LEFTOVER...]   before each start: whether it is wanted, and not again too soon
 #   daemon.sh later STATE [LEFTOVER...]   the same, where systemd has waited already
@@ -11,7 +11,7 @@
 # of them in quick succession. A line in one of them that does not end is being written.
 #
 # Invariant: HEALTH says 1 before a daemon that was wanted, and has died, is started again; the one who says that it
-# serves again is amphora_agent/vigil.py.
+# serves again is amphora_agent/services/health_watcher.py.
 
 HEALTHY_SECONDS=5
 

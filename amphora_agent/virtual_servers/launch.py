@@ -23,7 +23,7 @@ from typing import Any
 
 from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
 from amphora_agent.paths import Paths
-from amphora_agent.services import Care, Services
+from amphora_agent.services.control import Care, Services
 from amphora_agent.virtual_servers import wanted
 from amphora_agent.virtual_servers.version import version
 from amphora_agent.virtual_servers.wanted import VirtualServer

@@ -216,7 +216,7 @@ class NetnsCompute:
             *("nsenter", f"--net={self._place(amphora_id)}", "--"),
             *("unshare", "--fork", "--kill-child=KILL", "--pid", "--mount", "--uts", "--ipc"),
             *("--propagation", "private", "--mount-proc", "--wd=/", "--"),
-            *(self._python, "-m", "amphora_agent.supervisor", str(spec)),
+            *(self._python, "-m", "amphora_agent.services.supervisor", str(spec)),
         ]
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
         environment = {name: os.environ[name] for name in names if name in os.environ}

@@ -275,7 +275,7 @@ class Amphora:
             "--",
             sys.executable,
             "-m",
-            "amphora_agent.supervisor",
+            "amphora_agent.services.supervisor",
             str(spec),
         ]
         with log.open("ab") as output:

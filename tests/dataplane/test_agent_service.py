@@ -22,7 +22,7 @@ from test_metrics import PROMETHEUS, scrape
 from test_ping import dropping_echoes_to, pinged
 from throwaway_authority import CLIENT, SERVER, Authority
 
-from amphora_agent import gate, server
+from amphora_agent import server, tls_gate
 from amphora_agent.network.namespace import Namespace
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.errors import AgentRefused, AgentUntrusted
@@ -156,7 +156,7 @@ def test_whoever_says_nothing_stops_nobody(amphora, controller):
             assert amphora.call("GET", "/v2/info")[0] == 200
             amphora.disconnect()
         # And more than there is room for: who came first goes first.
-        lingering += controller(lambda: [dial() for _ in range(gate.MOST + 10)])
+        lingering += controller(lambda: [dial() for _ in range(tls_gate.MOST + 10)])
         assert amphora.call("GET", "/v2/info")[0] == 200
         refused = amphora.call("GET", "/v2/diagnostics")[1]["certificate"]["refused_handshakes"]
         assert refused["too many others"] >= 10

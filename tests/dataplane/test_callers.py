@@ -13,9 +13,9 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from throwaway_authority import CLIENT, SERVER, Authority
 
-from amphora_agent.gate import Gate
-from amphora_agent.identity import Identity
 from amphora_agent.paths import Paths
+from amphora_agent.tls_gate import Gate
+from amphora_agent.tls_identity import Identity
 from amphora_agent.x509 import callers
 from amphora_agent.x509.callers import AMPHORA_NAME, AMPHORA_PURPOSE
 

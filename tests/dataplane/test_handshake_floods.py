@@ -13,7 +13,7 @@ import time
 import pytest
 from amphora_lab import AMPHORA, ip
 
-from amphora_agent import gate
+from amphora_agent import tls_gate
 
 pytestmark = pytest.mark.root
 STRANGER, NEWCOMER = "203.0.113.66", "203.0.113.67"
@@ -121,8 +121,8 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
     record_property(
         "flood", f"{begun} begun, {answered} answered, gaps {max(gaps):.2f} s, answers {max(answers):.2f} s"
     )
-    assert begun > 10 * gate.ADDRESS_BURST
-    assert answered <= gate.ADDRESS_BURST + gate.ADDRESS_RATE * (SECONDS + 2)
+    assert begun > 10 * tls_gate.ADDRESS_BURST
+    assert answered <= tls_gate.ADDRESS_BURST + tls_gate.ADDRESS_RATE * (SECONDS + 2)
     # On an idle machine: 0.5 s and 0.02 s.
     assert max(gaps) < 2 * INTERVAL
     assert max(answers) < 2.0
@@ -136,7 +136,7 @@ def test_without_a_certificate_no_address_becomes_known(amphora, network, addres
 
     def strangers() -> int:
         refused = 0
-        for _ in range(int(gate.ADDRESS_BURST) + 5):
+        for _ in range(int(tls_gate.ADDRESS_BURST) + 5):
             try:
                 plain = socket.create_connection((AMPHORA, 9443), 10, source_address=(NEWCOMER, 0))
                 with plain, context.wrap_socket(plain, server_hostname=amphora.id) as connection:

@@ -105,7 +105,7 @@ def services(machine, program: str):
         "import json, signal, sys",
         "from pathlib import Path",
         "from amphora_agent.paths import Paths",
-        "from amphora_agent.services import Care, connect",
+        "from amphora_agent.services.control import Care, connect",
         "services = connect('systemd', Paths())",
         f"said = {program}",
         "print(json.dumps(said, default=vars))",

@@ -101,7 +101,7 @@ class DriftLab(Cloud):
                 inner = (folder / "root/run/amphora-agent/supervisor.sock").exists()
             except OSError:
                 continue
-            if "amphora_agent.supervisor" in words and any(sought in word for word in words) and inner:
+            if "amphora_agent.services.supervisor" in words and any(sought in word for word in words) and inner:
                 return int(folder.name)
         raise AssertionError(f"amphora {one.id} does not run")
 

@@ -37,7 +37,7 @@ LONG = 90.0
 SPARE = [pytest.param(False, id="no spare"), pytest.param(True, id="a spare", marks=pytest.mark.extended)]
 # Starts the agent, but for once: where a file says so it ends at once, or stays and never says a word.
 _AGENT = """#!/bin/sh
-if [ "$2" = amphora_agent.supervisor ]; then
+if [ "$2" = amphora_agent.services.supervisor ]; then
     if rm {folder}/ends 2>/dev/null; then echo "told to end"; exit 1; fi
     if rm {folder}/mute 2>/dev/null; then exec sleep 600; fi
 fi

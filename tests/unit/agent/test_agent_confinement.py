@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.units import CONFINEMENTS, Unit, render, unit_name
+from amphora_agent.services.systemd_units import CONFINEMENTS, Unit, render, unit_name
 
 IMAGE = Path(__file__).parents[3] / "diskimage/elements/amphora"
 STATIC = IMAGE / "static/usr/lib/systemd/system"

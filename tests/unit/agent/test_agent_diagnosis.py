@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from amphora_agent import diagnosis
-from amphora_agent.diagnosis import Clock, document, errors_without_content, redacted, sessions
+from amphora_agent import redaction
+from amphora_agent.redaction import Clock, document, errors_without_content, redacted, sessions
 
 
 def told(parts, secrets=()):
@@ -45,7 +45,7 @@ def test_secrets_are_not_told(text, left):
 
 
 def test_a_long_text_is_cut(monkeypatch):
-    monkeypatch.setattr(diagnosis, "MOST", 10)
+    monkeypatch.setattr(redaction, "MOST", 10)
     assert redacted("x" * 25, []) == "x" * 10 + "\n[cut: 25 characters in all]\n"
 
 
@@ -76,7 +76,7 @@ def test_sessions_are_counted_by_their_way():
 
 def test_who_did_not_answer_is_not_waited_for_again(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(diagnosis.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(redaction.time, "monotonic", lambda: now[0])
     waited = []
 
     def silence(seconds):

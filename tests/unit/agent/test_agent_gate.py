@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 
-from amphora_agent import gate
-from amphora_agent.gate import Budget
+from amphora_agent import tls_gate
+from amphora_agent.tls_gate import Budget
 
 
 def admitted(budget: Budget, address: str, times: int, now: float) -> int:
@@ -15,15 +15,15 @@ def admitted(budget: Budget, address: str, times: int, now: float) -> int:
 
 def test_one_address_has_a_burst_and_a_rate():
     budget = Budget(0.0)
-    assert admitted(budget, "stranger", 100, 0.0) == gate.ADDRESS_BURST
-    assert admitted(budget, "stranger", 100, 3.0) == 3 * gate.ADDRESS_RATE
+    assert admitted(budget, "stranger", 100, 0.0) == tls_gate.ADDRESS_BURST
+    assert admitted(budget, "stranger", 100, 3.0) == 3 * tls_gate.ADDRESS_RATE
     assert admitted(budget, "another", 1, 3.0) == 1
 
 
 def test_many_addresses_have_no_more_than_all_of_them():
     budget = Budget(0.0)
-    assert sum(budget.admits(f"address {number}", 0.0) for number in range(10000)) == gate.UNPROVEN_BURST
-    assert sum(budget.admits(f"other {number}", 2.0) for number in range(10000)) == 2 * gate.UNPROVEN_RATE
+    assert sum(budget.admits(f"address {number}", 0.0) for number in range(10000)) == tls_gate.UNPROVEN_BURST
+    assert sum(budget.admits(f"other {number}", 2.0) for number in range(10000)) == 2 * tls_gate.UNPROVEN_RATE
 
 
 def test_a_controller_is_not_limited_until_it_was_away_for_long():
@@ -31,8 +31,8 @@ def test_a_controller_is_not_limited_until_it_was_away_for_long():
     budget.proven("controller", 0.0)
     for number in range(1000):
         budget.admits(f"stranger {number}", 0.0)
-    assert admitted(budget, "controller", 1000, gate.KNOWN_SECONDS - 1) == 1000
-    assert admitted(budget, "controller", 1000, gate.KNOWN_SECONDS + 1) < 1000
+    assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS - 1) == 1000
+    assert admitted(budget, "controller", 1000, tls_gate.KNOWN_SECONDS + 1) < 1000
 
 
 def test_unproven_addresses_never_take_the_place_of_a_controller():
@@ -43,8 +43,8 @@ def test_unproven_addresses_never_take_the_place_of_a_controller():
         now += chance.expovariate(1000)
         if budget.admits(f"stranger {number % 3000}", now):
             begun.append(now)
-    assert len(begun) > gate.UNPROVEN_BURST
-    assert all(sum(at <= other < at + gate.HANDSHAKE_SECONDS for other in begun) < gate.MOST for at in begun)
+    assert len(begun) > tls_gate.UNPROVEN_BURST
+    assert all(sum(at <= other < at + tls_gate.HANDSHAKE_SECONDS for other in begun) < tls_gate.MOST for at in begun)
 
 
 def test_what_it_remembers_is_bounded():
@@ -52,5 +52,5 @@ def test_what_it_remembers_is_bounded():
     for number in range(5000):
         budget.admits(f"stranger {number}", 0.0)
         budget.proven(f"controller {number}", 0.0)
-    assert len(budget._unproven) <= gate._MOST_UNPROVEN
-    assert len(budget._known) <= gate._MOST_KNOWN
+    assert len(budget._unproven) <= tls_gate._MOST_UNPROVEN
+    assert len(budget._known) <= tls_gate._MOST_KNOWN

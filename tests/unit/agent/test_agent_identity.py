@@ -9,8 +9,8 @@ import uuid
 import pytest
 
 from amphora_agent.errors import CertificateRefused, MachineError
-from amphora_agent.identity import Identity
 from amphora_agent.paths import Paths
+from amphora_agent.tls_identity import Identity
 from amphora_driver.certificates.ca import Authority, create_authority
 
 AMPHORA = uuid.UUID("0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11")

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from amphora_agent import notify
 from amphora_agent.errors import ServiceError
-from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.paths import Paths
-from amphora_agent.systemd import MOST_KEPT, Systemd
+from amphora_agent.services import sd_notify
+from amphora_agent.services.sd_notify import NOTHING, Inheritance
+from amphora_agent.services.systemd import MOST_KEPT, Systemd
 
 NAME = "worker 12:34/ü%\n"
 
@@ -45,7 +45,7 @@ class Listener:
             self.said.append(data.decode())
 
     def close(self, address: str) -> None:
-        notify.send(address, "END=1")
+        sd_notify.send(address, "END=1")
         self._thread.join()
         self.socket.close()
         for descriptor in self.kept.values():
@@ -66,13 +66,13 @@ def listener(address):
 
 def test_nothing_is_left_in_the_environment():
     environment = {"NOTIFY_SOCKET": "/x", "LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b", "HOME": "/"}
-    assert notify.take(environment, 7) == Inheritance("/x")  # they were another process's
+    assert sd_notify.take(environment, 7) == Inheritance("/x")  # they were another process's
     assert environment == {"HOME": "/"}
-    assert notify.take(environment, 7) == NOTHING
+    assert sd_notify.take(environment, 7) == NOTHING
 
 
 def test_who_was_not_started_by_systemd_says_nothing():
-    notify.ready(NOTHING)
+    sd_notify.ready(NOTHING)
     assert NOTHING.unpack() == {}
 
 
@@ -116,7 +116,7 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
         services.drop(NAME)
         services.drop(NAME)
         assert services.kept() == {}
-    notify.store(address, "the last one", listener.socket.fileno())  # so that all before it has been heard
+    sd_notify.store(address, "the last one", listener.socket.fileno())  # so that all before it has been heard
     assert f"FDSTOREREMOVE=1\nFDNAME={written}" in listener.said
 
 
@@ -137,4 +137,4 @@ def test_nobody_listens(address, tmp_path):
     with pytest.raises(ServiceError, match="did not start this agent"):
         Systemd(Paths(tmp_path), NOTHING).keep("x", 0)
     with pytest.raises(ServiceError, match="too long"):
-        notify.store(address, "x" * 300, 0)
+        sd_notify.store(address, "x" * 300, 0)

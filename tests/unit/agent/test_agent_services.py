@@ -7,7 +7,7 @@ import pytest
 
 from amphora_agent.errors import ServiceError, SettingsError
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.services import connect
+from amphora_agent.services.control import connect
 
 
 def test_an_unknown_one_is_refused_and_not_pretended(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 import amphora_agent
 from amphora_agent.errors import ServiceError
-from amphora_agent.systemd import exit_code
-from amphora_agent.units import Change, Unit, change_of, quoted, render, unit_name
+from amphora_agent.services.systemd import exit_code
+from amphora_agent.services.systemd_units import Change, Unit, change_of, quoted, render, unit_name
 
 SCRIPT = Path(amphora_agent.__file__).parent / "templates/daemon.sh"
 

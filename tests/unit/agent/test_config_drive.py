@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent import boot_network, config_drive
+from amphora_agent import cloud_network, config_drive
 from amphora_agent.config_drive import Places, Told
 from amphora_agent.errors import SettingsError
 
@@ -212,7 +212,7 @@ def test_what_the_agent_has_renewed_is_not_taken_back(tmp_path):
 def test_without_a_description_the_first_interface_asks_by_dhcp(tmp_path):
     places = Places(tmp_path)
     config_drive.lay(places, Told(None, {}, (), {}))
-    assert places.network.read_text() == boot_network.FALLBACK
+    assert places.network.read_text() == cloud_network.FALLBACK
 
 
 # --- which drive -------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_it_needs_the_standard_library_only(tmp_path):
     link.symlink_to(Path(config_drive.__file__))
     code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='x'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, link], capture_output=True, text=True, check=True)
-    assert "amphora_agent.boot_network" in done.stdout.split()
+    assert "amphora_agent.cloud_network" in done.stdout.split()
     assert not {"jinja2", "flask", "pyroute2", "ssl"} & set(done.stdout.split())
 
 
@@ -280,7 +280,7 @@ def test_it_needs_the_standard_library_only(tmp_path):
 
 
 def test_the_interface_the_agent_listens_on_and_no_other():
-    text = boot_network.rendered(boot_network.management(NETWORK, "192.0.2.11"))
+    text = cloud_network.rendered(cloud_network.management(NETWORK, "192.0.2.11"))
     assert f"MACAddress={MAC}\n" in text
     assert "MTUBytes=1450\n" in text
     assert "Address=192.0.2.11/24\nAddress=2001:db8::11/64\nDHCP=no\nIPv6AcceptRA=no\n" in text
@@ -301,7 +301,7 @@ def test_the_interface_the_agent_listens_on_and_no_other():
 )
 def test_addresses_that_come_later(kind, dhcp, routers):
     document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [{"link": "a", "type": kind}]}
-    text = boot_network.rendered(boot_network.management(document, None))
+    text = cloud_network.rendered(cloud_network.management(document, None))
     assert f"DHCP={dhcp}\nIPv6AcceptRA={routers}\n" in text
     assert "MTUBytes" not in text
 
@@ -309,10 +309,10 @@ def test_addresses_that_come_later(kind, dhcp, routers):
 def test_older_forms():
     network = {"link": "a", "type": "ipv6", "ip_address": "2001:db8::1/64", "gateway": "2001:db8::f"}
     document = {"links": [{"id": "a", "ethernet_mac_address": MAC}], "networks": [network]}
-    found = boot_network.management(document, None)
+    found = cloud_network.management(document, None)
     assert [str(address) for address in found.addresses] == ["2001:db8::1/64"]
     assert [(str(route.destination), str(route.gateway)) for route in found.routes] == [("::/0", "2001:db8::f")]
-    assert boot_network.management({}, None) is None
+    assert cloud_network.management({}, None) is None
 
 
 def link(**changes):
@@ -347,7 +347,7 @@ def fixed(**changes):
 )
 def test_a_hostile_network_is_refused(document):
     with pytest.raises(SettingsError):
-        boot_network.management(document, None)
+        cloud_network.management(document, None)
 
 
 def test_time_servers_are_addresses():
@@ -357,5 +357,5 @@ def test_time_servers_are_addresses():
         {"type": "ntp"},
         {"type": "ntp", "address": "::1"},
     ]
-    assert boot_network.time_servers({"services": services}) == ("::1",)
-    assert boot_network.time_servers({"services": 1}) == ()
+    assert cloud_network.time_servers({"services": services}) == ("::1",)
+    assert cloud_network.time_servers({"services": 1}) == ()

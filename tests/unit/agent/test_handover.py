@@ -17,7 +17,7 @@ from amphora_agent.errors import FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.keepalived.handover import Handover, Until, _given_up
 from amphora_agent.network.netlink import NetlinkError
-from amphora_agent.pulse import ALIVE
+from amphora_agent.services.health_file import ALIVE
 
 THERE = ip_address("198.51.100.12")
 PAIR = Pair(

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from amphora_agent import pulse
-from amphora_agent.pulse import ALIVE, BUSY_SECONDS, DEAD, Activity, Probe, Pulse, activity
+from amphora_agent.services import health_file
+from amphora_agent.services.health_file import ALIVE, BUSY_SECONDS, DEAD, Activity, Probe, Pulse, activity
 
 INTERVAL, PATIENCE = 0.1, 0.6
 
@@ -64,7 +64,7 @@ class Watched:
 def watched(tmp_path, monkeypatch):
     made = Watched(tmp_path)
     made.did = Activity(0, ready=False)
-    monkeypatch.setattr(pulse, "activity", lambda pid: made.did)
+    monkeypatch.setattr(health_file, "activity", lambda pid: made.did)
     yield made
     made.close()
 

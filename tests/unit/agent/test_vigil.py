@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from amphora_agent import vigil
-from amphora_agent.vigil import CARE, PID, WANTED_FILE, Vigil
+from amphora_agent.services import health_watcher
+from amphora_agent.services.health_watcher import CARE, PID, WANTED_FILE, Vigil
 
 UNIT = "amphora-daemon.service"
 
@@ -52,14 +52,14 @@ class Daemon:
             time.sleep(0.005)
 
     def goes_on_saying(self, what: str) -> None:
-        time.sleep(3 * vigil.LOOK_SECONDS)
+        time.sleep(3 * health_watcher.LOOK_SECONDS)
         assert self.said == what
 
 
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
     # Nobody made a cgroup for it.
-    monkeypatch.setattr(vigil, "belongs", lambda pid, unit: unit == UNIT)
+    monkeypatch.setattr(health_watcher, "belongs", lambda pid, unit: unit == UNIT)
     made = Daemon(tmp_path)
     watching = Vigil(tmp_path / "services")
     thread = threading.Thread(target=watching.run)
@@ -110,9 +110,9 @@ def test_dismissed_and_wanted_again(daemon):
     daemon.begin()
     daemon.says("0")
     daemon.want("dismissed")
-    time.sleep(2 * vigil.LOOK_SECONDS)
+    time.sleep(2 * health_watcher.LOOK_SECONDS)
     daemon.want("wanted")
-    time.sleep(2 * vigil.LOOK_SECONDS)
+    time.sleep(2 * health_watcher.LOOK_SECONDS)
     daemon.end()
     daemon.says("1")
 
@@ -126,12 +126,12 @@ def test_who_begins_anew_believes_what_the_file_says(daemon):
 
 def test_a_line_that_is_being_written(tmp_path):
     file = tmp_path / "word"
-    assert vigil.word(file) is None
+    assert health_watcher.word(file) is None
     file.write_text("12")
     threading.Timer(0.03, lambda: file.write_text("1234\n")).start()
-    assert vigil.word(file) == "1234"
+    assert health_watcher.word(file) == "1234"
 
 
 def test_whose_process_it_is():
-    assert not vigil.belongs(1, UNIT)
-    assert not vigil.belongs(2**22 + 1, UNIT)
+    assert not health_watcher.belongs(1, UNIT)
+    assert not health_watcher.belongs(2**22 + 1, UNIT)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     # Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amphora_agent.pulse import Probe, Pulse
+from amphora_agent.services.health_file import Probe, Pulse
 
 CARE, WANTED_FILE, PID = "care.json", "wanted", "pid"
 # Whose end is amiss, and whose is not.

@@ -3,7 +3,7 @@
 
 Invariant: the file says 1 from the moment on at which the service is known to be dead or frozen, and 0 again only when
 it has answered; a service that nobody wants is not missing. Nothing here waits: everything is driven by the selector
-and by `due`. Only the standard library is imported (see `amphora_agent.supervisor`).
+and by `due`. Only the standard library is imported (see `amphora_agent.services.supervisor`).
 
 Frozen is a service that leaves a question unanswered for `Probe.patience` *and* does nothing meanwhile. One that uses
 the processor, or waits for its turn, is busy or on a busy machine; it is given `BUSY_SECONDS`, because to move the

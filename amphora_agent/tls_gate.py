@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amphora_agent.errors import AgentError
-from amphora_agent.identity import Identity
+from amphora_agent.tls_identity import Identity
 from amphora_agent.x509 import callers
 
 _log = logging.getLogger(__name__)

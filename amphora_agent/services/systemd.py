@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from amphora_agent import notify, vigil
 from amphora_agent.errors import ServiceError
-from amphora_agent.notify import Inheritance
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.services import NO_CARE, Care, ServiceStatus
-from amphora_agent.units import Change, Unit, change_of, render, unit_name
+from amphora_agent.services import health_watcher, sd_notify
+from amphora_agent.services.control import NO_CARE, Care, ServiceStatus
+from amphora_agent.services.sd_notify import Inheritance
+from amphora_agent.services.systemd_units import Change, Unit, change_of, render, unit_name
 
 VIGIL = "amphora-vigil"
 WANTED, DISMISSED, STOPPED, MISSED = "wanted", "dismissed", "stopped", "missed"
@@ -74,12 +74,12 @@ class Systemd:
         self._want(name, WANTED)
         for file in ("deaths", "exit"):
             (place / file).unlink(missing_ok=True)
-        before = vigil.word(place / "starts")
+        before = health_watcher.word(place / "starts")
         try:
             self._systemctl(f"start {name}", "restart" if again else "start", unit_name(name))
         except ServiceError:
             # One that could be started and died at once is whoever's concern who waits for its answer.
-            if vigil.word(place / "starts") == before:
+            if health_watcher.word(place / "starts") == before:
                 raise
 
     def stop(self, name: str, *, missed: bool = False) -> None:
@@ -105,7 +105,7 @@ class Systemd:
         try:
             descriptor = os.pidfd_open(pid)
             try:
-                if not vigil.belongs(pid, unit_name(name)):  # it has ended, and its number is another's
+                if not health_watcher.belongs(pid, unit_name(name)):  # it has ended, and its number is another's
                     raise ProcessLookupError
                 signal.pidfd_send_signal(descriptor, number)
             finally:
@@ -133,7 +133,7 @@ class Systemd:
                 raise ServiceError(f"have {name} kept", "systemd did not start this agent")
             if name in self._kept or len(self._kept) >= MOST_KEPT:
                 raise ServiceError(f"have {name} kept", f"it cannot be kept, {len(self._kept)} are")
-            notify.store(self._address, name, descriptor)
+            sd_notify.store(self._address, name, descriptor)
             self._kept[name] = os.dup(descriptor)
 
     def kept(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class Systemd:
             if descriptor is not None:
                 os.close(descriptor)
                 if self._address is not None:
-                    notify.remove(self._address, name)
+                    sd_notify.remove(self._address, name)
 
     # -- files ------------------------------------------------------------------------------------------------
 
@@ -192,11 +192,11 @@ class Systemd:
         place = self._place(name)
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = json.dumps({key: care.document()[key] for key in ("health", "probe")})
-        if _content(place / vigil.CARE) != wanted:
-            write_atomically(place / vigil.CARE, wanted, durable=False)
+        if _content(place / health_watcher.CARE) != wanted:
+            write_atomically(place / health_watcher.CARE, wanted, durable=False)
         present = self._status(VIGIL)
         if present is None or present.pid is None:
-            argv = [sys.executable, "-I", "-S", str(Path(vigil.__file__)), str(self._paths.services)]
+            argv = [sys.executable, "-I", "-S", str(Path(health_watcher.__file__)), str(self._paths.services)]
             self._write(self._unit(VIGIL, argv, inner=False, care=NO_CARE))
             self._begin(VIGIL, again=False)
 
@@ -205,10 +205,10 @@ class Systemd:
 
     def _want(self, name: str, word: str) -> None:
         if self._wanted(name) != word:
-            write_atomically(self._place(name) / vigil.WANTED_FILE, word + "\n", durable=False)
+            write_atomically(self._place(name) / health_watcher.WANTED_FILE, word + "\n", durable=False)
 
     def _wanted(self, name: str) -> str | None:
-        return vigil.word(self._place(name) / vigil.WANTED_FILE)
+        return health_watcher.word(self._place(name) / health_watcher.WANTED_FILE)
 
     # -- systemd ----------------------------------------------------------------------------------------------
 
@@ -223,13 +223,13 @@ class Systemd:
         wanted = self._wanted(name)
         if wanted is None:
             return None
-        pid = vigil.running(place, unit_name(name))
-        starts = int(vigil.word(place / "starts") or 0)
+        pid = health_watcher.running(place, unit_name(name))
+        starts = int(health_watcher.word(place / "starts") or 0)
         # One that an operator has stopped is not started again, whatever we want.
         comes = wanted == WANTED and (pid is not None or self._state(name) in _ON_ITS_WAY)
         if comes and pid is None:
-            pid = vigil.running(place, unit_name(name))  # it may have come up while systemd was asked
-        return ServiceStatus(pid, starts, exit_code(vigil.word(place / "exit")), comes)
+            pid = health_watcher.running(place, unit_name(name))  # it may have come up while systemd was asked
+        return ServiceStatus(pid, starts, exit_code(health_watcher.word(place / "exit")), comes)
 
     def _state(self, name: str) -> str:
         return self._systemctl(f"ask for {name}", "show", "--property=ActiveState", "--value", unit_name(name)).strip()

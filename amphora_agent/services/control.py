@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amphora_agent.errors import ServiceError, SettingsError
-from amphora_agent.notify import NOTHING, Inheritance
 from amphora_agent.paths import Paths
+from amphora_agent.services.sd_notify import NOTHING, Inheritance
 
 ANSWER_SECONDS = 10.0
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -200,7 +200,7 @@ def connect(kind: str, paths: Paths, inheritance: Inheritance = NOTHING) -> Serv
     if kind == "supervisor":
         return Supervisor(paths.supervisor_socket)
     if kind == "systemd":
-        from amphora_agent.systemd import Systemd  # noqa: PLC0415 (it is made of what is defined above)
+        from amphora_agent.services.systemd import Systemd  # noqa: PLC0415 (it is made of what is defined above)
 
         return Systemd(paths, inheritance)
     raise SettingsError(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.paths import Paths
-from amphora_agent.pulse import Probe, Pulse
+from amphora_agent.services.health_file import Probe, Pulse
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
@@ -330,7 +330,7 @@ class Supervisor:
         return {"ok": True, **wanted.status()}
 
     def _take_care(self, service: Service, care: dict[str, Any]) -> None:
-        """Treat a service as is wanted from now on (`amphora_agent.services.Care`)."""
+        """Treat a service as is wanted from now on (`amphora_agent.services.control.Care`)."""
         service.restart_delay = float(care.get("restart_delay", 0.0))
         service.leftovers = [str(path) for path in care.get("leftovers", [])]
         watched = {key: care.get(key) for key in ("health", "probe")}
