@@ -14,12 +14,12 @@ from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
 from amphora_agent.api import bundle, certificate, configuration, diagnostics, info, v1, v1_machine, vrrp
-from amphora_agent.applying import reboot
-from amphora_agent.applying.apply import Applier
-from amphora_agent.applying.audit import Auditor
-from amphora_agent.applying.drift import Drift
-from amphora_agent.applying.virtual import VirtualServing
+from amphora_agent.apply import recovery
+from amphora_agent.apply.applier import Applier
+from amphora_agent.apply.udp_update import VirtualServing
 from amphora_agent.config import Settings
+from amphora_agent.drift.repair import Auditor
+from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.document import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
@@ -102,7 +102,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     )
     _answer_errors(app)
     responder.start()
-    reboot.serve_again(lambda: _serve_confirmed(applier, responder))
+    recovery.serve_again(lambda: _serve_confirmed(applier, responder))
     role.start()
     handover.start()
     sender.start()

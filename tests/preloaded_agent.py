@@ -184,10 +184,12 @@ def _fork_agent(words, how) -> int:
                 os.dup2(action[1], action[2])
         # exec(2) closes all others: Python opens none that a program inherits.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        from amphora_agent import server  # noqa: PLC0415 - only in this process
-        from amphora_agent.applying import points  # noqa: PLC0415
+        from amphora_agent import (
+            failpoints,  # noqa: PLC0415
+            server,  # noqa: PLC0415 - only in this process
+        )
 
-        points._DIRECTORY = os.environ.get(points.VARIABLE)
+        failpoints._DIRECTORY = os.environ.get(failpoints.VARIABLE)
         forks.rename(words)
         sys.argv = [server.__file__]
         server.main()

@@ -30,7 +30,7 @@ _NEWS = {
     "config.py": [
         '            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),\n'
     ],
-    "applying/confirmed.py": [
+    "apply/confirmed_bundle.py": [
         '            "text_sha256": None if self._haproxy is None else _sha256(self._haproxy),\n',
     ],
 }

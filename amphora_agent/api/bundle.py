@@ -10,7 +10,7 @@ from __future__ import annotations
 from flask import Blueprint, request
 from flask.typing import ResponseReturnValue
 
-from amphora_agent.applying.apply import Applier
+from amphora_agent.apply.applier import Applier
 
 
 def blueprint(applier: Applier) -> Blueprint:

@@ -13,9 +13,9 @@ from typing import Any
 from flask import Blueprint
 from flask.typing import ResponseReturnValue
 
-from amphora_agent.applying.apply import Applier
-from amphora_agent.applying.drift import Drift
+from amphora_agent.apply.applier import Applier
 from amphora_agent.bundle import Bundle
+from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy import document
 from amphora_agent.network import interfaces

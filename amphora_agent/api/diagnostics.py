@@ -18,7 +18,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent import host_info
 from amphora_agent.api.info import program_version
-from amphora_agent.applying.apply import Applier
+from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.process import SERVICE, Haproxy

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from amphora_agent.applying.points import Point, reach
 from amphora_agent.bundle import File, Limits, Vrrp
 from amphora_agent.errors import AgentError, HaproxyError
+from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import abilities, document, forsaken, readback, server_state, tables, workers
 from amphora_agent.haproxy.abilities import Abilities
 from amphora_agent.haproxy.abridged import abridge
@@ -179,7 +179,7 @@ class Haproxy:
         if _content(self._paths.previous) == wanted.content:  # a change was interrupted, and this one came before it
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # It may have another name: `amphora_agent.applying.confirmed`.
+            # It may have another name: `amphora_agent.apply.confirmed_bundle`.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from amphora_agent.applying.apply import Applier
-from amphora_agent.applying.outcome import Outcome
+from amphora_agent.apply.applier import Applier
+from amphora_agent.apply.result import Outcome
 from amphora_agent.bundle import Bundle, Interface, Limits, parse_stored
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused

@@ -29,7 +29,7 @@ from pathlib import Path
 import preloaded_agent
 from throwaway_authority import CLIENT, SERVER, Authority
 
-from amphora_agent.applying.points import VARIABLE
+from amphora_agent.failpoints import VARIABLE
 from amphora_agent.network.namespace import Namespace
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ class Amphora:
 
     @property
     def points(self) -> Path:
-        """Where the points of a change are armed (`amphora_agent.applying.points`)."""
+        """Where the points of a change are armed (`amphora_agent.failpoints`)."""
         return self._directory / "points"
 
     def write(self, name: str, content: str) -> Path:

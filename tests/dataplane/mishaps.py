@@ -16,7 +16,7 @@ from pathlib import Path
 
 from amphora_lab import VIP, alive, descendants, eventually, get
 
-from amphora_agent.applying.points import Point
+from amphora_agent.failpoints import Point
 from amphora_agent.network.namespace import Namespace
 
 

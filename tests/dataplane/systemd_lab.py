@@ -18,7 +18,7 @@ from pathlib import Path
 
 from amphora_lab import ROOT, Amphora, alive, descendants, eventually
 
-from amphora_agent.applying.points import VARIABLE
+from amphora_agent.failpoints import VARIABLE
 
 SYSTEMD = Path("/lib/systemd/systemd")
 IMAGE_UNITS = ROOT / "diskimage/elements/amphora/static/usr/lib/systemd/system"

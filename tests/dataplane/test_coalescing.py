@@ -11,7 +11,7 @@ from amphora_lab import Client, eventually
 from configuration_text import MEMBER_IDS, listener, text
 from mishaps import apart, held_at
 
-from amphora_agent.applying.points import Point
+from amphora_agent.failpoints import Point
 
 pytestmark = pytest.mark.root
 

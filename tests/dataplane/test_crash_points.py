@@ -15,7 +15,7 @@ from configuration_text import listener, text
 from mishaps import agents, answered, arm, fill, haproxy_pids, held_at, push_quietly, small_disk
 from test_files import files, presented, secure, shown
 
-from amphora_agent.applying.points import Point
+from amphora_agent.failpoints import Point
 
 pytestmark = pytest.mark.root
 ALWAYS = [

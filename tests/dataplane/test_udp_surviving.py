@@ -15,7 +15,7 @@ from mishaps import arm, held_at, push_quietly
 from pair_lab import FAST, Pair
 from test_drift import INTERVAL, Audited
 
-from amphora_agent.applying.points import Point
+from amphora_agent.failpoints import Point
 
 pytestmark = pytest.mark.root
 PLACES = {"u1": "198.51.100.121", "u2": "198.51.100.122", "u3": "198.51.100.123"}

@@ -12,7 +12,7 @@ import previous
 import pytest
 from amphora_lab import AMPHORA, CONTROLLER, FIXED, HEARTBEATS, MAC, MEMBERS, Amphora, eventually, get
 
-from amphora_agent.applying.drift import Difference, Drift
+from amphora_agent.drift.report import Difference, Drift
 from amphora_agent.stats.codec import encode
 
 pytestmark = pytest.mark.root

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from amphora_agent.applying import confirmed
+from amphora_agent.apply import confirmed_bundle
 from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse, parse_stored
 from amphora_agent.errors import MachineError, MalformedBundle
 
@@ -201,11 +201,11 @@ def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     file = tmp_path / "confirmed.json"
     serving = tmp_path / "haproxy.cfg"
     serving.write_text(bundle.haproxy)
-    draft = confirmed.Draft(file, confirmed.as_of_now(bundle, digest(b"body")))
+    draft = confirmed_bundle.Draft(file, confirmed_bundle.as_of_now(bundle, digest(b"body")))
     draft.reserve(serving)
     draft.confirm()
     assert "s3cret" not in file.read_text()
-    found = confirmed.read(file, tmp_path / "haproxy.cfg")
+    found = confirmed_bundle.read(file, tmp_path / "haproxy.cfg")
     assert found.bundle == bundle
     assert found.digest == digest(b"body")
     assert all(one.content is None for one in found.bundle.files)
@@ -214,8 +214,8 @@ def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     for broken in ("{", "{}", file.read_text().replace('"sha256": "', '"sha256": "x')):
         file.write_text(broken)
         with pytest.raises(MachineError):
-            confirmed.read(file, tmp_path / "haproxy.cfg")
-    assert confirmed.read(tmp_path / "nothing", tmp_path / "haproxy.cfg") is None
+            confirmed_bundle.read(file, tmp_path / "haproxy.cfg")
+    assert confirmed_bundle.read(tmp_path / "nothing", tmp_path / "haproxy.cfg") is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000])

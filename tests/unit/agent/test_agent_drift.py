@@ -7,11 +7,12 @@ import json
 
 import pytest
 
-from amphora_agent.applying import audit, confirmed
-from amphora_agent.applying.audit import Auditor
-from amphora_agent.applying.drift import Difference, Drift, both
-from amphora_agent.applying.files import FileSets
+from amphora_agent.apply import confirmed_bundle
+from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
+from amphora_agent.drift import repair
+from amphora_agent.drift.repair import Auditor
+from amphora_agent.drift.report import Difference, Drift, both
 from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import readback
 from amphora_agent.paths import Paths
@@ -39,7 +40,7 @@ class Machine:
 
 @pytest.fixture
 def audited(monkeypatch):
-    monkeypatch.setattr(audit.time, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(repair.time, "sleep", lambda _seconds: None)
     told = []
 
     def make(*looks):
@@ -115,7 +116,7 @@ def test_what_does_not_stay_mended_is_mended_ever_more_seldom_and_told(audited):
 def test_what_comes_back_after_long_is_mended_at_once(audited, monkeypatch):
     machine, drift, auditor, _ = audited()
     now = 1000.0
-    monkeypatch.setattr(audit.time, "monotonic", lambda: now)
+    monkeypatch.setattr(repair.time, "monotonic", lambda: now)
     for _ in range(4):
         machine.looks = [(FILE,), (FILE,), ()]
         auditor.audit()
@@ -170,10 +171,10 @@ def test_a_text_that_somebody_wrote_into_is_not_what_was_confirmed(tmp_path):
     good.write_text("listen\n")
     bad.write_text("listen to me\n")
     digest = hashlib.sha256(b"listen\n").hexdigest()
-    assert confirmed._right_text((bad, good), digest) == "listen\n"
-    assert confirmed._right_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
+    assert confirmed_bundle._right_text((bad, good), digest) == "listen\n"
+    assert confirmed_bundle._right_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
     with pytest.raises(ValueError, match="written into"):
-        confirmed._right_text((bad,), digest)
+        confirmed_bundle._right_text((bad,), digest)
 
 
 def test_listeners_that_were_switched_off_are_deaf():

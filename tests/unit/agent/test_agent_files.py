@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.applying.files import FileSets
+from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
 from amphora_agent.haproxy import document, tables

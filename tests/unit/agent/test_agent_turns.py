@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from amphora_agent.applying.tally import UNCHANGED, Deed, Tally
-from amphora_agent.applying.turns import Turns
+from amphora_agent.apply.apply_queue import Turns
+from amphora_agent.apply.change_log import UNCHANGED, Deed, Tally
 
 PATIENCE = 10.0
 

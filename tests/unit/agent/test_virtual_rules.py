@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from amphora_agent.applying.virtual import difference
+from amphora_agent.apply.udp_update import difference
 from amphora_agent.virtual_servers import least, maglev, marks, ruleset, shares
 from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
 

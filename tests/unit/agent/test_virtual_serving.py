@@ -10,7 +10,7 @@ import pytest
 from test_agent_firewall import bundle, vrrp
 from test_virtual_rules import member, server
 
-from amphora_agent.applying.virtual import VirtualServing
+from amphora_agent.apply.udp_update import VirtualServing
 from amphora_agent.errors import VirtualServersError
 
 NONE = bundle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from amphora_agent.applying.tally import Deed
+from amphora_agent.apply.change_log import Deed
 from amphora_agent.haproxy.readback import Loaded
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from amphora_agent.applying.drift import Difference
-from amphora_agent.applying.files import FileSets, looks_of
-from amphora_agent.applying.serving import Serving
-from amphora_agent.applying.virtual import VirtualServing
+from amphora_agent.apply.file_sets import FileSets, looks_of
+from amphora_agent.apply.haproxy_update import Serving
+from amphora_agent.apply.udp_update import VirtualServing
 from amphora_agent.bundle import Bundle
+from amphora_agent.drift.report import Difference
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.document import Document
 from amphora_agent.haproxy.process import Haproxy

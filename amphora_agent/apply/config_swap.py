@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from amphora_agent.applying.points import Point, reach
+from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import document
 from amphora_agent.haproxy.document import Document
 from amphora_agent.paths import Paths

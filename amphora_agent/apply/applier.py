@@ -15,23 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from amphora_agent.applying import confirmed as disk
-from amphora_agent.applying import precedence, reboot
-from amphora_agent.applying.confirmed import Confirmed, Draft
-from amphora_agent.applying.drift import Difference
-from amphora_agent.applying.files import FileSets
-from amphora_agent.applying.looking import FILE_WORDS, Eye
-from amphora_agent.applying.outcome import Outcome
-from amphora_agent.applying.points import Point, reach
-from amphora_agent.applying.serving import Serving
-from amphora_agent.applying.switch import Switch
-from amphora_agent.applying.tally import UNCHANGED, Deed, Tally
-from amphora_agent.applying.turns import Turns
-from amphora_agent.applying.virtual import VirtualServing
-from amphora_agent.applying.virtual import difference as virtual_difference
+from amphora_agent.apply import confirmed_bundle as disk
+from amphora_agent.apply import generation_check, recovery
+from amphora_agent.apply.apply_queue import Turns
+from amphora_agent.apply.change_log import UNCHANGED, Deed, Tally
+from amphora_agent.apply.config_swap import Switch
+from amphora_agent.apply.confirmed_bundle import Confirmed, Draft
+from amphora_agent.apply.file_sets import FileSets
+from amphora_agent.apply.haproxy_update import Serving
+from amphora_agent.apply.result import Outcome
+from amphora_agent.apply.udp_update import VirtualServing
+from amphora_agent.apply.udp_update import difference as virtual_difference
 from amphora_agent.bundle import Bundle, Host, digest, parse
 from amphora_agent.config import Settings
+from amphora_agent.drift.check import FILE_WORDS, Eye
+from amphora_agent.drift.report import Difference
 from amphora_agent.errors import AgentError, HaproxyError, MachineError
+from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import alteration
 from amphora_agent.haproxy.alteration import Changed
 from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged
@@ -79,7 +79,7 @@ class Applier:
         self._turns: Turns[Outcome] = Turns()
         self._switch = Switch(paths)
         self._tally = Tally()
-        self._healer = reboot.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
+        self._healer = recovery.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
         self._files = FileSets(paths)
         self._serving = Serving(haproxy, self._switch, self._files, paths)
         self._virtual = virtual
@@ -167,7 +167,7 @@ class Applier:
         Raises:
             AgentError: as in docs/agent-api.md; the last good configuration serves.
         """
-        precedence.refuse_foreign(bundle, self._settings.amphora_id, self._last)
+        generation_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
         outcome = self._turns.take(
             bundle.generation, bundle.load_balancer_id, lambda: self._apply_in_turn(bundle, received)
         )
@@ -178,7 +178,7 @@ class Applier:
     def _apply_in_turn(self, bundle: Bundle, received: str) -> Outcome:
         with self._lock:
             reach(Point.TAKEN)
-            precedence.refuse_stale(bundle, self._last, lost=self._lost is not None)
+            generation_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
             # The same bundle again keeps the moment at which it was first confirmed.
             same = self._confirmed is not None and self._confirmed.digest == received
             draft = None if same else Draft(self._paths.confirmed, disk.as_of_now(bundle, received))

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from amphora_agent.applying.files import FileSets
-from amphora_agent.applying.points import Point, reach
-from amphora_agent.applying.switch import Switch
-from amphora_agent.applying.tally import UNCHANGED, Deed
+from amphora_agent.apply.change_log import UNCHANGED, Deed
+from amphora_agent.apply.config_swap import Switch
+from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import Bundle, File, Limits
 from amphora_agent.directives import judgement
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
+from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import alteration, certificates
 from amphora_agent.haproxy import configuration as text_of
 from amphora_agent.haproxy import document as document_of

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from amphora_agent.applying.drift import Difference, Drift, both
+from amphora_agent.drift.report import Difference, Drift, both
 from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
