@@ -21,7 +21,7 @@ from amphora_agent.config import Settings
 from amphora_agent.drift.repair import Auditor
 from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
-from amphora_agent.haproxy.document import RESPONDER_PORT
+from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.keepalived.handover import Handover
 from amphora_agent.keepalived.lvs_process import LvsKeepalived

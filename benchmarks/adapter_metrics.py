@@ -22,7 +22,7 @@ class Metrics:
 
 
 def main(port, place):
-    from amphora_agent.haproxy.control import Socket  # noqa: PLC0415 - the adapter has no use for them
+    from amphora_agent.haproxy.runtime_socket import Socket  # noqa: PLC0415 - the adapter has no use for them
     from amphora_agent.network.namespace import Namespace  # noqa: PLC0415
     from amphora_agent.paths import Paths  # noqa: PLC0415
     from amphora_agent.responder import metrics  # noqa: PLC0415

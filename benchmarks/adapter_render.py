@@ -14,7 +14,7 @@ import msgspec
 from adapter_tree import tree
 
 from amphora_agent.bundle import File, Limits
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.process import Haproxy as Agent
 from amphora_agent.paths import Paths
 from amphora_driver.model.loadbalancer import LoadBalancer

@@ -17,7 +17,7 @@ from amphora_agent.apply.applier import Applier
 from amphora_agent.bundle import Bundle
 from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
-from amphora_agent.haproxy import document
+from amphora_agent.haproxy import config_file
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
@@ -49,7 +49,7 @@ def _text(paths: Paths) -> str | None:
         content = paths.configuration.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
-    return redacted(document.read(content).text, ())
+    return redacted(config_file.read(content).text, ())
 
 
 def _stored(bundle: Bundle) -> dict[str, Any]:

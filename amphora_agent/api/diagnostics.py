@@ -20,8 +20,8 @@ from amphora_agent import host_info
 from amphora_agent.api.info import program_version
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
-from amphora_agent.haproxy.control import Socket
 from amphora_agent.haproxy.process import SERVICE, Haproxy
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.role import Role
 from amphora_agent.network import interfaces, libnftables, nftables

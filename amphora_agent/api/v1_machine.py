@@ -18,7 +18,7 @@ from amphora_agent.api.info import program_version
 from amphora_agent.api.v1 import API_VERSION, answer_errors
 from amphora_agent.apply.applier import Applier
 from amphora_agent.errors import AgentError, RequestRefused
-from amphora_agent.haproxy import configuration as text_of
+from amphora_agent.haproxy import config_parser as text_of
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace

@@ -32,11 +32,11 @@ from amphora_agent.drift.check import FILE_WORDS, Eye
 from amphora_agent.drift.report import Difference
 from amphora_agent.errors import AgentError, HaproxyError, MachineError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import alteration
-from amphora_agent.haproxy.alteration import Changed
-from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged
+from amphora_agent.haproxy import runtime_update
+from amphora_agent.haproxy.config_diff import Reload, Runtime, Unchanged
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.readback import Loaded
+from amphora_agent.haproxy.runtime_state import Loaded
+from amphora_agent.haproxy.runtime_update import Changed
 from amphora_agent.keepalived.configuration import Pair, pair
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
@@ -425,7 +425,7 @@ class Applier:
                 early = self._serving.change_running(at_once, directory) if at_once is not None else None
                 with self._haproxy.checking(document, place, wanted, bundle.files, running) as check:
                     if at_once is not None:
-                        early = early or alteration.outcome(self._haproxy, at_once.steps, wanted)
+                        early = early or runtime_update.outcome(self._haproxy, at_once.steps, wanted)
                     disk.settle(draft, place)
                     check.end()
                 reach(Point.CHECKED)

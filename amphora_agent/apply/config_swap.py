@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import document
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy import config_file
+from amphora_agent.haproxy.config_file import Document
 from amphora_agent.paths import Paths
 
 
@@ -35,7 +35,7 @@ class Switch:
             # A file is never written twice: another content is another file.
             which = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._read is None or self._read[0] != which:
-                self._read = which, document.read(self._paths.configuration.read_text(encoding="utf-8"))
+                self._read = which, config_file.read(self._paths.configuration.read_text(encoding="utf-8"))
             return self._read[1]
         except FileNotFoundError:
             return None

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from amphora_agent.bundle import Bundle, parse_stored
 from amphora_agent.errors import MachineError
-from amphora_agent.haproxy import document as document_of
+from amphora_agent.haproxy import config_file as document_of
 from amphora_agent.paths import sync, sync_directory, write
 
 _TEXTS = "confirmed."

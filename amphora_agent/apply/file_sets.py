@@ -18,9 +18,9 @@ from pathlib import Path
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import MachineError
-from amphora_agent.haproxy import certificates
-from amphora_agent.haproxy.certificates import Side
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy import tls_diff
+from amphora_agent.haproxy.config_parser import Configuration
+from amphora_agent.haproxy.tls_diff import Side
 from amphora_agent.paths import Paths
 
 _DIGITS = 32
@@ -112,7 +112,7 @@ class FileSets:
             place: where they are.
             names: further files whose contents have to be known.
         """
-        told = {*certificates.lists(configuration), *certificates.ticket_keys(configuration), *names}
+        told = {*tls_diff.lists(configuration), *tls_diff.ticket_keys(configuration), *names}
         here = {file.name for file in files}
         texts = {name: (place / name).read_text(encoding="utf-8") for name in told & here}
         return Side(configuration, tuple(files), texts)

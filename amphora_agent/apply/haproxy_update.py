@@ -21,15 +21,15 @@ from amphora_agent.bundle import Bundle, File, Limits
 from amphora_agent.directives import judgement
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import alteration, certificates
-from amphora_agent.haproxy import configuration as text_of
-from amphora_agent.haproxy import document as document_of
-from amphora_agent.haproxy.alteration import Changed
-from amphora_agent.haproxy.comparison import Reload, Runtime, Unchanged, Verdict, compare
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy import config_file as document_of
+from amphora_agent.haproxy import config_parser as text_of
+from amphora_agent.haproxy import runtime_update, tls_diff
+from amphora_agent.haproxy.config_diff import Reload, Runtime, Unchanged, Verdict, compare
+from amphora_agent.haproxy.config_file import Document
+from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.readback import NOTHING, Loaded
+from amphora_agent.haproxy.runtime_state import NOTHING, Loaded
+from amphora_agent.haproxy.runtime_update import Changed
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class Serving:
             elsewhere.append("who shares its stick tables changed")
         try:
             running = self.parsed(before.text)
-            different = certificates.changed(last.files, bundle.files)
-            files = certificates.changes(
+            different = tls_diff.changed(last.files, bundle.files)
+            files = tls_diff.changes(
                 self._files.side(running, last.files, before.files or directory, ()),
                 self._files.side(wanted, bundle.files, directory, different),
             )
@@ -105,7 +105,7 @@ class Serving:
     def change_running(self, verdict: Runtime, directory: Path) -> HaproxyError | None:
         """Change the running HAProxy, before another one checks the file; that file waits for the check."""
         self._switch.mark()
-        failed = alteration.make(self._haproxy, verdict.steps, directory)
+        failed = runtime_update.make(self._haproxy, verdict.steps, directory)
         reach(Point.EARLY)
         return failed
 
@@ -123,7 +123,7 @@ class Serving:
             return Deed("start", "HAProxy was not running"), self._haproxy.verify(wanted)
         if isinstance(verdict, Runtime):
             done = early or self.change_running(verdict, files)
-            done = done or alteration.outcome(self._haproxy, verdict.steps, wanted)
+            done = done or runtime_update.outcome(self._haproxy, verdict.steps, wanted)
             if isinstance(done, Loaded):
                 return Deed("runtime", verdict.reason), done
             verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")

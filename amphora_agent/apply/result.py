@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amphora_agent.apply.change_log import Deed
-from amphora_agent.haproxy.readback import Loaded
+from amphora_agent.haproxy.runtime_state import Loaded
 
 
 @dataclass(frozen=True)

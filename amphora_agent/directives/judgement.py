@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from amphora_agent.bundle import File
 from amphora_agent.directives import lists
 from amphora_agent.errors import ConfigurationRefused
-from amphora_agent.haproxy import certificates
-from amphora_agent.haproxy.configuration import Configuration, Server
+from amphora_agent.haproxy import tls_diff
+from amphora_agent.haproxy.config_parser import Configuration, Server
 
 _READ = "read the load balancer's configuration"
 
@@ -30,7 +30,7 @@ def check(configuration: Configuration, files: Iterable[File]) -> None:
     for section in configuration.sections:
         if section.refused:
             raise _refused(configuration)
-    named = certificates.lists(configuration)
+    named = tls_diff.lists(configuration)
     for file in files:
         if file.name not in named or file.content is None:
             continue

@@ -16,7 +16,7 @@ from amphora_agent.apply.udp_update import VirtualServing
 from amphora_agent.bundle import Bundle
 from amphora_agent.drift.report import Difference
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.keepalived.configuration import pair
 from amphora_agent.keepalived.process import Keepalived

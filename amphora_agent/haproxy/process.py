@@ -21,18 +21,26 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from amphora_agent.bundle import File, Limits, Vrrp
 from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import abilities, document, forsaken, readback, server_state, tables, workers
-from amphora_agent.haproxy.abilities import Abilities
-from amphora_agent.haproxy.abridged import abridge
-from amphora_agent.haproxy.accounts import Accounts
-from amphora_agent.haproxy.capacity import LARGEST_MAXCONN, LEAST_PATIENCE, largest_maxconn, patience
-from amphora_agent.haproxy.checking import Check, read
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.control import Socket
-from amphora_agent.haproxy.document import DRAIN_SECONDS, Document
-from amphora_agent.haproxy.inspection import Inspection
-from amphora_agent.haproxy.readback import Loaded
-from amphora_agent.haproxy.refusal import ALERT, refusal
+from amphora_agent.haproxy import (
+    config_file,
+    drain_removed_servers,
+    features,
+    runtime_state,
+    server_state,
+    stick_table_sync,
+    workers,
+)
+from amphora_agent.haproxy.check_errors import ALERT, refusal
+from amphora_agent.haproxy.config_check import Check, read
+from amphora_agent.haproxy.config_file import DRAIN_SECONDS, Document
+from amphora_agent.haproxy.config_parser import Configuration
+from amphora_agent.haproxy.features import Abilities
+from amphora_agent.haproxy.limits import LARGEST_MAXCONN, LEAST_PATIENCE, largest_maxconn, patience
+from amphora_agent.haproxy.partial_check import abridge
+from amphora_agent.haproxy.runtime_socket import Socket
+from amphora_agent.haproxy.runtime_state import Loaded
+from amphora_agent.haproxy.verify import Inspection
+from amphora_agent.haproxy.worker_accounting import Accounts
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
@@ -101,14 +109,14 @@ class Haproxy:
         """
         self._patience = patience(configuration)
         threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        return document.compose(
+        return config_file.compose(
             text,
             files=directory,
             maxconn=min(limits.connections or LARGEST_MAXCONN, largest_maxconn(configuration)),
             threads=min(limits.threads or threads, threads),
             drain=limits.drain or DRAIN_SECONDS,
             certificates=[file.name for file in files if ("crt", file.name) in configuration.server_files],
-            sharing=document.peers(vrrp),
+            sharing=config_file.peers(vrrp),
         )
 
     def write_machine_configuration(self) -> None:
@@ -259,7 +267,7 @@ class Haproxy:
         self._await_worker()
         self._make_room(most)
         self._await_tables()
-        states = self.worker.ask(readback.SERVERS)
+        states = self.worker.ask(runtime_state.SERVERS)
         self._write_server_state(server_state.rewrite(states, configuration))
         self._accounts.hold(drain)
         reach(Point.HANDED_OVER)
@@ -285,7 +293,7 @@ class Haproxy:
         # At the worst a client is sent there once more. An order that is refused stops no other; one that nobody
         # answers does: the next would wait as long.
         with suppress(HaproxyError):
-            for order in forsaken.orders(wanted, readback.states(states)):
+            for order in drain_removed_servers.orders(wanted, runtime_state.states(states)):
                 told.append(order)  # also without an answer it may have been carried out
                 self.worker.ask(order)
         return told
@@ -293,7 +301,7 @@ class Haproxy:
     def _take_back(self, told: Sequence[str]) -> None:
         with suppress(HaproxyError):  # it has died, and the next one knows nothing of it
             for order in told:
-                self.worker.ask(forsaken.taken_back(order))
+                self.worker.ask(drain_removed_servers.taken_back(order))
 
     def _await_worker(self) -> None:
         """Wait for a HAProxy that was started a moment ago: by us, or, after it had died, by who runs it."""
@@ -342,11 +350,11 @@ class Haproxy:
     def _await_tables(self) -> None:
         """Wait until the worker would hand over its stick tables, if there is anything in them."""
         deadline = time.monotonic() + TABLES_SECONDS
-        answer = self.worker.ask(tables.QUESTION)
-        while tables.would_be_lost(answer, heir=self._bequeathed) and time.monotonic() < deadline:
+        answer = self.worker.ask(stick_table_sync.QUESTION)
+        while stick_table_sync.would_be_lost(answer, heir=self._bequeathed) and time.monotonic() < deadline:
             time.sleep(_TABLES_POLL_SECONDS)  # HAProxy announces it to nobody
-            answer = self.worker.ask(tables.QUESTION)
-        self._bequeathed = tables.has_entries(answer)
+            answer = self.worker.ask(stick_table_sync.QUESTION)
+        self._bequeathed = stick_table_sync.has_entries(answer)
 
     def _starts(self) -> int:
         status = self._services.status(SERVICE)
@@ -418,13 +426,13 @@ class Haproxy:
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Compare what HAProxy runs with what it should: `amphora_agent.haproxy.inspection`."""
+        """Compare what HAProxy runs with what it should: `amphora_agent.haproxy.verify`."""
         return self._inspection.verify(wanted, files, touched)
 
     def abilities(self) -> Abilities:
         """What this HAProxy can do; asked once in the agent's life."""
         if self._abilities is None:
-            self._abilities = abilities.ask(self.worker)
+            self._abilities = features.ask(self.worker)
         return self._abilities
 
 

@@ -7,7 +7,7 @@ address) is the new configuration's, whatever was set at run time before.
 
 from __future__ import annotations
 
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.config_parser import Configuration
 
 VERSION = "1"
 _BACKEND, _NAME, _ADMIN, _WEIGHT, _INITIAL_WEIGHT, _PORT, _ADDRESS = 1, 3, 6, 7, 8, 18, 4

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.network.namespace import Namespace
 
 _PROC = Path("/proc")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from amphora_agent.bundle import Host
 from amphora_agent.errors import RequestRefused
-from amphora_agent.haproxy import configuration
-from amphora_agent.haproxy.configuration import OWN
-from amphora_agent.haproxy.document import RESPONDER_PORT
-from amphora_agent.haproxy.tables import PEERS
+from amphora_agent.haproxy import config_parser
+from amphora_agent.haproxy.config_file import RESPONDER_PORT
+from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.stick_table_sync import PEERS
 from amphora_agent.octavia.certificates import bundle_name
 
 # What the worker's template has for the metrics of HAProxy; an amphora of ours has its own (`OWN` + "metrics").
@@ -89,7 +89,7 @@ def translate(uploaded: str, load_balancer_id: str) -> Translation:
 
 def draining(text: str) -> frozenset[tuple[str, str]]:
     """The members of a translated text that get no new sessions: backend and name of each server of no weight."""
-    servers = configuration.parse(text).servers
+    servers = config_parser.parse(text).servers
     return frozenset(key for key, server in servers.items() if server.weight == 0)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.responder.families import (
     CODES,
     CPU,

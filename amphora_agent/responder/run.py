@@ -20,7 +20,7 @@ import sys
 # Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.responder import metrics
 from amphora_agent.responder.server import Responder, Waiting
 from amphora_agent.responder.targets import Targets

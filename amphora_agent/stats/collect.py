@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from amphora_agent.haproxy.configuration import OWN
+from amphora_agent.haproxy.config_parser import OWN
 from amphora_agent.stats.columns import COUNTED
 
 # Asked again at the end: a worker that begins to stop in between calls its listeners stopped.

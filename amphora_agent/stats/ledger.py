@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amphora_agent.errors import AgentError, HaproxyError
-from amphora_agent.haproxy.control import Socket
-from amphora_agent.haproxy.leaving import LeavingWorker
+from amphora_agent.haproxy.old_workers import LeavingWorker
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import collect, earlier
 from amphora_agent.stats.totals import Totals

@@ -18,7 +18,7 @@ from template_cases import M1, cases, policy, rule, terminated
 
 from amphora_agent.directives.judgement import check
 from amphora_agent.errors import AgentError, ConfigurationRefused
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.octavia import certificates
 from amphora_agent.octavia.text import translate
 

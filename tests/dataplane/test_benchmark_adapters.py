@@ -25,7 +25,7 @@ from bench_harness import adapters, identifier, importable, spec
 from throwaway_authority import CLIENT, SERVER
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.network.namespace import Namespace
 from amphora_driver.compute import detached_process
 from amphora_driver.database.engine import Database

@@ -14,7 +14,7 @@ import pytest
 from amphora_lab import eventually
 from checked_members import POOL, SERVER, Place, Process, address, member, monitor, server, tcp
 
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.virtual_servers.wanted import document
 
 pytestmark = pytest.mark.root

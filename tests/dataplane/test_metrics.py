@@ -17,7 +17,7 @@ from amphora_lab import VIP, VIP6, descendants, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 from prometheus_client.parser import text_string_to_metric_families
 
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.responder import metrics
 from amphora_agent.responder.families import CPU, MEMORY, PROCESS, STATISTICS

@@ -9,7 +9,7 @@ from peers import MEMBER, MEMBER6
 from visitors import PATIENCE, answer, ask
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
-from amphora_agent.haproxy import abilities
+from amphora_agent.haproxy import features
 
 pytestmark = [pytest.mark.root, on_every_haproxy]
 
@@ -31,7 +31,7 @@ def push(served):
 def test_what_haproxy_can_do_is_asked_of_it(served, push, lab):
     push(listener(80), pool("pool", member(served.web())), how=None)
     before = served.amphora.ask_haproxy("show servers state")
-    found = abilities.ask(Words(served.amphora))
+    found = features.ask(Words(served.amphora))
     if lab.series != "system":
         assert (found.cookies, found.waiting) == (True, lab.series != "2.8")
     assert found.init_state == (lab.series == "3.2")

@@ -23,7 +23,7 @@ from texts import anything
 from amphora_agent import bundle
 from amphora_agent.directives import judgement
 from amphora_agent.errors import ConfigurationRefused, MalformedBundle
-from amphora_agent.haproxy.configuration import ALLOWED, parse
+from amphora_agent.haproxy.config_parser import ALLOWED, parse
 
 MACHINES = (
     "global", "listen x", "peers x", "userlist x", "resolvers x", "program x", "cache x", "ring x", "mailers x",

@@ -21,7 +21,7 @@ from watched_haproxy import Lines
 
 from amphora_agent.directives.judgement import check
 from amphora_agent.errors import ConfigurationRefused
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.config_parser import parse
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Of Octavia's template what the golden files do not have.

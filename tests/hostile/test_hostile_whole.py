@@ -17,7 +17,7 @@ from reading import placed
 from test_hostile_corpus import Taken, complaints
 from wholes import counted, expected, wholes
 
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.config_parser import parse
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.render.haproxy import render
 

@@ -8,15 +8,15 @@ import hashlib
 import pytest
 
 from amphora_agent.bundle import File
-from amphora_agent.haproxy.certificates import LARGEST, NONE, Side, changes
-from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
     ForgetFile,
     ListCertificate,
     LoadFile,
     UnlistCertificate,
 )
+from amphora_agent.haproxy.tls_diff import LARGEST, NONE, Side, changes
 
 LIST, DEFAULT, SNI, OTHER = (f"tls/l/{name}" for name in ("certificates.list", "default.pem", "sni-1.pem", "sni-2.pem"))
 CLIENT_CA, CLIENT_CRL, CA, CRL = "tls/l/client_ca.pem", "tls/l/client_crl.pem", "tls/p/ca.pem", "tls/p/crl.pem"

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.haproxy.abilities import Abilities
-from amphora_agent.haproxy.certificates import Changes
-from amphora_agent.haproxy.comparison import MOST_REPLACED, Reload, Runtime, Unchanged, compare
-from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.server_state import EMPTY, rewrite
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy.config_diff import MOST_REPLACED, Reload, Runtime, Unchanged, compare
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.features import Abilities
+from amphora_agent.haproxy.runtime_actions import (
     AddServer,
     ForgetFile,
     LoadFile,
@@ -24,6 +22,8 @@ from amphora_agent.haproxy.steps import (
     SetServerMaxconn,
     SetWeight,
 )
+from amphora_agent.haproxy.server_state import EMPTY, rewrite
+from amphora_agent.haproxy.tls_diff import Changes
 
 ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
 TWO = "server b 192.0.2.2:80 weight 2"

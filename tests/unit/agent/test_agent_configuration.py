@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from amphora_agent.errors import ConfigurationRefused
-from amphora_agent.haproxy.configuration import parse, split
+from amphora_agent.haproxy.config_parser import parse, split
 
 TEXT = """defaults
     mode http

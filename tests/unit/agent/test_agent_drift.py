@@ -14,7 +14,7 @@ from amphora_agent.drift import repair
 from amphora_agent.drift.repair import Auditor
 from amphora_agent.drift.report import Difference, Drift, both
 from amphora_agent.errors import MachineError
-from amphora_agent.haproxy import readback
+from amphora_agent.haproxy import runtime_state
 from amphora_agent.paths import Paths
 
 FILE, LINK = Difference("haproxy.cfg", "it was edited"), Difference("interface", "eth1 is gone")
@@ -183,4 +183,4 @@ def test_listeners_that_were_switched_off_are_deaf():
 
     names = [("a", "OPEN"), ("b", "STOP"), ("c", "FULL"), ("amphora:x", "STOP")]
     said = [row(name, "FRONTEND", state) for name, state in names]
-    assert readback.deaf("\n".join([*said, row("d", "BACKEND", "DOWN")])) == ["b"]
+    assert runtime_state.deaf("\n".join([*said, row("d", "BACKEND", "DOWN")])) == ["b"]

@@ -11,9 +11,9 @@ import pytest
 from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
-from amphora_agent.haproxy import document, tables
-from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.refusal import refusal
+from amphora_agent.haproxy import config_file, stick_table_sync
+from amphora_agent.haproxy.check_errors import refusal
+from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.paths import Paths
 
 LISTENER, POOL, RULE, MEMBER = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "1234")
@@ -87,15 +87,15 @@ def test_only_what_differs_is_written_and_what_is_not_needed_removed(sets):
 
 
 def composed(text: str, certificates=()):
-    return document.compose(text, files=Path("/run/x/files/0a"), maxconn=7, threads=1, certificates=certificates)
+    return config_file.compose(text, files=Path("/run/x/files/0a"), maxconn=7, threads=1, certificates=certificates)
 
 
 def test_a_document_is_taken_apart_again():
     made = composed("defaults\n    mode http\n", [PEM])
-    assert document.read(made.content) == made
+    assert config_file.read(made.content) == made
     assert made.files == Path("/run/x/files/0a")
     assert made.line(made.content.split("\n").index("defaults") + 1) == 1
-    assert document.read("defaults\n") == document.Document("", "defaults\n")
+    assert config_file.read("defaults\n") == config_file.Document("", "defaults\n")
     assert f"    bind 127.0.0.1:9103 ssl crt {PEM}\n" in made.head
     assert "frontend" not in composed("").head
 
@@ -169,6 +169,8 @@ ANSWER = """# table: p:l, type: ipv6, size:10240, used:{used}
     [(1, "0x11", True), (20, "0x100c", True), (0, "0x11", False), (1, "0x33", False), (1, "0x1103", False)],
 )
 def test_whether_stick_tables_would_be_handed_over(used, flags, lost):
-    assert tables.would_be_lost(ANSWER.format(used=used, flags=flags)) is lost
-    assert tables.would_be_lost(ANSWER.format(used=0, flags=flags), heir=True) is (flags in ("0x11", "0x100c"))
-    assert not tables.would_be_lost("# table: p:l, type: ipv6, size:10240, used:9\n\n")
+    assert stick_table_sync.would_be_lost(ANSWER.format(used=used, flags=flags)) is lost
+    assert stick_table_sync.would_be_lost(ANSWER.format(used=0, flags=flags), heir=True) is (
+        flags in ("0x11", "0x100c")
+    )
+    assert not stick_table_sync.would_be_lost("# table: p:l, type: ipv6, size:10240, used:9\n\n")

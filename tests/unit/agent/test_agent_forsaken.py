@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy import forsaken
-from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.forsaken import orders, taken_back
+from amphora_agent.haproxy import drain_removed_servers
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.drain_removed_servers import orders, taken_back
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.readback import State
+from amphora_agent.haproxy.runtime_state import State
 
 UP = State(True, 1, False, False, "192.0.2.1", 80, "-", 0)
 MAINT, DRAIN = "set server b/x state maint", "set server b/x state drain"
@@ -78,6 +78,6 @@ def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
         return answer
 
     given = [f"set server b/{name} state maint" for name in "xyz"]
-    monkeypatch.setattr(forsaken, "orders", lambda *_: given)
+    monkeypatch.setattr(drain_removed_servers, "orders", lambda *_: given)
     told = Haproxy._forsake(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
     assert heard == told == given[:asked]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.haproxy.capacity import patience
-from amphora_agent.haproxy.configuration import parse
-from amphora_agent.haproxy.readback import Glance, changed_difference, some
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.limits import patience
+from amphora_agent.haproxy.runtime_state import Glance, changed_difference, some
 
 HEAD = "1\n# be_id be_name srv_id srv_name srv_addr\n"
 

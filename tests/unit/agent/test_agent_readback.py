@@ -11,8 +11,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from amphora_agent.haproxy import readback, revocation_list
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy import runtime_state
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.x509 import crl
 
 STAT = "# pxname,svname,qcur,qmax,scur,smax,slim,stot\nl,FRONTEND,,,0,0,{limit},0\n\n"
 STATE = "1\n# head\n4 p:l 1 {name} {address} 2 {admin} {weight} 1 0 1 0 2 0 0 0 0 - {port} - 0 {checked} {at} - 0\n\n"
@@ -21,8 +22,8 @@ SAME = {"name": "a", "address": "192.0.2.1", "admin": 0, "weight": 1, "port": 80
 
 def difference(server="server a 192.0.2.1:80", limit=7, **said) -> str:
     text = f"frontend l\n    bind 198.51.100.5:80\n    maxconn 7\nbackend p:l\n    {server}\n"
-    states = readback.states(STATE.format(**{**SAME, **said}))
-    return readback.difference(parse(text), readback.limits(STAT.format(limit=limit)), states)
+    states = runtime_state.states(STATE.format(**{**SAME, **said}))
+    return runtime_state.difference(parse(text), runtime_state.limits(STAT.format(limit=limit)), states)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,13 @@ def revoking(*serials: int) -> str:
 
 def test_whom_a_list_revokes():
     many = tuple(range(1, 300))
-    assert revocation_list.revoked(revoking()) == (1, [])
-    assert revocation_list.revoked(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))
+    assert crl.revoked(revoking()) == (1, [])
+    assert crl.revoked(revoking(2**100, 0x80) + revoking(*many)) == (2, sorted([0x80, 2**100, *many]))
     answer = "Certificate Revocation List #1:\nRevoked Certificates:\n    Serial Number: 5E51A7\n"
-    assert revocation_list.shown(answer) == (1, [0x5E51A7])
+    assert crl.shown(answer) == (1, [0x5E51A7])
 
 
 @pytest.mark.parametrize("body", ["", "AAAA", "MIIB", "!", "MAA=", "MIL/"])
 def test_what_is_no_list_is_not_compared(body):
-    found = revocation_list.revoked(f"-----BEGIN X509 CRL-----\n{body}\n-----END X509 CRL-----\n")
+    found = crl.revoked(f"-----BEGIN X509 CRL-----\n{body}\n-----END X509 CRL-----\n")
     assert found in (None, (1, []))

@@ -13,7 +13,7 @@ from amphora_agent.directives import allowed
 from amphora_agent.directives.judgement import check
 from amphora_agent.directives.lists import refused_line
 from amphora_agent.errors import ConfigurationRefused
-from amphora_agent.haproxy.configuration import parse
+from amphora_agent.haproxy.config_parser import parse
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LB = "1b000000-0000-4000-8000-000000000001"

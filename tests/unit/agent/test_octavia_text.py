@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, RequestRefused
-from amphora_agent.haproxy import configuration
+from amphora_agent.haproxy import config_parser
 from amphora_agent.octavia import certificates
 from amphora_agent.octavia.text import draining, translate
 
@@ -77,7 +77,7 @@ def test_what_belongs_to_a_machine_is_emptied_and_no_line_moves():
     ]
     assert lines[7] == "defaults"
     assert (found.connections, found.threads, found.ports) == (150000, 3, {80, 443})
-    configuration.parse(found.text)
+    config_parser.parse(found.text)
 
 
 def test_the_exporter_is_not_served():
@@ -87,8 +87,8 @@ def test_the_exporter_is_not_served():
         "frontend l\n    bind 192.0.2.1:8088\n    default_backend prometheus-exporter-internal\n"
     )
     found = translate(text, LB)
-    assert list(configuration.parse(found.text).frontends) == ["l"]
-    assert not configuration.parse(found.text).backends
+    assert list(config_parser.parse(found.text).frontends) == ["l"]
+    assert not config_parser.parse(found.text).backends
     assert found.ports == {8088}
 
 
@@ -134,7 +134,7 @@ def test_no_file_of_anybody_else(path):
 def test_another_section_stays_and_is_refused_with_its_line():
     text = translate(f"{MACHINE}program x\n    command /bin/sh\n", LB).text
     with pytest.raises(ConfigurationRefused, match="line 13: a 'program' section"):
-        configuration.parse(text)
+        config_parser.parse(text)
 
 
 @pytest.mark.parametrize("kind", ["global", "peers x"])
@@ -185,7 +185,7 @@ def test_whatever_is_uploaded_is_translated_or_refused(lines):
         return
     assert found.text.count("\n") == max(0, len(lines) - 1)
     try:
-        parsed = configuration.parse(found.text)
+        parsed = config_parser.parse(found.text)
     except ConfigurationRefused:
         return
     assert {section.kind for section in parsed.sections} <= {"defaults", "frontend", "backend"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import amphora_agent
-from amphora_agent.haproxy.configuration import OWN
+from amphora_agent.haproxy.config_parser import OWN
 from amphora_agent.responder import metrics, targets, version
 from amphora_agent.stats.collect import QUESTION
 

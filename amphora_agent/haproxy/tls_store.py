@@ -17,11 +17,9 @@ import ssl
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy import certificates, revocation_list
-from amphora_agent.haproxy.certificates import TICKET_KEYS, Side
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.control import Socket
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy import tls_diff
+from amphora_agent.haproxy.config_parser import Configuration
+from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
     FileStep,
     ForgetFile,
@@ -30,6 +28,9 @@ from amphora_agent.haproxy.steps import (
     Store,
     UnlistCertificate,
 )
+from amphora_agent.haproxy.runtime_socket import Socket
+from amphora_agent.haproxy.tls_diff import TICKET_KEYS, Side
+from amphora_agent.x509 import crl
 
 _NOUNS: dict[Store, str] = {"cert": "certificate", "ca-file": "CA", "crl-file": "CRL"}
 _PRINT = re.compile(r"^SHA1 FingerPrint: ([0-9A-F]{40})$", re.MULTILINE)
@@ -106,11 +107,11 @@ class HeldFiles:
         Raises:
             OSError: a file is not there.
         """
-        texts = {name: self._read(name) for name in certificates.lists(configuration)}
-        self._whole_lists = {name: {entry[0] for entry in certificates.entries(text)} for name, text in texts.items()}
-        for store, name in certificates.held(Side(configuration, texts=texts)):
+        texts = {name: self._read(name) for name in tls_diff.lists(configuration)}
+        self._whole_lists = {name: {entry[0] for entry in tls_diff.entries(text)} for name, text in texts.items()}
+        for store, name in tls_diff.held(Side(configuration, texts=texts)):
             self._loaded[store, name] = _payload(self._read(name))
-        self._tickets = sorted(certificates.ticket_keys(configuration))
+        self._tickets = sorted(tls_diff.ticket_keys(configuration))
 
     # -- one by one -----------------------------------------------------------------------------------------
 
@@ -187,8 +188,8 @@ class HeldFiles:
         answer = self._worker.ask(f"show ssl {store} {name}")
         blocks = [found.group(0) for found in _BLOCK.finditer(text)]
         if store == "crl-file":
-            revoked = revocation_list.revoked(text)
-            return revoked is None or revocation_list.shown(answer) == revoked
+            revoked = crl.revoked(text)
+            return revoked is None or crl.shown(answer) == revoked
         wanted = [_fingerprint(block) for block in blocks]
         shown = _PRINT.findall(answer)
         return shown == wanted[:1] if store == "cert" else set(shown) == set(wanted)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_agent.bundle import Host, Vrrp
-from amphora_agent.haproxy.configuration import OWN
-from amphora_agent.haproxy.tables import PEERS
+from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.stick_table_sync import PEERS
 
 _METRICS = """\
 # What a Prometheus listener serves: the agent's responder.

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.abilities import FEWEST, Abilities
-from amphora_agent.haproxy.control import Socket
-from amphora_agent.haproxy.held_files import HeldFiles
-from amphora_agent.haproxy.readback import states
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy.features import FEWEST, Abilities
+from amphora_agent.haproxy.runtime_actions import (
     AddServer,
     AddTicketKeys,
     ForgetFile,
@@ -36,6 +33,9 @@ from amphora_agent.haproxy.steps import (
     Step,
     UnlistCertificate,
 )
+from amphora_agent.haproxy.runtime_socket import Socket
+from amphora_agent.haproxy.runtime_state import states
+from amphora_agent.haproxy.tls_store import HeldFiles
 
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.readback import Loaded
-from amphora_agent.haproxy.runtime import carry_out
-from amphora_agent.haproxy.steps import Step, touched
+from amphora_agent.haproxy.runtime_actions import Step, touched
+from amphora_agent.haproxy.runtime_commands import carry_out
+from amphora_agent.haproxy.runtime_state import Loaded
 
 # What came of it: what it runs now, or what it could not do.
 Changed = Loaded | HaproxyError

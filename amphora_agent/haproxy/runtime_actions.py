@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from amphora_agent.haproxy.configuration import Server
+from amphora_agent.haproxy.config_parser import Server
 
 Store = Literal["cert", "ca-file", "crl-file"]
 """Where HAProxy keeps a file: its own word in ``set ssl ...`` (management guide, 9.3)."""

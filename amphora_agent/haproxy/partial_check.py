@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from amphora_agent.haproxy.configuration import Configuration, Section, Server
+from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 
 # Fewer are read sooner than it takes to find out which of them were read before.
 FEWEST = 50

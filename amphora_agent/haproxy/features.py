@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.configuration import OWN
-from amphora_agent.haproxy.control import Socket
+from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.runtime_socket import Socket
 
 _NONSENSE = "amphora-asks"
 

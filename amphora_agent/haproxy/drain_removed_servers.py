@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from amphora_agent.haproxy.configuration import Configuration, Server
-from amphora_agent.haproxy.readback import State
+from amphora_agent.haproxy.config_parser import Configuration, Server
+from amphora_agent.haproxy.runtime_state import State
 
 
 def orders(wanted: Configuration, states: Mapping[tuple[str, str], State]) -> list[str]:

@@ -12,11 +12,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy import readback
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.control import Socket
-from amphora_agent.haproxy.held_files import HeldFiles
-from amphora_agent.haproxy.readback import Loaded, State
+from amphora_agent.haproxy import runtime_state
+from amphora_agent.haproxy.config_parser import Configuration
+from amphora_agent.haproxy.runtime_socket import Socket
+from amphora_agent.haproxy.runtime_state import Loaded, State
+from amphora_agent.haproxy.tls_store import HeldFiles
 
 
 class Inspection:
@@ -62,25 +62,25 @@ class Inspection:
         return found
 
     def _whole(self, wanted: Configuration) -> tuple[Loaded, str]:
-        proxies = self._worker.ask(readback.PROXIES)
-        listeners, deaf = readback.limits(proxies), readback.deaf(proxies)
-        answer = self._worker.ask(readback.SERVERS)
-        servers = readback.states(answer)
+        proxies = self._worker.ask(runtime_state.PROXIES)
+        listeners, deaf = runtime_state.limits(proxies), runtime_state.deaf(proxies)
+        answer = self._worker.ask(runtime_state.SERVERS)
+        servers = runtime_state.states(answer)
         loaded = Loaded(listeners, dict(Counter(backend for backend, _ in servers)))
-        different = readback.difference(wanted, listeners, servers)
+        different = runtime_state.difference(wanted, listeners, servers)
         return loaded, different or (f"listener {deaf[0]} takes no connection" if deaf else "")
 
     def _changed(
         self, wanted: Configuration, touched: Collection[tuple[str, str]], before: Loaded
     ) -> tuple[Loaded, str]:
-        proxies = self._worker.ask(readback.PROXIES)
+        proxies = self._worker.ask(runtime_state.PROXIES)
         members: dict[str, int] = {}
         servers: dict[tuple[str, str], State] = {}
         for backend in sorted({backend for backend, _ in touched}):
-            answer = self._worker.ask(f"{readback.SERVERS} {backend}")
+            answer = self._worker.ask(f"{runtime_state.SERVERS} {backend}")
             names = {name for each, name in touched if each == backend}
-            members[backend], found = readback.some(answer, backend, names)
+            members[backend], found = runtime_state.some(answer, backend, names)
             servers |= found
-        glance = readback.Glance(readback.limits(proxies), readback.backends(proxies), members, servers)
+        glance = runtime_state.Glance(runtime_state.limits(proxies), runtime_state.backends(proxies), members, servers)
         loaded = Loaded(glance.listeners, {**before.members, **members})
-        return loaded, readback.changed_difference(wanted, touched, glance)
+        return loaded, runtime_state.changed_difference(wanted, touched, glance)

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 
-from amphora_agent.haproxy import certificates
-from amphora_agent.haproxy.abilities import FEWEST, Abilities
-from amphora_agent.haproxy.certificates import Changes
-from amphora_agent.haproxy.configuration import Configuration, Line, Section, Server
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy import tls_diff
+from amphora_agent.haproxy.config_parser import Configuration, Line, Section, Server
+from amphora_agent.haproxy.features import FEWEST, Abilities
+from amphora_agent.haproxy.runtime_actions import (
     AddServer,
     NameServers,
     RemoveServer,
@@ -31,6 +30,7 @@ from amphora_agent.haproxy.steps import (
     SetWeight,
     Step,
 )
+from amphora_agent.haproxy.tls_diff import Changes
 
 # What HAProxy 2.6 refuses on a server added at run time (tests/dataplane asks it), what 3.0 refuses ("enabled"), and
 # what was not tried: "track".
@@ -95,7 +95,7 @@ def compare(
     old: Configuration,
     new: Configuration,
     elsewhere: Sequence[str] = (),
-    files: Changes = certificates.NONE,
+    files: Changes = tls_diff.NONE,
     abilities: Abilities = FEWEST,
 ) -> Verdict:
     """What HAProxy needs to serve `new` where it serves `old`.

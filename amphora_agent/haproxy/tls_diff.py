@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amphora_agent.bundle import File
-from amphora_agent.haproxy.configuration import FILES, Configuration, Line
-from amphora_agent.haproxy.steps import (
+from amphora_agent.haproxy.config_parser import FILES, Configuration, Line
+from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
     FileStep,
     ForgetFile,

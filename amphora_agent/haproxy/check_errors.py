@@ -15,8 +15,8 @@ from pathlib import Path
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
-from amphora_agent.haproxy.configuration import Configuration
-from amphora_agent.haproxy.document import Document
+from amphora_agent.haproxy.config_file import Document
+from amphora_agent.haproxy.config_parser import Configuration
 
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from amphora_agent.haproxy.configuration import OWN, Configuration, Server
+from amphora_agent.haproxy.config_parser import OWN, Configuration, Server
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 """What HAProxy is asked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 
-from amphora_agent.haproxy.configuration import Configuration
+from amphora_agent.haproxy.config_parser import Configuration
 
 LARGEST_MAXCONN = 50_000
 # HAProxy 2.6 reads 10,000 members of one pool for 4 s of a processor that it has for itself, and a change has it read

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.control import ANSWER_SECONDS
+from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
 # Those of clients: not ours, nor the one by which it looks for its peers.
