@@ -23,10 +23,10 @@ from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.keepalived.handover import Handover
-from amphora_agent.keepalived.lvs_process import LvsKeepalived
+from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.keepalived.process import Keepalived
-from amphora_agent.keepalived.role import Role
+from amphora_agent.keepalived.vip_handover import Handover
+from amphora_agent.keepalived.vrrp_state import Role
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.octavia import settings as octavia_settings

@@ -23,8 +23,8 @@ from amphora_agent.config import Settings
 from amphora_agent.haproxy.process import SERVICE, Haproxy
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.keepalived import process as keepalived
-from amphora_agent.keepalived.role import Role
-from amphora_agent.network import interfaces, libnftables, nftables
+from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
@@ -85,7 +85,7 @@ def blueprint(
         "interfaces": partial(interfaces.describe, inner),
         "routing": partial(interfaces.describe_routing, inner),
         "neighbours": partial(interfaces.describe_neighbours, inner),
-        "firewall": partial(inner.run, nftables.current, counters=True),
+        "firewall": partial(inner.run, nft_apply.current, counters=True),
         "virtual servers": partial(_virtual, virtual),
         "virtual table": partial(inner.run, _virtual_table),
         "services": partial(_statuses, services),

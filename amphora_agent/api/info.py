@@ -18,7 +18,7 @@ from flask.typing import ResponseReturnValue
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.drift.report import Drift
-from amphora_agent.keepalived.role import Role
+from amphora_agent.keepalived.vrrp_state import Role
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 

@@ -12,7 +12,7 @@ from flask import Blueprint, request
 from flask.typing import ResponseReturnValue
 
 from amphora_agent.errors import MalformedBundle
-from amphora_agent.keepalived.handover import Handover
+from amphora_agent.keepalived.vip_handover import Handover
 
 LONGEST_SECONDS = 86_400
 

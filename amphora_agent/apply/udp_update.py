@@ -17,7 +17,7 @@ from typing import Protocol
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
-from amphora_agent.keepalived.lvs_process import LvsKeepalived
+from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.virtual_servers.wanted import Member, VirtualServer
 
 _log = logging.getLogger(__name__)

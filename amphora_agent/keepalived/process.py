@@ -13,10 +13,10 @@ import subprocess
 from contextlib import suppress
 
 from amphora_agent.errors import InterfaceError, KeepalivedError
-from amphora_agent.keepalived import remains
+from amphora_agent.keepalived import stale_vips
 from amphora_agent.keepalived.configuration import Pair, render
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import NetlinkError
+from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services.control import Care, Services
 from amphora_agent.services.health_file import ALIVE
@@ -112,7 +112,7 @@ class Keepalived:
 
     def _tidy(self, wanted: Pair) -> None:
         try:
-            self._inner.run(remains.take_away, wanted)
+            self._inner.run(stale_vips.take_away, wanted)
         except NetlinkError as error:
             raise InterfaceError("take former VIPs away", f"the kernel refused: {error}") from error
 

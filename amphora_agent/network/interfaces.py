@@ -22,10 +22,10 @@ from typing import Any
 from amphora_agent.bundle import Address, Bundle, Host, Interface
 from amphora_agent.errors import InterfaceError
 from amphora_agent.network import links as linking
-from amphora_agent.network import routing
-from amphora_agent.network.announce import announce
+from amphora_agent.network import policy_routing
+from amphora_agent.network.garp import announce
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import IPRoute, NetlinkError
+from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _NODAD = 0x02
 _SCOPE_LINK = 253
@@ -171,8 +171,8 @@ class _Work:
         self._strangers = [link for mac, link in self._links.items() if mac not in macs]
         self._addresses: list[tuple[int, Address]] = []
         self._taken: list[Taken] = []
-        self._routes: tuple[routing.TableRoute, ...] = ()
-        self._rules: frozenset[routing.Rule] = frozenset()
+        self._routes: tuple[policy_routing.TableRoute, ...] = ()
+        self._rules: frozenset[policy_routing.Rule] = frozenset()
         self.is_complete = len(self._interfaces) == len(wanted.interfaces)
 
     def add(self) -> Done:
@@ -224,16 +224,16 @@ class _Work:
         """Routes and rules; what is not wanted of them is noted."""
         strange = {link.index for link in self._strangers}
         indexes = {interface.mac: self._links[interface.mac].index for interface in self._interfaces}
-        wanted = routing.changes(
-            frozenset(one for one in routing.present_routes(self._route) if one.interface not in strange),
-            routing.wanted_routes(self._interfaces, indexes),
+        wanted = policy_routing.changes(
+            frozenset(one for one in policy_routing.present_routes(self._route) if one.interface not in strange),
+            policy_routing.wanted_routes(self._interfaces, indexes),
         )
         for item in wanted.put:
-            routing.put(self._route, item)
-        present = routing.present_rules(self._route)
-        rules = routing.wanted_rules(self._interfaces, forwards=self._wanted.forwards)
+            policy_routing.put(self._route, item)
+        present = policy_routing.present_rules(self._route)
+        rules = policy_routing.wanted_rules(self._interfaces, forwards=self._wanted.forwards)
         for rule in rules - present:
-            routing.put_rule(self._route, rule)
+            policy_routing.put_rule(self._route, rule)
         self._routes, self._rules = wanted.drop, present - rules
         return len(wanted.put) + len(rules - present)
 
@@ -246,9 +246,9 @@ class _Work:
                 if error.code != errno.EADDRNOTAVAIL:  # the kernel took it away with the first one of its subnet
                     raise
         for rule in self._rules:
-            routing.drop_rule(self._route, rule)
+            policy_routing.drop_rule(self._route, rule)
         for item in self._routes:
-            routing.drop(self._route, item)
+            policy_routing.drop(self._route, item)
         linking.give_back(self._route, self._strangers, outer)
         return len(self._addresses) + len(self._rules) + len(self._routes) + len(self._strangers)
 
@@ -282,7 +282,7 @@ def describe_neighbours(inner: Namespace) -> list[dict[str, Any]]:
 
 def _describe() -> list[dict[str, Any]]:
     with IPRoute() as route:
-        addresses, routes = list(present_addresses(route)), routing.present_routes(route)
+        addresses, routes = list(present_addresses(route)), policy_routing.present_routes(route)
         return [
             {
                 "name": link.name,
@@ -293,21 +293,23 @@ def _describe() -> list[dict[str, Any]]:
                 "routes": [
                     {"destination": str(one.destination), "gateway": str(one.gateway) if one.gateway else None}
                     for one in _sorted(routes)
-                    if one.table == routing.MAIN and one.interface == link.index
+                    if one.table == policy_routing.MAIN and one.interface == link.index
                 ],
             }
             for link in linking.dump(route)
         ]
 
 
-def _sorted(routes: frozenset[routing.TableRoute]) -> list[routing.TableRoute]:
+def _sorted(routes: frozenset[policy_routing.TableRoute]) -> list[policy_routing.TableRoute]:
     return sorted(routes, key=lambda one: (one.table, one.destination.version, one.destination, one.metric))
 
 
 def _describe_routing() -> dict[str, Any]:
     with IPRoute() as route:
         names = _names(route)
-        rules = sorted(routing.present_rules(route), key=lambda one: (one.version, one.priority, str(one.source)))
+        rules = sorted(
+            policy_routing.present_rules(route), key=lambda one: (one.version, one.priority, str(one.source))
+        )
         return {
             "rules": [
                 {
@@ -325,7 +327,7 @@ def _describe_routing() -> dict[str, Any]:
                     "gateway": str(one.gateway) if one.gateway else None,
                     "interface": names.get(one.interface, str(one.interface)),
                 }
-                for one in _sorted(routing.present_routes(route))
+                for one in _sorted(policy_routing.present_routes(route))
             ],
         }
 

@@ -16,7 +16,7 @@ from typing import Any
 from amphora_agent.bundle import Interface
 from amphora_agent.errors import InterfaceError
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import IPRoute, NetlinkError
+from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
 # The second is `detour.NAME`.

@@ -22,9 +22,9 @@ from contextlib import suppress
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
-from amphora_agent.network import difference, firewall, interfaces, nftables, sysctls, watch
-from amphora_agent.network.difference import Said
+from amphora_agent.network import firewall, interface_drift, interfaces, netlink_watch, nft_apply, sysctls
 from amphora_agent.network.firewall import OPEN, Restrictions
+from amphora_agent.network.interface_drift import Said
 from amphora_agent.network.interfaces import NOTHING, Taken, Wanted
 from amphora_agent.network.namespace import Namespace
 
@@ -39,8 +39,8 @@ class Plumbing:
 
     def __init__(self, inner: Namespace) -> None:
         self._inner = inner
-        self._interfaces = watch.of_interfaces(inner)
-        self._firewall = watch.of_firewall(inner)
+        self._interfaces = netlink_watch.of_interfaces(inner)
+        self._firewall = netlink_watch.of_firewall(inner)
         # As the kernel has it; None where somebody may have changed it.
         self._plugged: Wanted | None = None
         self._restricted: Restrictions | None = None
@@ -65,7 +65,7 @@ class Plumbing:
         if self._restricted is None:
             return False
         with suppress(AgentError):
-            return self._inner.run(nftables.same, firewall.render(self._restricted))
+            return self._inner.run(nft_apply.same, firewall.render(self._restricted))
         return False
 
     def differences(self, bundle: Bundle) -> list[Said]:
@@ -79,10 +79,10 @@ class Plumbing:
         found: list[Said] = []
         wanted, restricted = interfaces.wanted_of(bundle), firewall.restrictions_of(bundle)
         if self._plugged != wanted:
-            found = difference.differences(self._inner, wanted)
+            found = interface_drift.differences(self._inner, wanted)
             self._plugged = None if found else wanted
         if self._restricted != restricted:
-            same = self._inner.run(nftables.same, firewall.render(restricted))
+            same = self._inner.run(nft_apply.same, firewall.render(restricted))
             self._restricted = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
         if self._inner.run(sysctls.forwards) != bool(restricted.forwards):
@@ -185,11 +185,11 @@ class Plumbing:
         self._restricted = None
         text = firewall.render(wanted)
         self._firewall.changed()
-        if not self._inner.run(nftables.replace, text):
+        if not self._inner.run(nft_apply.replace, text):
             self._restricted = wanted
             return
         self._firewall.changed()
-        if self._inner.run(nftables.same, text):
+        if self._inner.run(nft_apply.same, text):
             self._restricted = wanted
 
     def close(self) -> None:

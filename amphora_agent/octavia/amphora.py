@@ -24,7 +24,7 @@ from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused
 from amphora_agent.network import links
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import IPRoute
+from amphora_agent.network.pyroute2_lazy import IPRoute
 from amphora_agent.octavia import certificates, keepalived, ports, rules
 from amphora_agent.octavia import state as state_of
 from amphora_agent.octavia import text as text_of

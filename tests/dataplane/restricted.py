@@ -12,7 +12,7 @@ from amphora_lab import ip
 from fragments import TCP
 from wire import bundle, eth1, mac
 
-from amphora_agent.network import firewall, nftables
+from amphora_agent.network import firewall, nft_apply
 from amphora_agent.network.firewall import Pair, Port, Restrictions
 
 VIP = {4: "198.51.100.5", 6: "2001:db8:1::5"}
@@ -84,4 +84,4 @@ def restrict(wire, version: int, *, udp: bool) -> None:
     for address in (ALLOWED[version], FORBIDDEN[version]):
         more = "/64 dev far1 nodad" if version == 6 else "/24 dev far1"
         ip(f"-n {wire.prefix}-peer addr add {address}{more}")
-    assert wire.inner.run(nftables.replace, firewall.render(restrictions(version, udp=udp)))
+    assert wire.inner.run(nft_apply.replace, firewall.render(restrictions(version, udp=udp)))

@@ -15,7 +15,7 @@ from amphora_lab import eventually
 from wire import PAIR, VIP, VIP6, bundle, eth1, mac
 
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.network import detour
+from amphora_agent.network import connection_tunnel
 
 pytestmark = pytest.mark.root
 
@@ -29,16 +29,16 @@ VIPS = {4: ip_interface(VIP), 6: ip_interface(VIP6)}
 @pytest.fixture(params=[4, 6])
 def few(request, wire, monkeypatch):
     """An amphora that was handed the VIPs, with little room for what begins."""
-    monkeypatch.setattr(detour, "_MOST_BEGUN", ROOM)
-    monkeypatch.setattr(detour, "_BEGUN_SECONDS", 1)
+    monkeypatch.setattr(connection_tunnel, "_MOST_BEGUN", ROOM)
+    monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 1)
     yield from begun(request.param, wire)
 
 
 @pytest.fixture(params=[4, 6])
 def full(request, wire, monkeypatch):
     """The same; it has room for one connection that goes on."""
-    monkeypatch.setattr(detour, "_MOST_CONNECTIONS", 1)
-    monkeypatch.setattr(detour, "_BEGUN_SECONDS", 60)
+    monkeypatch.setattr(connection_tunnel, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
     yield from begun(request.param, wire)
 
 
@@ -46,12 +46,12 @@ def begun(version, wire):
     wire.change(bundle(eth1()))
     # What is led goes nowhere here, and is counted; without an address of its own the link says nothing itself.
     wire.ip(
-        f"link add {detour.NAME} type veth peer name away",
-        f"link set {detour.NAME} addrgenmode none",
+        f"link add {connection_tunnel.NAME} type veth peer name away",
+        f"link set {connection_tunnel.NAME} addrgenmode none",
         "link set away up",
-        f"link set {detour.NAME} up",
+        f"link set {connection_tunnel.NAME} up",
     )
-    wire.inner.run(detour.lead, Pair(PAIR, tuple(VIPS.values()), 1500))
+    wire.inner.run(connection_tunnel.lead, Pair(PAIR, tuple(VIPS.values()), 1500))
     made = Led(wire, version)
     yield made
     made.close()
@@ -96,7 +96,7 @@ class Led:
         return {int(port) for port in re.findall(r" \. (\d+) \. \S+ \. 80\b", said)}
 
     def _led(self):
-        command = ["ip", "-n", f"{self.wire.prefix}-inner", "-j", "-s", "link", "show", detour.NAME]
+        command = ["ip", "-n", f"{self.wire.prefix}-inner", "-j", "-s", "link", "show", connection_tunnel.NAME]
         said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         return said[0]["stats64"]["tx"]["bytes"]
 

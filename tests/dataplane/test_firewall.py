@@ -19,7 +19,7 @@ from wanted import listener, load_balancer, member, pool
 from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1
 
 from amphora_agent.errors import FirewallError
-from amphora_agent.network import firewall, libnftables, nftables
+from amphora_agent.network import firewall, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_driver.render.haproxy import render
 
@@ -67,11 +67,11 @@ def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
         vrrp=PAIR,
     )
     wire.change(wanted)
-    listed = wire.inner.run(nftables.current)
+    listed = wire.inner.run(nft_apply.current)
     monkeypatch.setattr(libnftables, "_library", lambda: None)
-    assert wire.inner.run(nftables.current) == listed
-    assert not wire.inner.run(nftables.replace, firewall.render(firewall.restrictions_of(wanted)))
-    assert wire.inner.run(nftables.replace, "")
+    assert wire.inner.run(nft_apply.current) == listed
+    assert not wire.inner.run(nft_apply.replace, firewall.render(firewall.restrictions_of(wanted)))
+    assert wire.inner.run(nft_apply.replace, "")
     assert "table" not in wire.everything()["nft"]
 
 
@@ -81,8 +81,8 @@ def test_with_many_files_open_the_library_is_left_alone(wire):
     null = os.open("/dev/null", os.O_RDONLY)
     many = [null, *(os.dup(null) for _ in range(1100))]
     try:
-        assert wire.inner.run(nftables.replace, text)
-        assert wire.inner.run(nftables.same, text)
+        assert wire.inner.run(nft_apply.replace, text)
+        assert wire.inner.run(nft_apply.same, text)
     finally:
         for each in many:
             os.close(each)
@@ -99,8 +99,8 @@ def test_what_is_rendered_is_what_nft_lists(wire):
         (((65535, ["0.0.0.0/1", "192.0.0.0/2", "8000::/1"]),), PAIR),
     ):
         text = firewall.render(firewall.restrictions_of(bundle(allowed=allowed, vrrp=vrrp)))
-        assert wire.inner.run(nftables.replace, text)
-        assert not wire.inner.run(nftables.replace, text), wire.inner.run(nftables.current)
+        assert wire.inner.run(nft_apply.replace, text)
+        assert not wire.inner.run(nft_apply.replace, text), wire.inner.run(nft_apply.current)
 
 
 class Callers:
@@ -169,7 +169,7 @@ def test_who_may_connect_before_and_after_is_not_refused_in_between(wire, before
                 eventually(lambda: min(callers.taken) > 10, "clients connect")
                 for _ in range(150):
                     for text in (one, other if before else ""):
-                        assert wire.inner.run(nftables.replace, text)
+                        assert wire.inner.run(nft_apply.replace, text)
         finally:
             ending.set()
             taker.join()

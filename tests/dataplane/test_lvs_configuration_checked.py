@@ -14,8 +14,8 @@ from uuid import UUID
 import pytest
 
 from amphora_agent.errors import KeepalivedError
-from amphora_agent.keepalived.lvs import Sync, render
-from amphora_agent.keepalived.lvs_process import verify
+from amphora_agent.keepalived.ipvs_config import Sync, render
+from amphora_agent.keepalived.ipvs_process import verify
 from amphora_agent.virtual_servers import ipvs, lvs_rules, ruleset
 from amphora_agent.virtual_servers.lvs_engine import LONGEST_PERSISTENCE, LvsEngine
 from amphora_agent.virtual_servers.wanted import ALGORITHMS, LARGEST_WEIGHT, Member, Persistence, VirtualServer

@@ -40,7 +40,7 @@ from wire import (
 )
 
 from amphora_agent.errors import InterfaceError
-from amphora_agent.network import interfaces, links, nftables, sysctls
+from amphora_agent.network import interfaces, links, nft_apply, sysctls
 from amphora_agent.network.plumbing import Plumbing
 
 pytestmark = pytest.mark.root
@@ -121,7 +121,7 @@ def test_a_push_that_leaves_the_network_alone_asks_the_kernel_nothing(wire, monk
     wanted = bundle(eth1(), allowed=((80, ["192.0.2.0/24"]),))
     wire.change(wanted)
     eventually(lambda: settled(wire, wanted), "it is as wanted")
-    for module, name in ((interfaces, "add"), (interfaces, "settle"), (nftables, "replace"), (nftables, "same")):
+    for module, name in ((interfaces, "add"), (interfaces, "settle"), (nft_apply, "replace"), (nft_apply, "same")):
         monkeypatch.setattr(module, name, None)
     for _ in range(3):
         wire.change(wanted, wanted)
@@ -430,7 +430,7 @@ def test_describing(wire):
         ),
         "the neighbour is known",
     )
-    assert "counter packets 0" in wire.inner.run(nftables.current, counters=True)
+    assert "counter packets 0" in wire.inner.run(nft_apply.current, counters=True)
 
 
 def test_nothing_passes_before_it_is_decided_what(wire, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from amphora_lab import eventually, ip
 from datagrams import Clients, UdpMember, member, virtual_server, who
 
-from amphora_agent.network import firewall, nftables
+from amphora_agent.network import firewall, nft_apply
 from amphora_agent.network.firewall import Port, Restrictions
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.virtual_servers import flows, wanted
@@ -102,8 +102,8 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     assert sum(who(some).values()) == 3
     push(lab)
     assert not {mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark}
-    assert not inner.run(nftables.exists, "inet", "amphora_virtual")
-    assert not inner.run(nftables.exists, "inet", "amphora")
+    assert not inner.run(nft_apply.exists, "inet", "amphora_virtual")
+    assert not inner.run(nft_apply.exists, "inet", "amphora")
     eventually(some[0].refused, "nobody is there")
 
 
@@ -116,6 +116,6 @@ def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
         (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, vips
     )
     text = firewall.render(restrictions)
-    assert wire.inner.run(nftables.replace, text)
-    assert wire.inner.run(nftables.same, text)
-    assert wire.inner.run(nftables.replace, "")
+    assert wire.inner.run(nft_apply.replace, text)
+    assert wire.inner.run(nft_apply.same, text)
+    assert wire.inner.run(nft_apply.replace, "")

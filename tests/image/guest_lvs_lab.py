@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from amphora_agent.bundle import Bundle
-from amphora_agent.keepalived.lvs_process import LvsKeepalived
+from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.virtual_servers.lvs_engine import LvsEngine

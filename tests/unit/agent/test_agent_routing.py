@@ -8,7 +8,7 @@ import ipaddress
 import pytest
 
 from amphora_agent.bundle import Interface, Route
-from amphora_agent.network.routing import MAIN, Changes, Rule, TableRoute, changes, wanted_routes, wanted_rules
+from amphora_agent.network.policy_routing import MAIN, Changes, Rule, TableRoute, changes, wanted_routes, wanted_rules
 
 INDEXES = {"a": 2, "b": 3, "c": 4}
 

@@ -10,7 +10,7 @@ import pytest
 
 from amphora_agent.bundle import Partner, Vrrp
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.network.detour import Connection, _endpoint, guard_rules, rules
+from amphora_agent.network.connection_tunnel import Connection, _endpoint, guard_rules, rules
 
 VIP, VIP6 = ip_interface("198.51.100.5/32"), ip_interface("2001:db8::5/128")
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))

@@ -15,8 +15,8 @@ import pytest
 from amphora_agent.bundle import Partner, Vrrp
 from amphora_agent.errors import FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.keepalived.handover import Handover, Until, _given_up
-from amphora_agent.network.netlink import NetlinkError
+from amphora_agent.keepalived.vip_handover import Handover, Until, _given_up
+from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.services.health_file import ALIVE
 
 THERE = ip_address("198.51.100.12")

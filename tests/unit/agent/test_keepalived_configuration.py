@@ -10,7 +10,7 @@ import pytest
 
 from amphora_agent.bundle import Interface, Partner, Vrrp
 from amphora_agent.keepalived.configuration import Pair, pair, render
-from amphora_agent.keepalived.remains import unwanted
+from amphora_agent.keepalived.stale_vips import unwanted
 
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
 HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))

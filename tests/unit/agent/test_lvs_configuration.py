@@ -13,7 +13,7 @@ import pytest
 
 from amphora_agent.bundle import Bundle, Partner, Vrrp
 from amphora_agent.errors import ConfigurationRefused
-from amphora_agent.keepalived.lvs import Sync, has_any, render, sync_of
+from amphora_agent.keepalived.ipvs_config import Sync, has_any, render, sync_of
 from amphora_agent.virtual_servers import lvs_rules, lvs_tracks, ruleset
 from amphora_agent.virtual_servers.lvs_engine import LONGEST_PERSISTENCE, LvsEngine
 from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer

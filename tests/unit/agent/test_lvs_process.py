@@ -13,8 +13,8 @@ import pytest
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import KeepalivedError
-from amphora_agent.keepalived import lvs_process
-from amphora_agent.keepalived.lvs_process import SERVICE, LvsKeepalived
+from amphora_agent.keepalived import ipvs_process
+from amphora_agent.keepalived.ipvs_process import SERVICE, LvsKeepalived
 from amphora_agent.paths import Paths
 from amphora_agent.virtual_servers.wanted import Member, VirtualServer
 
@@ -73,8 +73,8 @@ def lab(tmp_path, monkeypatch):
     """One whose keepalived and kernel say yes to everything; `said` is what they were asked, in order."""
     paths, daemons = Paths(tmp_path), Daemons()
     paths.run.mkdir(parents=True)
-    monkeypatch.setattr(lvs_process, "verify", lambda _: daemons.asked.append("check"))
-    monkeypatch.setattr(lvs_process.ipvs, "flush", lambda: daemons.asked.append("flush"))
+    monkeypatch.setattr(ipvs_process, "verify", lambda _: daemons.asked.append("check"))
+    monkeypatch.setattr(ipvs_process.ipvs, "flush", lambda: daemons.asked.append("flush"))
     inner = SimpleNamespace(run=lambda function, *arguments: function(*arguments))
     made = LvsKeepalived(paths, daemons, inner)
 
@@ -127,7 +127,7 @@ def test_what_it_refuses_changes_nothing(lab, monkeypatch):
     def refuse(_: object) -> None:
         raise KeepalivedError("check keepalived's configuration", "no")
 
-    monkeypatch.setattr(lvs_process, "verify", refuse)
+    monkeypatch.setattr(ipvs_process, "verify", refuse)
     with pytest.raises(KeepalivedError):
         lab.keepalived.bring_about(bundle(server(1, 2)))
     assert (lab.said(), lab.paths.lvs_configuration.read_text()) == ([], before)

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from amphora_agent.bundle import Host
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.network import nftables
-from amphora_agent.network.netlink import IPRoute, NetlinkError
+from amphora_agent.network import nft_apply
+from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 NAME = "handover0"
 PORT = 4789
@@ -172,12 +172,12 @@ def _index(route: IPRoute) -> int:
 
 def guard(pair: Pair) -> None:
     """Take nothing out of the tunnel that does not come from the partner."""
-    nftables.execute(_without("inet") + guard_rules(pair))
+    nft_apply.execute(_without("inet") + guard_rules(pair))
 
 
 def lead(pair: Pair) -> None:
     """Send to the partner what belongs to no connection that this amphora has now, or that begins from now on."""
-    nftables.execute(_without("netdev") + rules(pair, connections(pair)))
+    nft_apply.execute(_without("netdev") + rules(pair, connections(pair)))
 
 
 def stop_leading() -> None:
@@ -192,8 +192,8 @@ def stop_guarding() -> None:
 
 def _remove(family: str) -> None:
     """A kernel that has no such table needs no library, and no nf_tables, to be without it."""
-    if nftables.exists(family, _TABLE):
-        nftables.execute(_without(family))
+    if nft_apply.exists(family, _TABLE):
+        nft_apply.execute(_without(family))
 
 
 def _without(family: str) -> str:

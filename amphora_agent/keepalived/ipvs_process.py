@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import KeepalivedError
-from amphora_agent.keepalived import lvs
-from amphora_agent.keepalived.lvs import Sync
+from amphora_agent.keepalived import ipvs_config
+from amphora_agent.keepalived.ipvs_config import Sync
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services.control import Care, Services
@@ -46,8 +46,8 @@ class LvsKeepalived:
         Raises:
             KeepalivedError: it refuses; in its own words.
         """
-        if lvs.has_any(bundle.virtual_servers):
-            self._check(self._render(bundle.virtual_servers, lvs.sync_of(bundle)))
+        if ipvs_config.has_any(bundle.virtual_servers):
+            self._check(self._render(bundle.virtual_servers, ipvs_config.sync_of(bundle)))
 
     def bring_about(self, bundle: Bundle) -> None:
         """Have IPVS forward for a bundle's virtual servers, or for nobody.
@@ -57,10 +57,10 @@ class LvsKeepalived:
             ServiceError: it could not be started or stopped.
             NoIpvsError: the kernel refuses to forget.
         """
-        if not lvs.has_any(bundle.virtual_servers):
+        if not ipvs_config.has_any(bundle.virtual_servers):
             self.stop()
             return
-        text = self._render(bundle.virtual_servers, lvs.sync_of(bundle))
+        text = self._render(bundle.virtual_servers, ipvs_config.sync_of(bundle))
         self._check(text)
         changed = text != self._present()
         if changed:
@@ -78,11 +78,11 @@ class LvsKeepalived:
         Raises:
             ServiceError: who runs it does not say.
         """
-        if not lvs.has_any(bundle.virtual_servers):
+        if not ipvs_config.has_any(bundle.virtual_servers):
             return "keepalived has IPVS forward, and nobody wants it" if self._is_running() else ""
         if not self._is_running():
             return "the keepalived that has IPVS forward does not run"
-        wanted = self._render(bundle.virtual_servers, lvs.sync_of(bundle))
+        wanted = self._render(bundle.virtual_servers, ipvs_config.sync_of(bundle))
         return "" if self._present() == wanted else "its file is not as it was written"
 
     def renew(self) -> None:
@@ -121,7 +121,7 @@ class LvsKeepalived:
         self._services.start(SERVICE, argv, inner=True, care=Care(leftovers=files))
 
     def _render(self, servers: Sequence[VirtualServer], sync: Sync | None) -> str:
-        return lvs.render(servers, self._paths.lvs_tracks, sync)
+        return ipvs_config.render(servers, self._paths.lvs_tracks, sync)
 
     def _present(self) -> str | None:
         try:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from amphora_agent.errors import AgentError
-from amphora_agent.keepalived import remains
+from amphora_agent.keepalived import stale_vips
 from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import IPRoute, NetlinkError
+from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _log = logging.getLogger(__name__)
 _NETLINK_ROUTE = 0
@@ -68,7 +68,7 @@ class Role:
     def _tidy(self, pair: Pair) -> None:
         """Take away what keepalived has not let go of with the rest: it died before it had read its new file."""
         try:
-            self._inner.run(remains.take_away, pair)
+            self._inner.run(stale_vips.take_away, pair)
         except NetlinkError as error:
             _log.warning("Taking former VIPs away: %s", error)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from amphora_agent.bundle import Address
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.network.netlink import IPRoute, NetlinkError
+from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _SCOPE_LINK = 253
 

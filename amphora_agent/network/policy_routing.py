@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amphora_agent.bundle import Host, Interface, Network
-from amphora_agent.network.netlink import NetlinkError
+from amphora_agent.network.pyroute2_lazy import NetlinkError
 
 MAIN = 254
 FORWARDED = 0x616D

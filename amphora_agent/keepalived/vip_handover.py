@@ -22,10 +22,10 @@ from typing import Any
 
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
 from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.keepalived.role import Role
-from amphora_agent.network import detour
+from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.network import connection_tunnel
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import NetlinkError
+from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services.health_file import ALIVE, DEAD
 
@@ -68,7 +68,7 @@ class Handover:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
         if self._until == Until():
             try:
-                self._inner.run(detour.stop_leading)
+                self._inner.run(connection_tunnel.stop_leading)
                 self._fill_in()
             except _FAILURES as error:
                 _log.warning("What is left of a hand-over stays: %s", error)
@@ -79,7 +79,7 @@ class Handover:
     def describe(self) -> dict[str, Any]:
         """How far it is: seconds that are left, and the connections to VIPs that this amphora has."""
         pair, now = self._pair(), time.monotonic()
-        found = self._inner.run(detour.connections, pair) if pair is not None else []
+        found = self._inner.run(connection_tunnel.connections, pair) if pair is not None else []
         return {
             "holds_vip": self._role.holds_vip,
             "connections": len(found),
@@ -97,7 +97,7 @@ class Handover:
             pair = self._partnered("expect the VIPs")
             with self._beginning(replace(self._until, expecting=time.monotonic() + seconds)):
                 self._dig(pair)
-                self._inner.run(detour.lead, pair)
+                self._inner.run(connection_tunnel.lead, pair)
 
     def release(self, drain: float) -> None:
         """Give the VIPs to the partner; returns when they are gone from here.
@@ -157,9 +157,9 @@ class Handover:
 
     def _dig(self, pair: Pair) -> None:
         try:
-            self._inner.run(detour.guard, pair)
-            self._inner.run(detour.dig, pair)
-            self._inner.run(detour.keep, pair)
+            self._inner.run(connection_tunnel.guard, pair)
+            self._inner.run(connection_tunnel.dig, pair)
+            self._inner.run(connection_tunnel.keep, pair)
         except NetlinkError as error:
             raise InterfaceError("dig a tunnel to the partner", f"the kernel refused: {error}") from error
 
@@ -178,7 +178,7 @@ class Handover:
         with self._lock:
             now, left = time.monotonic(), replace(self._until)
             if left.expecting is not None and (left.expecting <= now or self._is_parted()):
-                self._inner.run(detour.stop_leading)
+                self._inner.run(connection_tunnel.stop_leading)
                 left.expecting = None
             if left.draining is not None and (left.draining <= now or self._is_drained()):
                 left.draining = None
@@ -191,19 +191,19 @@ class Handover:
 
     def _fill_in(self) -> None:
         # One at the other end may still be needed there: each end belongs to its own amphora.
-        self._inner.run(detour.fill_in)
+        self._inner.run(connection_tunnel.fill_in)
         with suppress(FirewallError):
-            self._inner.run(detour.stop_guarding)
+            self._inner.run(connection_tunnel.stop_guarding)
 
     def _is_parted(self) -> bool:
         """Whether the one the tunnel leads to is no partner any more: what it had is answered with a reset now."""
-        pair, end = self._pair(), self._inner.run(detour.leads_to)
+        pair, end = self._pair(), self._inner.run(connection_tunnel.leads_to)
         return pair is not None and end is not None and all(one.address != end for one in pair.vrrp.peers)
 
     def _is_drained(self) -> bool:
         """Whether no connection is left that came by the partner."""
         pair = self._pair()
-        return pair is None or (not self._role.holds_vip and not self._inner.run(detour.connections, pair))
+        return pair is None or (not self._role.holds_vip and not self._inner.run(connection_tunnel.connections, pair))
 
     def _keep(self) -> None:
         write_atomically(self._paths.handover, json.dumps(asdict(self._until)), durable=False)

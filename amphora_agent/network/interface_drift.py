@@ -13,11 +13,11 @@ from typing import Any
 from amphora_agent.bundle import Interface
 from amphora_agent.network import interfaces as plugging
 from amphora_agent.network import links as linking
-from amphora_agent.network import routing
+from amphora_agent.network import policy_routing
 from amphora_agent.network.interfaces import Wanted
 from amphora_agent.network.links import Link
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.netlink import IPRoute
+from amphora_agent.network.pyroute2_lazy import IPRoute
 
 # A word of docs/heartbeat.md, and a sentence.
 Said = tuple[str, str]
@@ -77,18 +77,21 @@ def _ways(
     route: Any, wanted: Wanted, interfaces: tuple[Interface, ...], links: dict[str, Link], strange: set[int]
 ) -> Iterator[Said]:
     indexes = {one.mac: links[one.mac].index for one in interfaces}
-    changes = routing.changes(
-        frozenset(one for one in routing.present_routes(route) if one.interface not in strange),
-        routing.wanted_routes(interfaces, indexes),
+    changes = policy_routing.changes(
+        frozenset(one for one in policy_routing.present_routes(route) if one.interface not in strange),
+        policy_routing.wanted_routes(interfaces, indexes),
     )
     yield from (("route", f"{one.destination} of table {one.table} is not as wanted") for one in changes.put)
     yield from (("route", f"{one.destination} of table {one.table} is nobody's") for one in changes.drop)
-    present, needed = routing.present_rules(route), routing.wanted_rules(interfaces, forwards=wanted.forwards)
+    present, needed = (
+        policy_routing.present_rules(route),
+        policy_routing.wanted_rules(interfaces, forwards=wanted.forwards),
+    )
     yield from (("rule", f"the one from {_of(one)} is not there") for one in sorted(needed - present, key=str))
     # Those of an interface that is gone are in nobody's way until it is back.
-    others = present - needed - routing.wanted_rules(wanted.interfaces, forwards=wanted.forwards)
+    others = present - needed - policy_routing.wanted_rules(wanted.interfaces, forwards=wanted.forwards)
     yield from (("rule", f"the one from {_of(one)} is nobody's") for one in sorted(others, key=str))
 
 
-def _of(rule: routing.Rule) -> str:
+def _of(rule: policy_routing.Rule) -> str:
     return "everywhere" if rule.source is None else str(rule.source)
