@@ -13,7 +13,7 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
-from amphora_agent.api import bundle, certificate, configuration, diagnostics, info, v1, v1_machine, vrrp
+from amphora_agent.api import bundle, certificate, config_state, diagnostics, info, vrrp
 from amphora_agent.apply import recovery
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.udp_update import VirtualServing
@@ -29,8 +29,9 @@ from amphora_agent.keepalived.vip_handover import Handover
 from amphora_agent.keepalived.vrrp_state import Role
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.octavia import settings as octavia_settings
-from amphora_agent.octavia.amphora import OctaviaAmphora
+from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
+from amphora_agent.octavia_api_v1 import host_routes, routes
+from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
 from amphora_agent.responder.launch import Launcher
 from amphora_agent.services import control as service_managers
@@ -83,7 +84,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
     app.register_blueprint(info.blueprint(settings, applier, role, identity, drift))
-    app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))
+    app.register_blueprint(config_state.blueprint(paths, applier, inner, drift))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
@@ -96,9 +97,9 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         octavia_settings.keep(text, paths)
         sender.change(wanted)
 
-    app.register_blueprint(v1.blueprint(octavia))
+    app.register_blueprint(routes.blueprint(octavia))
     app.register_blueprint(
-        v1_machine.blueprint(octavia, applier, haproxy, inner, configure, certificate.taker(settings, identity))
+        host_routes.blueprint(octavia, applier, haproxy, inner, configure, certificate.taker(settings, identity))
     )
     _answer_errors(app)
     responder.start()

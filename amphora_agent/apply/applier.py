@@ -42,7 +42,7 @@ from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.plumbing import Plumbing
-from amphora_agent.octavia.state import OCTAVIA
+from amphora_agent.octavia_api_v1.stored_state import OCTAVIA
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import uuid
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import BundleRefused
-from amphora_agent.octavia.state import OCTAVIA
+from amphora_agent.octavia_api_v1.stored_state import OCTAVIA
 
 
 def refuse_foreign(bundle: Bundle, amphora_id: uuid.UUID, confirmed: Bundle | None) -> None:

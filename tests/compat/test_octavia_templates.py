@@ -19,8 +19,8 @@ from template_cases import M1, cases, policy, rule, terminated
 from amphora_agent.directives.judgement import check
 from amphora_agent.errors import AgentError, ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.octavia import certificates
-from amphora_agent.octavia.text import translate
+from amphora_agent.octavia_api_v1 import certificates
+from amphora_agent.octavia_api_v1.haproxy_cfg import translate
 
 HERE = Path(__file__).parent
 MARK = "xinjectedx"

@@ -11,7 +11,7 @@ import zlib
 import pytest
 
 from amphora_agent.config import Settings, Target
-from amphora_agent.octavia import machine
+from amphora_agent.octavia_api_v1 import host_info
 from amphora_agent.paths import Paths
 from amphora_agent.stats import octavia_heartbeat
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
@@ -148,13 +148,13 @@ def test_a_target_that_cannot_be_reached_is_seen(tmp_path):
 
 
 def test_figures():
-    assert machine.cpu("cpu  10 1 20 100 5 2 3 0 0 0\ncpu0 1 1 1\n") == {
+    assert host_info.cpu("cpu  10 1 20 100 5 2 3 0 0 0\ncpu0 1 1 1\n") == {
         "total": 141,
         "user": "10",
         "system": "20",
         "soft_irq": "3",
     }
-    found = machine.memory("MemTotal:       2048 kB\nMemFree:  1024 kB\nHugePages_Total:       0\n")
+    found = host_info.memory("MemTotal:       2048 kB\nMemFree:  1024 kB\nHugePages_Total:       0\n")
     assert (found["total"], found["free"], found["slab"]) == (2048, 1024, 0)
     dev = (
         "Inter-|   Receive                                                |  Transmit\n"
@@ -162,4 +162,4 @@ def test_figures():
         "    lo:  84       1    0    0    0     0          0         0       84       1    0    0    0     0  0  0\n"
         "  eth1: 1000      10    0    0    0     0          0         0     2000      20    0    0    0     0  0  0\n"
     )
-    assert machine.networks(dev) == {"eth1": {"network_rx": 1000, "network_tx": 2000}}
+    assert host_info.networks(dev) == {"eth1": {"network_rx": 1000, "network_tx": 2000}}

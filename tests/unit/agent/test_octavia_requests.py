@@ -14,8 +14,8 @@ from amphora_agent import config
 from amphora_agent.bundle import Allowed, Limits, Partner, Route, Vrrp
 from amphora_agent.config import Settings, Target
 from amphora_agent.errors import MachineError, RequestRefused, SettingsError
-from amphora_agent.octavia import keepalived, ports, rules, settings, state
-from amphora_agent.octavia.rules import Rule
+from amphora_agent.octavia_api_v1 import agent_conf, firewall_rules, keepalived, ports, stored_state
+from amphora_agent.octavia_api_v1.firewall_rules import Rule
 from amphora_agent.paths import Paths
 
 MAC, MAC2 = "fa:16:3e:00:00:0b", "fa:16:3e:00:00:0c"
@@ -220,7 +220,7 @@ def test_what_is_no_partner(old, new, why):
 
 
 def test_rules_close_what_they_do_not_name():
-    read = rules.read(
+    read = firewall_rules.read(
         [
             {"protocol": "TCP", "cidr": "192.0.2.0/24", "port": 80},
             {"protocol": "TCP", "cidr": "2001:db8::/32", "port": 80},
@@ -230,7 +230,7 @@ def test_rules_close_what_they_do_not_name():
             {"protocol": "vrrp", "cidr": "198.51.100.12/32", "port": 112},
         ]
     )
-    assert rules.allowed(read, {80, 443, 8080}) == (
+    assert firewall_rules.allowed(read, {80, 443, 8080}) == (
         Allowed(80, (ip_network("192.0.2.0/24"), ip_network("2001:db8::/32"))),
         Allowed(8080, ()),
     )
@@ -251,7 +251,7 @@ def test_rules_close_what_they_do_not_name():
 )
 def test_no_rules(document):
     with pytest.raises(RequestRefused) as refused:
-        rules.read(document)
+        firewall_rules.read(document)
     assert refused.value.message == "Invalid rules information"
 
 
@@ -274,7 +274,7 @@ loadbalancer_topology = ACTIVE_STANDBY
 
 
 def test_settings():
-    after = settings.changed(BEFORE, CONF)
+    after = agent_conf.changed(BEFORE, CONF)
     assert after == replace(
         BEFORE,
         targets=(Target("203.0.113.2", 5556), Target("2001:db8::2", 5557)),
@@ -283,8 +283,8 @@ def test_settings():
         heartbeat_format="octavia",
         pair=True,
     )
-    assert settings.changed(after, "[DEFAULT]\n") == after
-    assert not settings.changed(after, "[controller_worker]\nloadbalancer_topology = SINGLE\n").pair
+    assert agent_conf.changed(after, "[DEFAULT]\n") == after
+    assert not agent_conf.changed(after, "[controller_worker]\nloadbalancer_topology = SINGLE\n").pair
 
 
 @pytest.mark.parametrize(
@@ -300,13 +300,13 @@ def test_settings():
 )
 def test_no_settings(text):
     with pytest.raises(RequestRefused) as refused:
-        settings.changed(BEFORE, text)
+        agent_conf.changed(BEFORE, text)
     assert refused.value.status == 500
 
 
 def test_no_refusal_shows_the_key():
     with pytest.raises(RequestRefused) as refused:
-        settings.changed(BEFORE, "heartbeat_key = topsecret\n")
+        agent_conf.changed(BEFORE, "heartbeat_key = topsecret\n")
     assert "topsecret" not in str(refused.value)
 
 
@@ -314,7 +314,7 @@ def test_no_refusal_shows_the_key():
 
 
 def said(**changes):
-    blank = state.blank(OWN)
+    blank = stored_state.blank(OWN)
     port = ports.vip_port("198.51.100.5", VIP)
     wanted = replace(blank.wanted, interfaces=(port,), haproxy="defaults\n", limits=Limits(10, None))
     return replace(blank, wanted=wanted, **changes)
@@ -337,16 +337,16 @@ def with_vrrp(found):
     ],
 )
 def test_who_has_the_vips(found, pair, vips, vrrp):
-    made = state.bundle(found, 5, pair=pair)
+    made = stored_state.bundle(found, 5, pair=pair)
     assert len(made.interfaces[0].vips) == vips
     assert (made.vrrp is not None) is vrrp
     assert (made.generation, made.load_balancer_id) == (5, uuid.UUID(int=0))
 
 
 def test_rules_of_a_bundle_are_about_its_ports():
-    assert state.bundle(said(ports=frozenset({80})), 1, pair=False).allowed == ()
+    assert stored_state.bundle(said(ports=frozenset({80})), 1, pair=False).allowed == ()
     found = said(ports=frozenset({80}), rules=(Rule(443, None),))
-    assert state.bundle(found, 1, pair=False).allowed == (Allowed(80, ()),)
+    assert stored_state.bundle(found, 1, pair=False).allowed == (Allowed(80, ()),)
 
 
 def test_the_state_is_read_as_it_was_written(tmp_path):
@@ -360,18 +360,18 @@ def test_the_state_is_read_as_it_was_written(tmp_path):
         )
     )
     file = tmp_path / "octavia.json"
-    assert state.read(file) is None
-    state.write(file, found)
-    assert state.read(file) == found
+    assert stored_state.read(file) is None
+    stored_state.write(file, found)
+    assert stored_state.read(file) == found
     file.write_text("{")
     with pytest.raises(MachineError):
-        state.read(file)
+        stored_state.read(file)
 
 
 def test_a_state_that_is_lost_takes_nothing_away():
     for found in (said(), with_vrrp(said(vrrp_started=True))):
-        served = state.bundle(found, 5, pair=False)
-        assert state.bundle(state.recovered(served), 5, pair=False) == served
+        served = stored_state.bundle(found, 5, pair=False)
+        assert stored_state.bundle(stored_state.recovered(served), 5, pair=False) == served
 
 
 @pytest.mark.parametrize(
@@ -390,11 +390,11 @@ def test_settings_at_boot(tmp_path, more, key, expected):
     (paths.etc / "heartbeat.key").write_text(key)
     found = config.load(paths)
     assert (found.heartbeat_format, found.heartbeat_key, found.pair) == expected
-    assert settings.stored(found, paths) == found
-    settings.keep(CONF, paths)
-    assert settings.stored(found, paths) == settings.changed(found, CONF)
-    settings.keep("nonsense", paths)
-    assert settings.stored(found, paths) == found
+    assert agent_conf.stored(found, paths) == found
+    agent_conf.keep(CONF, paths)
+    assert agent_conf.stored(found, paths) == agent_conf.changed(found, CONF)
+    agent_conf.keep("nonsense", paths)
+    assert agent_conf.stored(found, paths) == found
 
 
 def test_a_format_that_is_none(tmp_path):

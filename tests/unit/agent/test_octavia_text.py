@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, RequestRefused
 from amphora_agent.haproxy import config_parser
-from amphora_agent.octavia import certificates
-from amphora_agent.octavia.text import draining, translate
+from amphora_agent.octavia_api_v1 import certificates
+from amphora_agent.octavia_api_v1.haproxy_cfg import draining, translate
 
 LB = "1b000000-0000-4000-8000-000000000001"
 CERTS = f"/var/lib/octavia/certs/{LB}"

@@ -20,7 +20,7 @@ from amphora_agent.haproxy import config_parser
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.config_parser import OWN
 from amphora_agent.haproxy.stick_table_sync import PEERS
-from amphora_agent.octavia.certificates import bundle_name
+from amphora_agent.octavia_api_v1.certificates import bundle_name
 
 # What the worker's template has for the metrics of HAProxy; an amphora of ours has its own (`OWN` + "metrics").
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}

@@ -25,12 +25,12 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError,
 from amphora_agent.network import links
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute
-from amphora_agent.octavia import certificates, keepalived, ports, rules
-from amphora_agent.octavia import state as state_of
-from amphora_agent.octavia import text as text_of
-from amphora_agent.octavia.state import OCTAVIA, State
-from amphora_agent.octavia.text import Translation
-from amphora_agent.octavia.uploads import Uploads
+from amphora_agent.octavia_api_v1 import certificates, firewall_rules, keepalived, ports
+from amphora_agent.octavia_api_v1 import haproxy_cfg as text_of
+from amphora_agent.octavia_api_v1 import stored_state as state_of
+from amphora_agent.octavia_api_v1.haproxy_cfg import Translation
+from amphora_agent.octavia_api_v1.stored_state import OCTAVIA, State
+from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class OctaviaAmphora:
         """Let in what the rules name."""
         with self.changing():
             # No rule at all is said of an amphora that was just booted; it must not open one that has rules.
-            read = rules.read(document)
+            read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
 

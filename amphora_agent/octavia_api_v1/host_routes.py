@@ -15,15 +15,15 @@ from flask import Blueprint, request
 from flask.typing import ResponseReturnValue
 
 from amphora_agent.api.info import program_version
-from amphora_agent.api.v1 import API_VERSION, answer_errors
 from amphora_agent.apply.applier import Applier
 from amphora_agent.errors import AgentError, RequestRefused
 from amphora_agent.haproxy import config_parser as text_of
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.octavia import machine
-from amphora_agent.octavia.amphora import OctaviaAmphora
+from amphora_agent.octavia_api_v1 import host_info
+from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
+from amphora_agent.octavia_api_v1.routes import API_VERSION, answer_errors
 
 
 def blueprint(
@@ -52,7 +52,7 @@ def blueprint(
         found = [each["uuid"] for each in _listeners(applier)]
         return {
             **_info(),
-            **machine.figures(inner),
+            **host_info.figures(inner),
             "active": True,
             "haproxy_count": int(haproxy.is_running()),
             "listeners": sorted(found),
@@ -109,7 +109,7 @@ def _listeners(applier: Applier) -> list[dict[str, str]]:
     confirmed = applier.confirmed
     if confirmed is None or confirmed.bundle.haproxy is None:
         return []
-    return machine.listeners(text_of.parse(confirmed.bundle.haproxy))
+    return host_info.listeners(text_of.parse(confirmed.bundle.haproxy))
 
 
 def _interface(text: str, amphora: OctaviaAmphora, inner: Namespace) -> str:

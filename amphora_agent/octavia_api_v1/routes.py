@@ -16,7 +16,7 @@ from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
 from amphora_agent.errors import AgentError, RequestRefused
-from amphora_agent.octavia.amphora import ACTIONS, NO_LOAD_BALANCER, OctaviaAmphora
+from amphora_agent.octavia_api_v1.amphora import ACTIONS, NO_LOAD_BALANCER, OctaviaAmphora
 
 API_VERSION = "1.0"
 _NO_UDP = "UDP and SCTP listeners are not served by this amphora"

@@ -17,8 +17,8 @@ from typing import Any
 
 from amphora_agent.bundle import Bundle, Interface, Limits, parse_stored
 from amphora_agent.errors import MachineError
-from amphora_agent.octavia import rules as rules_of
-from amphora_agent.octavia.rules import Rule
+from amphora_agent.octavia_api_v1 import firewall_rules as rules_of
+from amphora_agent.octavia_api_v1.firewall_rules import Rule
 from amphora_agent.paths import write_atomically
 
 # In the place of a load balancer's id. Octavia plugs an amphora before it says what for; and a bundle of another
