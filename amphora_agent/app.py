@@ -33,14 +33,14 @@ from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
 from amphora_agent.octavia_api_v1 import host_routes, routes
 from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
-from amphora_agent.responder.launch import Launcher
+from amphora_agent.responder.responder_daemon import Launcher
 from amphora_agent.services import control as service_managers
 from amphora_agent.services.sd_notify import NOTHING, Inheritance
-from amphora_agent.stats.ledger import Ledger
+from amphora_agent.stats.active_sender import Reporter, Sends
+from amphora_agent.stats.collector import Ledger
+from amphora_agent.stats.heartbeat_sender import Sender
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
-from amphora_agent.stats.reporter import Reporter, Sends
-from amphora_agent.stats.sender import Sender
-from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.stats.udp_stats import VirtualLedger
 from amphora_agent.tls_identity import Identity
 from amphora_agent.virtual_servers.launch import Checker
 

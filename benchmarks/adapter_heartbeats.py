@@ -12,8 +12,8 @@ import uuid
 import sqlalchemy as sa
 
 from amphora_agent.paths import Paths
-from amphora_agent.stats import codec
-from amphora_agent.stats.ledger import Ledger as AgentLedger
+from amphora_agent.stats import heartbeat_codec
+from amphora_agent.stats.collector import Ledger as AgentLedger
 from amphora_driver.database import tables
 from amphora_driver.health import status_writer
 from amphora_driver.health.amphora_reports import Ledger
@@ -80,7 +80,7 @@ class Heard:
         document = {"generation": GENERATION, "listeners": listeners, "pools": message["pools"]}
         amphora = message["id"]
         key = self._keys.setdefault(amphora, heartbeat_key(amphora)).reveal()
-        return list(codec.datagrams(uuid.UUID(amphora), key, self._epoch + variant, number << 8, document))
+        return list(heartbeat_codec.datagrams(uuid.UUID(amphora), key, self._epoch + variant, number << 8, document))
 
     def hb_decode(self, datagram):
         for part in (datagram, *datagram.rest):
@@ -177,7 +177,7 @@ class Beats:
         self._agent_ledger.write()
         self._sequence += 1
         key = heartbeat_key(str(self._amphora)).reveal()
-        (datagram,) = codec.datagrams(self._amphora, key, 1, self._sequence, document)
+        (datagram,) = heartbeat_codec.datagrams(self._amphora, key, 1, self._sequence, document)
         return datagram
 
     def beat_members(self, datagram):

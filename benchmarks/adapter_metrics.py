@@ -25,14 +25,14 @@ def main(port, place):
     from amphora_agent.haproxy.runtime_socket import Socket  # noqa: PLC0415 - the adapter has no use for them
     from amphora_agent.network.namespace import Namespace  # noqa: PLC0415
     from amphora_agent.paths import Paths  # noqa: PLC0415
-    from amphora_agent.responder import metrics  # noqa: PLC0415
-    from amphora_agent.responder.server import Responder  # noqa: PLC0415
+    from amphora_agent.responder import prometheus  # noqa: PLC0415
+    from amphora_agent.responder.http_server import Responder  # noqa: PLC0415
 
     namespace = Paths().inner_namespace
     while not namespace.exists():
         time.sleep(0.01)
     worker = Socket(Path(place))
-    Responder(Namespace(namespace).run, port, lambda: metrics.scrape(worker), dict).start()
+    Responder(Namespace(namespace).run, port, lambda: prometheus.scrape(worker), dict).start()
     threading.Event().wait()
 
 

@@ -25,7 +25,7 @@ _NEWS = {
         "    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()\n",
         "    app.register_blueprint(configuration.blueprint(paths, applier, inner, drift))\n",
     ],
-    "stats/sender.py": ['"agent_version": agent_version(), ', ", **self._drift()"],
+    "stats/heartbeat_sender.py": ['"agent_version": agent_version(), ', ", **self._drift()"],
     "api/info.py": ['            "drift": drift.document(),\n', '    "audit",\n    "configuration",\n'],
     "config.py": [
         '            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),\n'

@@ -28,9 +28,9 @@ from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
-from amphora_agent.responder import launch as responder
+from amphora_agent.responder import responder_daemon as responder
 from amphora_agent.services.control import Services
-from amphora_agent.stats.reporter import Reporter
+from amphora_agent.stats.active_sender import Reporter
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 from amphora_agent.virtual_servers import launch as checker

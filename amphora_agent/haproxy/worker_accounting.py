@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Accounts(Protocol):
-    """Who reads what workers have counted, to the end (`amphora_agent.stats.ledger`)."""
+    """Who reads what workers have counted, to the end (`amphora_agent.stats.collector`)."""
 
     def sample(self) -> None:
         """Read every worker that lives."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from amphora_agent.config import Settings, Target
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats.ledger import Ledger
+from amphora_agent.stats.collector import Ledger
 
 _log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 1.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a member's address answers an ICMP echo.
 
-Invariant: there is one socket for each family, however many members are asked (`amphora_agent.responder.ping`).
+Invariant: there is one socket for each family, however many members are asked (`amphora_agent.network.icmp_echo`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from socket import AddressFamily
 
-from amphora_agent.responder.ping import Pinger
+from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.virtual_servers.check import Check, Done, Target
 from amphora_agent.virtual_servers.loop import Loop
 

@@ -17,7 +17,7 @@ ELSEWHERE = (
     "network/__init__.py",
     "network/libnftables.py",
     "responder/__init__.py",
-    "responder/ping.py",
+    "network/icmp_echo.py",
 )
 
 

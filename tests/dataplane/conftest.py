@@ -20,7 +20,7 @@ from stalls import Stalls, story
 from throwaway_authority import Authority
 from wire import Wire
 
-from amphora_agent.stats.codec import decode
+from amphora_agent.stats.heartbeat_codec import decode
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -242,7 +242,7 @@ def test_a_new_version_takes_over_and_no_check_fails(copied, network, authority,
         inside = Namespace(Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"))
         try:
             before = inside.run(version)
-            with (copied / "responder/families.py").open("a") as source:
+            with (copied / "responder/metric_families.py").open("a") as source:
                 source.write("# changed\n")
             amphora.supervisor(op="signal", name="amphora-agent", signal=9)
             eventually(lambda: inside.run(version) not in (None, before), "another version answers", 30)

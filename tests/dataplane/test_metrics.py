@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.responder import metrics
-from amphora_agent.responder.families import CPU, MEMORY, PROCESS, STATISTICS
+from amphora_agent.responder import prometheus
+from amphora_agent.responder.metric_families import CPU, MEMORY, PROCESS, STATISTICS
 
 pytestmark = pytest.mark.root
 SCRAPED = str(uuid.uuid5(uuid.NAMESPACE_DNS, "prometheus"))
@@ -293,7 +293,7 @@ def exported(place):
 
 def ours(place):
     found = {}
-    said = "".join(metrics.scrape(Socket(place / "stats")))
+    said = "".join(prometheus.scrape(Socket(place / "stats")))
     parsed(said)
     for family in text_string_to_metric_families(said):
         for sample in family.samples:

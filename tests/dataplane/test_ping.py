@@ -17,8 +17,8 @@ import pytest
 from amphora_lab import MEMBERS, VIP, eventually, ip
 from configuration_text import DEFAULTS, LISTENER, MEMBER_IDS, POOL
 
-from amphora_agent.responder import server
-from amphora_agent.responder.server import Responder
+from amphora_agent.responder import http_server
+from amphora_agent.responder.http_server import Responder
 
 pytestmark = pytest.mark.root
 MEMBER, MEMBER6, OTHER, SILENT = "198.51.100.101", "2001:db8:1::101", "198.51.100.102", "198.51.100.99"
@@ -177,7 +177,7 @@ def test_an_address_without_a_route_is_refused_at_once(network, responder):
 
 
 def test_silence_is_an_answer_after_a_while(network, monkeypatch, responder):
-    monkeypatch.setattr(server, "LONGEST_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "LONGEST_SECONDS", 0.3)
     assert network.thread("cl").run(ping, SILENT) == 503
 
 
@@ -274,7 +274,7 @@ def test_a_late_answer_is_not_the_next_ones(network, responder, impostor):
 
 
 def test_more_than_it_has_room_for_leaves_the_newest(network, monkeypatch):
-    monkeypatch.setattr(server, "MOST_OPEN", 20)
+    monkeypatch.setattr(http_server, "MOST_OPEN", 20)
     targets = {name: address for address, name in IDS.items()}
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()

@@ -13,7 +13,7 @@ import pytest
 from amphora_lab import AMPHORA, CONTROLLER, FIXED, HEARTBEATS, MAC, MEMBERS, Amphora, eventually, get
 
 from amphora_agent.drift.report import Difference, Drift
-from amphora_agent.stats.codec import encode
+from amphora_agent.stats.heartbeat_codec import encode
 
 pytestmark = pytest.mark.root
 HERE = Path(__file__).parent

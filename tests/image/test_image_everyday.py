@@ -13,7 +13,7 @@ from estate import CONTROLLER, HEARTBEATS, PATIENCE
 from visitors import trusting
 from wanted import id_of
 
-from amphora_agent.stats.codec import decode
+from amphora_agent.stats.heartbeat_codec import decode
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(1200)]
 ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from amphora_agent.config import load
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
-from amphora_agent.stats import earlier
-from amphora_agent.stats.codec import LARGEST, datagrams, decode, encode
-from amphora_agent.stats.collect import NONE, Counters, key, parse
-from amphora_agent.stats.columns import COUNTED
-from amphora_agent.stats.sender import next_epoch
-from amphora_agent.stats.totals import MOST_ABSENT, Totals
+from amphora_agent.stats import former_workers
+from amphora_agent.stats.haproxy_stats import NONE, Counters, key, parse
+from amphora_agent.stats.heartbeat_codec import LARGEST, datagrams, decode, encode
+from amphora_agent.stats.heartbeat_sender import next_epoch
+from amphora_agent.stats.monotonic_counters import MOST_ABSENT, Totals
+from amphora_agent.stats.stat_columns import COUNTED
 
 AMPHORA = uuid.UUID("0b9d7a52-0000-4000-8000-000000000001")
 KEY = bytes(range(32))
@@ -119,12 +119,12 @@ def test_totals_never_fall(events):
 
 def test_the_sums_of_earlier_workers_as_a_file():
     rows = {"l,FRONTEND": counted(7)[ROW], "p:l,m": NONE, "p:l,n": counted(1)[ROW]}
-    found = earlier.read(earlier.compose(17, rows))
+    found = former_workers.read(former_workers.compose(17, rows))
     assert (found.present, tuple(found.columns)) == (17, COUNTED)
     assert {row for row in found.sums if row} == {"l,FRONTEND", "p:l,n"}
     assert found.sums["l,FRONTEND"] == [str(count) for count in rows["l,FRONTEND"]]
-    assert earlier.read("") is None
-    assert earlier.read("something\nelse\n") is None
+    assert former_workers.read("") is None
+    assert former_workers.read("something\nelse\n") is None
 
 
 ANSWER = """Name: HAProxy

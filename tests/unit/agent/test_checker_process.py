@@ -19,7 +19,7 @@ import pytest
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
 from amphora_agent.paths import Paths
-from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.stats.udp_stats import VirtualLedger
 from amphora_agent.virtual_servers import launch, version
 from amphora_agent.virtual_servers.launch import Checker, Listener, Pool, State, Sums
 from amphora_agent.virtual_servers.loop import Loop, roomy

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from amphora_agent.responder.metrics import exposition
+from amphora_agent.responder.prometheus import exposition
 from amphora_agent.virtual_servers import rows
 
 HAPROXY = (

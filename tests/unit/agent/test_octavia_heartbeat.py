@@ -14,8 +14,8 @@ from amphora_agent.config import Settings, Target
 from amphora_agent.octavia_api_v1 import host_info
 from amphora_agent.paths import Paths
 from amphora_agent.stats import octavia_heartbeat
+from amphora_agent.stats.active_sender import Reporter
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
-from amphora_agent.stats.reporter import Reporter
 
 AMPHORA = uuid.UUID("a0000000-0000-4000-8000-000000000001")
 

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.responder import metrics
-from amphora_agent.responder.families import CPU, MEMORY, PROCESS, STATISTICS
-from amphora_agent.stats import earlier
-from amphora_agent.stats.columns import COUNTED
+from amphora_agent.responder import prometheus
+from amphora_agent.responder.metric_families import CPU, MEMORY, PROCESS, STATISTICS
+from amphora_agent.stats import former_workers
+from amphora_agent.stats.stat_columns import COUNTED
 
 # The names that dashboards for Octavia's PROMETHEUS listeners are written with.
 DOCUMENTED = [
@@ -185,7 +185,7 @@ def row(proxy, name, status, kind, *, mode="http", scur="0", last_chk="", qtime=
 
 
 def samples(*rows):
-    text = "".join(metrics.exposition(answer(*rows), load=12.34, memory=56.78))
+    text = "".join(prometheus.exposition(answer(*rows), load=12.34, memory=56.78))
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -203,7 +203,7 @@ def test_the_names_are_the_documented_ones():
 
 
 def test_every_family_is_declared_once_even_without_objects():
-    text = "".join(metrics.exposition(answer(), load=0, memory=0))
+    text = "".join(prometheus.exposition(answer(), load=0, memory=0))
     declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
     described = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")]
     assert sorted(declared) == sorted(described) == DOCUMENTED
@@ -320,16 +320,16 @@ def test_a_worker_that_leaves_is_asked_again():
     stopping = whole.replace("Pid: 7", "Pid: 7\nStopping: 1").replace("OPEN", "STOP")
     begins_to_stop = INFO.join((*whole.replace("OPEN", "STOP").split(INFO)[:2], INFO + "Stopping: 1\n\n"))
     for broken in ("", whole[: len(INFO)], whole[:-5], stopping, begins_to_stop, gone):
-        text = "".join(metrics.scrape(Worker(broken, whole)))
+        text = "".join(prometheus.scrape(Worker(broken, whole)))
         assert 'octavia_listener_current_sessions{listener="l"} 0\n' in text
         assert 'octavia_listener_status{listener="l",state="UP"} 1\n' in text
 
 
 def test_no_worker_is_an_error_before_anything_is_said():
     with pytest.raises(HaproxyError, match="reset"):
-        metrics.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
+        prometheus.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
     with pytest.raises(HaproxyError, match="leaving"):
-        metrics.scrape(Worker(*["Pid: 7\n"] * 9))
+        prometheus.scrape(Worker(*["Pid: 7\n"] * 9))
 
 
 def test_what_earlier_workers_counted_is_added_to_counters_and_to_nothing_else(tmp_path):
@@ -342,8 +342,8 @@ def test_what_earlier_workers_counted_is_added_to_counters_and_to_nothing_else(t
     row_of = {name: place for place, name in enumerate(COUNTED)}
     counts = [0] * len(COUNTED)
     counts[row_of["bin"]], counts[row_of["hrsp_2xx"]] = 1000, 30
-    sums.write_text(earlier.compose(7, {"l,FRONTEND": counts, "p:l,m": counts, "p:l,gone": counts}))
-    text = "".join(metrics.scrape(Worker(whole), str(sums)))
+    sums.write_text(former_workers.compose(7, {"l,FRONTEND": counts, "p:l,m": counts, "p:l,gone": counts}))
+    text = "".join(prometheus.scrape(Worker(whole), str(sums)))
     for line in (
         'octavia_listener_bytes_in_total{listener="l"} 1005',
         'octavia_listener_current_sessions{listener="l"} 4',
@@ -358,9 +358,9 @@ def test_what_earlier_workers_counted_is_added_to_counters_and_to_nothing_else(t
 def test_counters_that_would_begin_again_are_not_told(tmp_path, monkeypatch):
     """The file is about another worker, or not there: better no answer than one that looks like a restart."""
     whole = answer(row("l", "FRONTEND", "OPEN", 0))
-    monkeypatch.setattr(metrics, "SUMS_SECONDS", 0.05)
-    for content in (None, earlier.compose(8, {}), ""):
+    monkeypatch.setattr(prometheus, "SUMS_SECONDS", 0.05)
+    for content in (None, former_workers.compose(8, {}), ""):
         if content is not None:
             (tmp_path / "earlier").write_text(content)
         with pytest.raises(HaproxyError, match="earlier workers"):
-            metrics.scrape(Worker(*[whole] * 99), str(tmp_path / "earlier"))
+            prometheus.scrape(Worker(*[whole] * 99), str(tmp_path / "earlier"))

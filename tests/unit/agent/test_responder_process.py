@@ -11,15 +11,15 @@ import pytest
 
 import amphora_agent
 from amphora_agent.haproxy.config_parser import OWN
-from amphora_agent.responder import metrics, targets, version
-from amphora_agent.stats.collect import QUESTION
+from amphora_agent.responder import code_version, ping_targets, prometheus
+from amphora_agent.stats.haproxy_stats import QUESTION
 
 PACKAGE = Path(amphora_agent.__file__).parent
 # Each of them costs more than all of the responder's own code.
 HEAVY = {"dataclasses", "inspect", "typing", "logging", "pathlib", "json", "ipaddress", "hashlib", "ssl", "argparse"}
 LIST = """import sys
 sys.path.insert(0, {place!r})
-import amphora_agent.responder.run
+import amphora_agent.responder.__main__
 print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name, module in sys.modules.items()))
 """
 
@@ -42,17 +42,17 @@ def test_it_needs_the_standard_library_only_and_little_of_it(modules):
 def test_its_version_covers_all_it_runs(modules):
     own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
     elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/responder/" not in file}
-    assert elsewhere == set(version.ELSEWHERE)
+    assert elsewhere == set(code_version.ELSEWHERE)
 
 
 def test_what_it_says_once_more_is_the_same():
-    assert metrics.OWN == OWN
-    assert metrics.QUESTION == QUESTION
+    assert prometheus.OWN == OWN
+    assert prometheus.QUESTION == QUESTION
 
 
 def test_whom_to_ping_is_read_when_it_changes(tmp_path):
     file = tmp_path / "pings"
-    read = targets.Targets(str(file))
+    read = ping_targets.Targets(str(file))
     assert read() == {}
     write(file, {"one": "192.0.2.1", "two": "2001:db8::1"})
     assert read() == {"one": "192.0.2.1", "two": "2001:db8::1"}
@@ -65,5 +65,5 @@ def test_whom_to_ping_is_read_when_it_changes(tmp_path):
 
 def write(file, pings):
     new = file.with_name("new")
-    new.write_text(targets.text_of(pings))
+    new.write_text(ping_targets.text_of(pings))
     new.replace(file)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from amphora_agent.stats.columns import COUNTED
+from amphora_agent.stats.stat_columns import COUNTED
 
 
 class Earlier:

@@ -24,9 +24,9 @@ from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.haproxy.old_workers import LeavingWorker
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats import collect, earlier
-from amphora_agent.stats.totals import Totals
-from amphora_agent.stats.virtual import VirtualLedger
+from amphora_agent.stats import former_workers, haproxy_stats
+from amphora_agent.stats.monotonic_counters import Totals
+from amphora_agent.stats.udp_stats import VirtualLedger
 
 _log = logging.getLogger(__name__)
 # To read or write the counters of a thousand members takes many milliseconds: not each second, nor with each heartbeat.
@@ -64,8 +64,8 @@ class Ledger:
         self._worker = Socket(paths.stats_socket)
         self._lock = threading.Lock()
         self._held: list[LeavingWorker] = []
-        self._latest: collect.Sample | None = None
-        self._leaving: dict[str, collect.Sample] = {}
+        self._latest: haproxy_stats.Sample | None = None
+        self._leaving: dict[str, haproxy_stats.Sample] = {}
         self._totals = self._restored()
         self._written: tuple[str, float, int] = "", 0.0, 0
         self._published = ""
@@ -113,7 +113,7 @@ class Ledger:
         with self._lock, suppress(HaproxyError):
             for backend, server in servers:
                 answer = self._worker.ask(f"show info;show stat {backend} 4 {server}")
-                if (found := collect.parse(answer)) is not None and (identity := _identity(found.pid)):
+                if (found := haproxy_stats.parse(answer)) is not None and (identity := _identity(found.pid)):
                     self._totals.read_some(identity, found.counts)
 
     @property
@@ -198,7 +198,7 @@ class Ledger:
     def _sample(self) -> None:
         before, self._latest = self._latest, None
         with suppress(HaproxyError):  # no HAProxy is a state like any other; `document` then names no object
-            self._latest = collect.parse(self._worker.ask(collect.QUESTION), before)
+            self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
         for held in list(self._held):
@@ -236,8 +236,8 @@ class Ledger:
         now = time.monotonic()
         return large and now < min(held.until, held.read_at + WRITE_SECONDS) and held.jobs() > 0
 
-    def _read_held(self, held: LeavingWorker) -> collect.Sample:
-        sample = collect.parse("".join(map(held.ask, collect.HELD_QUESTIONS)))
+    def _read_held(self, held: LeavingWorker) -> haproxy_stats.Sample:
+        sample = haproxy_stats.parse("".join(map(held.ask, haproxy_stats.HELD_QUESTIONS)))
         if sample is None:
             raise HaproxyError("read a leaving worker's statistics", "it answers something else")
         self._totals.read(held.identity, sample.counts)
@@ -254,7 +254,7 @@ class Ledger:
         present = _identity(self._latest.pid)
         beside = self._totals.beside(present)
         sums = {row: beside[row] for row in self._latest.counts if row in beside}
-        text = earlier.compose(self._latest.pid, sums)
+        text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
                 write_atomically(
@@ -279,7 +279,7 @@ class Ledger:
                 return {"generation": generation, "listeners": {}, "pools": {}}
             listeners = {}
             for name, found in sample.listeners.items():
-                total = collect.Counters.of(self._totals.visible(collect.key(name)))
+                total = haproxy_stats.Counters.of(self._totals.visible(haproxy_stats.key(name)))
                 leaving = (one.listeners[name] for one in self._leaving.values() if name in one.listeners)
                 listeners[name] = {
                     "status": found.status,

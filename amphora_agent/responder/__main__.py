@@ -21,10 +21,10 @@ import sys
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.responder import metrics
-from amphora_agent.responder.server import Responder, Waiting
-from amphora_agent.responder.targets import Targets
-from amphora_agent.responder.version import version
+from amphora_agent.responder import prometheus
+from amphora_agent.responder.code_version import version
+from amphora_agent.responder.http_server import Responder, Waiting
+from amphora_agent.responder.ping_targets import Targets
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         int(port),
         # Both sockets have their places beside HAProxy's main one (amphora_agent/paths.py): other arguments would
         # keep a responder of an older version from being replaced without a gap.
-        lambda: metrics.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
+        lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),
         listener=listener,

@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import partial
 
 from amphora_agent.errors import AgentError
-from amphora_agent.responder.metrics import CONTENT_TYPE
-from amphora_agent.responder.ping import Pinger
+from amphora_agent.network.icmp_echo import Pinger
+from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
 # The monitor's time-out is HAProxy's business: it closes the connection. This is for whoever does not.

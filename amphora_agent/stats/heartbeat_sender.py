@@ -18,8 +18,8 @@ from typing import Any
 
 from amphora_agent.config import Settings, Target
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats import codec
-from amphora_agent.stats.ledger import Ledger
+from amphora_agent.stats import heartbeat_codec
+from amphora_agent.stats.collector import Ledger
 from amphora_agent.version import agent_version
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Sender:
         except OSError as error:
             self._failed("write the counters", error)
         amphora, key = self._settings.amphora_id, self._settings.heartbeat_key
-        for datagram in codec.datagrams(amphora, key, epoch, self._sequence + 1, document):
+        for datagram in heartbeat_codec.datagrams(amphora, key, epoch, self._sequence + 1, document):
             self._sequence += 1
             for target in self._settings.targets:
                 self._send_to(target, datagram)

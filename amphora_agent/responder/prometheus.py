@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.responder.families import (
+from amphora_agent.responder.metric_families import (
     CODES,
     CPU,
     MEMORY,
@@ -30,7 +30,7 @@ from amphora_agent.responder.families import (
     Family,
     Subject,
 )
-from amphora_agent.stats.earlier import Earlier, read
+from amphora_agent.stats.former_workers import Earlier, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Said here once more, and compared by a test: the modules that say it first would double the responder's memory.
@@ -52,7 +52,7 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
     """Ask HAProxy, and return what a scraper is told, family by family.
 
     Args:
-        sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.earlier`);
+        sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.former_workers`);
             empty: there were none.
         others: the path of the socket of who knows the listeners that HAProxy does not serve
             (`amphora_agent.virtual_servers.rows`); nobody may be there.

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from operator import add, lt
 from typing import Any
 
-from amphora_agent.stats.collect import NONE, Counts
-from amphora_agent.stats.columns import COUNTED
+from amphora_agent.stats.haproxy_stats import NONE, Counts
+from amphora_agent.stats.stat_columns import COUNTED
 
 # Rows that no worker has any more are remembered too, in case they come back: so many of them.
 MOST_ABSENT = 2000

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats import collect
-from amphora_agent.stats.columns import COUNTED
-from amphora_agent.stats.totals import Totals
+from amphora_agent.stats import haproxy_stats
+from amphora_agent.stats.monotonic_counters import Totals
+from amphora_agent.stats.stat_columns import COUNTED
 from amphora_agent.virtual_servers.launch import State, Sums
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class VirtualLedger:
                 self._latest = None
 
     def _count(self, state: State) -> None:
-        rows = {collect.key(name): _counts(sums) for name, sums in state.sums.items()}
+        rows = {haproxy_stats.key(name): _counts(sums) for name, sums in state.sums.items()}
         self._totals.read(state.birth, rows)
         self._totals.keep({state.birth})
 
@@ -89,7 +89,7 @@ class VirtualLedger:
                 name: {
                     "status": one.status,
                     "active_connections": one.active_connections,
-                    **_told(collect.Counters.of(self._totals.visible(collect.key(name)))),
+                    **_told(haproxy_stats.Counters.of(self._totals.visible(haproxy_stats.key(name)))),
                 }
                 for name, one in (self._latest.listeners if self._latest is not None else {}).items()
             }
@@ -118,7 +118,7 @@ class VirtualLedger:
                 self._written = text
 
 
-def _counts(sums: Sums) -> collect.Counts:
+def _counts(sums: Sums) -> haproxy_stats.Counts:
     """The same in the columns of HAProxy's statistics."""
     named = {
         "stot": sums.total_connections,
@@ -130,7 +130,7 @@ def _counts(sums: Sums) -> collect.Counts:
     return tuple(named.get(column, 0) for column in COUNTED)
 
 
-def _told(total: collect.Counters) -> Mapping[str, int]:
+def _told(total: haproxy_stats.Counters) -> Mapping[str, int]:
     return {
         "bytes_in": total.bytes_in,
         "bytes_out": total.bytes_out,

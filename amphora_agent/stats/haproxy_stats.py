@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from amphora_agent.haproxy.config_parser import OWN
-from amphora_agent.stats.columns import COUNTED
+from amphora_agent.stats.stat_columns import COUNTED
 
 # Asked again at the end: a worker that begins to stop in between calls its listeners stopped.
 QUESTION = "show info;show stat -1 7 -1;show info"

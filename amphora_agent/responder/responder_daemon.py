@@ -20,8 +20,8 @@ from pathlib import Path
 from amphora_agent.errors import AgentError, ServiceError
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.responder import server, targets
-from amphora_agent.responder.version import version
+from amphora_agent.responder import http_server, ping_targets
+from amphora_agent.responder.code_version import version
 from amphora_agent.services.control import Services
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Launcher:
         Raises:
             OSError: there is no room for the file.
         """
-        text = targets.text_of(pings)
+        text = ping_targets.text_of(pings)
         if text != self._told:
             write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder is a user of its own
             self._told = text
@@ -89,7 +89,7 @@ class Launcher:
             self._await(wanted)
 
     def _start(self) -> None:
-        script = str(Path(server.__file__).with_name("run.py"))
+        script = str(Path(http_server.__file__).with_name("run.py"))
         words = [str(self._port), *map(str, (self._paths.stats_socket, self._paths.pings, self._paths.earlier))]
         argv = [sys.executable, "-I", "-S", script, *words]
         try:
@@ -114,7 +114,7 @@ class Launcher:
 
 def ask_version(port: int) -> str | None:
     """Which code the responder runs, asked in its namespace; None if it does not answer."""
-    connection = http.client.HTTPConnection(server.ADDRESS, port, timeout=ANSWER_SECONDS)
+    connection = http.client.HTTPConnection(http_server.ADDRESS, port, timeout=ANSWER_SECONDS)
     with suppress(OSError, http.client.HTTPException):
         try:
             connection.request("GET", "/version")

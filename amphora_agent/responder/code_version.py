@@ -10,7 +10,7 @@ import os
 import sys
 from zlib import crc32
 
-_SUMS = ("stats/__init__.py", "stats/columns.py", "stats/earlier.py")
+_SUMS = ("stats/__init__.py", "stats/stat_columns.py", "stats/former_workers.py")
 # What the responder imports from elsewhere; a test compares.
 ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_SUMS)
 
