@@ -27,6 +27,7 @@ from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.vip_handover import Handover
 from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.l4_daemon.client import Checker
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
@@ -42,7 +43,6 @@ from amphora_agent.stats.heartbeat_sender import Sender
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
 from amphora_agent.stats.udp_stats import VirtualLedger
 from amphora_agent.tls_identity import Identity
-from amphora_agent.virtual_servers.launch import Checker
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024

@@ -19,8 +19,8 @@ from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
 
 from amphora_agent.errors import MalformedBundle
-from amphora_agent.virtual_servers import wanted
-from amphora_agent.virtual_servers.wanted import VirtualServer
+from amphora_agent.l4 import model
+from amphora_agent.l4.model import VirtualServer
 
 FORMAT = 1
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
@@ -163,7 +163,7 @@ class Bundle:
             "allowed": [_stored_allowed(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _stored_vrrp(self.vrrp),
             # Left out where there is none, as controllers do: agents before 2.0 do not know the key.
-            **({"virtual_servers": wanted.document(self.virtual_servers)} if self.virtual_servers else {}),
+            **({"virtual_servers": model.document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
 
@@ -280,7 +280,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         interfaces=interfaces,
         allowed=allowed,
         vrrp=None if found["vrrp"] is None else _vrrp(found["vrrp"], interfaces),
-        virtual_servers=wanted.parse(found.get("virtual_servers", [])),
+        virtual_servers=model.parse(found.get("virtual_servers", [])),
     )
 
 
@@ -414,7 +414,7 @@ def _interface(document: Any) -> Interface:
 
 
 def _unscoped(value: Any, where: str) -> str:
-    return wanted.unscoped(_typed(value, str, where), where)
+    return model.unscoped(_typed(value, str, where), where)
 
 
 def _host(value: Any, where: str) -> Host:

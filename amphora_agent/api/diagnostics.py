@@ -24,6 +24,8 @@ from amphora_agent.haproxy.process import SERVICE, Haproxy
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.l4_daemon import client as checker
+from amphora_agent.l4_daemon.client import ANSWER_SECONDS, Checker
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
@@ -33,8 +35,6 @@ from amphora_agent.services.control import Services
 from amphora_agent.stats.active_sender import Reporter
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
-from amphora_agent.virtual_servers import launch as checker
-from amphora_agent.virtual_servers.launch import ANSWER_SECONDS, Checker
 
 VIRTUAL_TABLE = "amphora_virtual"
 # Bytes of one answer of HAProxy's.

@@ -18,7 +18,7 @@ from typing import Protocol
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
 from amphora_agent.keepalived.ipvs_process import LvsKeepalived
-from amphora_agent.virtual_servers.wanted import Member, VirtualServer
+from amphora_agent.l4.model import Member, VirtualServer
 
 _log = logging.getLogger(__name__)
 _LVS = "lvs"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_agent.bundle import Bundle, Host
-from amphora_agent.virtual_servers import lvs_tracks
-from amphora_agent.virtual_servers.wanted import Persistence, VirtualServer
+from amphora_agent.l4.model import Persistence, VirtualServer
+from amphora_agent.l4_ipvs import track_files
 
 # As connection tracking, which keeps the same flows (nf_conntrack_udp_timeout_stream): IPVS's own five minutes would
 # only count clients that are gone.
@@ -82,7 +82,7 @@ def render(servers: Sequence[VirtualServer], tracks: Path, sync: Sync | None = N
     ]
     for server in sorted(servers, key=lambda one: one.id):
         versions = sorted({address.version for address in server.addresses})
-        if any(lvs_tracks.members(server, version) for version in versions):
+        if any(track_files.members(server, version) for version in versions):
             lines += _tracks(server, versions, tracks)
             lines += [line for version in versions for line in _servers(server, version)]
     return "\n".join(lines) + "\n"
@@ -90,7 +90,7 @@ def render(servers: Sequence[VirtualServer], tracks: Path, sync: Sync | None = N
 
 def has_any(servers: Sequence[VirtualServer]) -> bool:
     """Whether there is anything for IPVS to do."""
-    return any(lvs_tracks.members(server, address.version) for server in servers for address in server.addresses)
+    return any(track_files.members(server, address.version) for server in servers for address in server.addresses)
 
 
 def _sync(sync: Sync) -> str:
@@ -101,9 +101,9 @@ def _sync(sync: Sync) -> str:
 
 def _tracks(server: VirtualServer, versions: Sequence[int], tracks: Path) -> Iterator[str]:
     for version in versions:
-        for member in lvs_tracks.members(server, version):
-            for what, weight in ((lvs_tracks.DOWN, 0), (lvs_tracks.WEIGHT, 1)):
-                name = lvs_tracks.name(server.id, member.id, what)
+        for member in track_files.members(server, version):
+            for what, weight in ((track_files.DOWN, 0), (track_files.WEIGHT, 1)):
+                name = track_files.name(server.id, member.id, what)
                 yield f"track_file {name} {{"
                 yield f'    file "{tracks / name}"'
                 yield f"    weight {weight}"
@@ -111,10 +111,10 @@ def _tracks(server: VirtualServer, versions: Sequence[int], tracks: Path) -> Ite
 
 
 def _servers(server: VirtualServer, version: int) -> Iterator[str]:
-    members = lvs_tracks.members(server, version)
+    members = track_files.members(server, version)
     for address in sorted(each for each in server.addresses if each.version == version) if members else ():
         yield f"virtual_server {address} {server.port} {{"
-        yield f"    lvs_sched {lvs_tracks.SCHEDULERS[server.algorithm]}"
+        yield f"    lvs_sched {track_files.SCHEDULERS[server.algorithm]}"
         if flag := _FLAGS.get(server.algorithm):
             yield f"    {flag}"
         yield "    lvs_method NAT"
@@ -124,10 +124,10 @@ def _servers(server: VirtualServer, version: int) -> Iterator[str]:
             yield f"    persistence_granularity {_granularity(server.persistence, version)}"
         for member in members:
             yield f"    real_server {member.address} {member.port} {{"
-            yield f"        weight {lvs_tracks.BASE}"
-            for what, weight in ((lvs_tracks.DOWN, 0), (lvs_tracks.WEIGHT, 1)):
+            yield f"        weight {track_files.BASE}"
+            for what, weight in ((track_files.DOWN, 0), (track_files.WEIGHT, 1)):
                 yield "        FILE_CHECK {"
-                yield f"            track_file {lvs_tracks.name(server.id, member.id, what)}"
+                yield f"            track_file {track_files.name(server.id, member.id, what)}"
                 yield f"            weight {weight}"
                 yield "        }"
             yield "    }"

@@ -19,11 +19,11 @@ from amphora_agent.bundle import Bundle
 from amphora_agent.errors import KeepalivedError
 from amphora_agent.keepalived import ipvs_config
 from amphora_agent.keepalived.ipvs_config import Sync
+from amphora_agent.l4.model import VirtualServer
+from amphora_agent.l4_ipvs import netlink
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services.control import Care, Services
-from amphora_agent.virtual_servers import ipvs
-from amphora_agent.virtual_servers.wanted import VirtualServer
 
 SERVICE = "keepalived-lvs"
 CHECK_SECONDS = 20.0
@@ -106,7 +106,7 @@ class LvsKeepalived:
         if self._is_running():
             self._services.stop(SERVICE)
             # It leaves everything as it is (-I): who only restarts it interrupts nobody.
-            self._inner.run(ipvs.flush)
+            self._inner.run(netlink.flush)
         self._paths.lvs_configuration.unlink(missing_ok=True)
 
     def _is_running(self) -> bool:

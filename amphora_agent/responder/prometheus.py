@@ -55,7 +55,7 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.former_workers`);
             empty: there were none.
         others: the path of the socket of who knows the listeners that HAProxy does not serve
-            (`amphora_agent.virtual_servers.rows`); nobody may be there.
+            (`amphora_agent.l4.stat_rows`); nobody may be there.
 
     Raises:
         HaproxyError: it does not answer, or it is not known what came before. To leave that out would look like

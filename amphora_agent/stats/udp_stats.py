@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from amphora_agent.l4_daemon.client import State, Sums
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.monotonic_counters import Totals
 from amphora_agent.stats.stat_columns import COUNTED
-from amphora_agent.virtual_servers.launch import State, Sums
 
 _log = logging.getLogger(__name__)
 # A checker that died is started again, and the kernel goes on meanwhile: so long what it said last is as good as known.
@@ -26,7 +26,7 @@ BELIEVED_SECONDS = 10.0
 
 
 class Source(Protocol):
-    """Who knows of virtual servers (`amphora_agent.virtual_servers.launch.Checker`)."""
+    """Who knows of virtual servers (`amphora_agent.l4_daemon.client.Checker`)."""
 
     def state(self) -> State | None: ...
 

@@ -21,13 +21,13 @@ from uuid import UUID
 
 from amphora_lab import eventually, ip
 
+from amphora_agent.l4.model import Member, Monitor, VirtualServer, document
+from amphora_agent.l4_checks import sctp_packet
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.virtual_servers import sctp_packet
-from amphora_agent.virtual_servers.wanted import Member, Monitor, VirtualServer, document
 
 ROOT = Path(__file__).parents[2]
 POOL, SERVER, MONITOR = (str(UUID(int=number)) for number in (1, 2, 3))
-FAKE, REAL = Path(__file__).with_name("checker_program.py"), ROOT / "amphora_agent/virtual_servers/run.py"
+FAKE, REAL = Path(__file__).with_name("checker_program.py"), ROOT / "amphora_agent/l4_daemon/__main__.py"
 US, US6 = "192.0.2.1", "2001:db8:9::1"
 PORT = 5300
 

@@ -13,7 +13,7 @@ import pytest
 from amphora_lab import eventually, ip
 from checked_members import PORT, Place, Process, address, member, monitor, says, sctp, server, tcp, udp
 
-from amphora_agent.virtual_servers import sctp_packet
+from amphora_agent.l4_checks import sctp_packet
 
 pytestmark = pytest.mark.root
 OK, ERROR = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 503 Down\r\n\r\n"

@@ -15,7 +15,7 @@ from amphora_lab import eventually
 from checked_members import POOL, SERVER, Place, Process, address, member, monitor, server, tcp
 
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.virtual_servers.wanted import document
+from amphora_agent.l4.model import document
 
 pytestmark = pytest.mark.root
 THOUSAND = 1000

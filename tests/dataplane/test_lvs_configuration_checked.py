@@ -16,9 +16,10 @@ import pytest
 from amphora_agent.errors import KeepalivedError
 from amphora_agent.keepalived.ipvs_config import Sync, render
 from amphora_agent.keepalived.ipvs_process import verify
-from amphora_agent.virtual_servers import ipvs, lvs_rules, ruleset
-from amphora_agent.virtual_servers.lvs_engine import LONGEST_PERSISTENCE, LvsEngine
-from amphora_agent.virtual_servers.wanted import ALGORITHMS, LARGEST_WEIGHT, Member, Persistence, VirtualServer
+from amphora_agent.l4.model import ALGORITHMS, LARGEST_WEIGHT, Member, Persistence, VirtualServer
+from amphora_agent.l4_ipvs import netlink, nft_rules
+from amphora_agent.l4_ipvs.engine import LONGEST_PERSISTENCE, LvsEngine
+from amphora_agent.l4_nftables import ruleset
 
 pytestmark = pytest.mark.root
 SEEDS = 24
@@ -100,7 +101,7 @@ def namespace():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nftables_takes_the_rules_from_one_to_the_next(seed, namespace):
-    before, after = (lvs_rules.table_of(some_servers(seed + more)) for more in (0, 1))
+    before, after = (nft_rules.table_of(some_servers(seed + more)) for more in (0, 1))
     commands = [ruleset.exchange(ruleset.EMPTY, before), ruleset.exchange(before, after), ruleset.without()]
     text = "".join(commands)
     done = subprocess.run(
@@ -114,7 +115,7 @@ def test_nftables_takes_the_rules_from_one_to_the_next(seed, namespace):
 
 
 def test_a_kernel_without_ipvs_says_so():
-    if ipvs.available():
+    if netlink.available():
         pytest.skip("this kernel has IPVS")
-    with pytest.raises(ipvs.NoIpvsError, match="nftables"):
-        ipvs.services()
+    with pytest.raises(netlink.NoIpvsError, match="nftables"):
+        netlink.services()

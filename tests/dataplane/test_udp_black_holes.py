@@ -13,12 +13,14 @@ from amphora_lab import VIP, VIP6, eventually, ip
 from datagrams import Clients, UdpMember, member, name_of, virtual_server
 
 from amphora_agent.errors import VirtualServersError
+from amphora_agent.l4 import model
+from amphora_agent.l4_ipvs import nft_rules
+from amphora_agent.l4_ipvs.engine import LvsEngine
+from amphora_agent.l4_nftables import conntrack
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
+from amphora_agent.l4_nftables.engine import NftablesEngine
 from amphora_agent.network import libnftables
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.virtual_servers import flows, lvs_rules, wanted
-from amphora_agent.virtual_servers.lvs_engine import LvsEngine
-from amphora_agent.virtual_servers.marks import SERVER_MASK
-from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
 
 pytestmark = pytest.mark.root
 PLACES = {"b1": "198.51.100.151", "b2": "198.51.100.152"}
@@ -87,7 +89,7 @@ def another(lab):
     """What an engine of ours goes on with, where the agent has made all that is beside the engine's rules."""
     made = virtual_server(*EVERYBODY)
     push(lab, made)
-    return wanted.parse([made])
+    return model.parse([made])
 
 
 @pytest.mark.parametrize(
@@ -123,10 +125,10 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
     for stray in strays:
         with contextlib.suppress(ConnectionRefusedError):
             stray.ask(timeout=0.1)
-    before = inner.run(flows.count, 0xFFFFFFFF)
-    vip = wanted.parse([virtual_server()])[0].addresses[0]
-    inner.run(flows.end_unled, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
-    after = inner.run(flows.count, 0xFFFFFFFF)
+    before = inner.run(conntrack.count, 0xFFFFFFFF)
+    vip = model.parse([virtual_server()])[0].addresses[0]
+    inner.run(conntrack.end_unled, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
+    after = inner.run(conntrack.count, 0xFFFFFFFF)
     assert before.pop(0) == after.pop(0, 0) + 1, "one of the two that nobody leads"
     assert before == after, "and none that somebody leads"
 
@@ -165,11 +167,11 @@ def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, m
 def test_rules_beside_ipvs_are_written_anew_too(lab, inner, tmp_path):
     push(lab)
     engine = LvsEngine(str(tmp_path))
-    one = wanted.parse([virtual_server(*EVERYBODY, connection_limit=5)])
-    two = wanted.parse([virtual_server(*EVERYBODY, connection_limit=5), virtual_server(*EVERYBODY, port=OTHER)])
-    inner.run(engine._bring_about_rules, lvs_rules.table_of(one))
+    one = model.parse([virtual_server(*EVERYBODY, connection_limit=5)])
+    two = model.parse([virtual_server(*EVERYBODY, connection_limit=5), virtual_server(*EVERYBODY, port=OTHER)])
+    inner.run(engine._bring_about_rules, nft_rules.table_of(one))
     inner.run(libnftables.run, "flush ruleset\n")
-    inner.run(engine._bring_about_rules, lvs_rules.table_of(two))
+    inner.run(engine._bring_about_rules, nft_rules.table_of(two))
     assert f". {OTHER}" in inner.run(engine._list)
     inner.run(engine.release)
 
@@ -180,7 +182,7 @@ def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypat
     inner.run(engine.bring_about, servers, {})
     some = clients.flows(4)
     assert {flow.ask().member for flow in some} == {"b1", "b2"}
-    fails_once(monkeypatch, flows, "end")
+    fails_once(monkeypatch, conntrack, "end")
     with pytest.raises(VirtualServersError):
         inner.run(engine.bring_about, servers, gone)
     assert inner.run(engine.differs, servers, gone) != []
@@ -192,11 +194,11 @@ def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypat
         inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
     inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
     assert {flow.ask().member for flow in some} == {"b1"}
-    fails_once(monkeypatch, flows, "end")
+    fails_once(monkeypatch, conntrack, "end")
     with pytest.raises(VirtualServersError):
         inner.run(engine.release)
     inner.run(engine.release)
-    assert not {mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark & SERVER_MASK}
+    assert not {mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark & SERVER_MASK}
 
 
 def fails_once(monkeypatch, where, name):

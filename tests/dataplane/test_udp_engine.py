@@ -11,12 +11,13 @@ import pytest
 from amphora_lab import eventually, ip
 from datagrams import Clients, UdpMember, member, virtual_server, who
 
+from amphora_agent.l4 import model
+from amphora_agent.l4_nftables import conntrack
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
+from amphora_agent.l4_nftables.engine import NftablesEngine
 from amphora_agent.network import firewall, nft_apply
 from amphora_agent.network.firewall import Port, Restrictions
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.virtual_servers import flows, wanted
-from amphora_agent.virtual_servers.marks import SERVER_MASK
-from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
 
 pytestmark = pytest.mark.root
 PLACES = {f"e{number}": f"198.51.100.{130 + number}" for number in range(12)}
@@ -54,13 +55,13 @@ def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
     engine = NftablesEngine()
     # In another order, and without one of them: no mark of a flow may mean somebody else.
     fewer = [virtual_server(*EVERYBODY[:0:-1])]
-    inner.run(engine.bring_about, wanted.parse(fewer), {})
+    inner.run(engine.bring_about, model.parse(fewer), {})
     after = [flow.ask().member for flow in some]
     assert [a for a, b in zip(after, before, strict=True) if b != "e0"] == [b for b in before if b != "e0"]
     (counted,) = inner.run(engine.counters).values()
     assert counted.total_connections == len(some) + 1, "and one that has found another member"
-    assert inner.run(engine.differs, wanted.parse(fewer), {}) == []
-    assert inner.run(NftablesEngine().differs, wanted.parse(fewer), {}) != []
+    assert inner.run(engine.differs, model.parse(fewer), {}) == []
+    assert inner.run(NftablesEngine().differs, model.parse(fewer), {}) != []
 
 
 def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
@@ -87,13 +88,13 @@ def test_flows_end_by_their_marks(lab, inner, clients, ended):
     push(lab, virtual_server(*EVERYBODY))
     some = clients.flows(24)
     assert who(some) == dict.fromkeys(PLACES, 2)
-    found = inner.run(flows.count, 0xFFFFFFFF)
+    found = inner.run(conntrack.count, 0xFFFFFFFF)
     gone = sorted(mark for mark in found if mark & SERVER_MASK)[:ended]
-    inner.run(flows.end, gone)
-    left = inner.run(flows.count, 0xFFFFFFFF)
+    inner.run(conntrack.end, gone)
+    left = inner.run(conntrack.count, 0xFFFFFFFF)
     assert not {*gone} & {*left}
     assert {mark: found[mark] for mark in left if mark} == {mark: left[mark] for mark in left if mark}
-    assert inner.run(flows.count, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
+    assert inner.run(conntrack.count, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
 
 
 def test_the_last_listener_leaves_nothing(lab, inner, clients):
@@ -101,7 +102,7 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     some = clients.flows(3)
     assert sum(who(some).values()) == 3
     push(lab)
-    assert not {mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark}
+    assert not {mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark}
     assert not inner.run(nft_apply.exists, "inet", "amphora_virtual")
     assert not inner.run(nft_apply.exists, "inet", "amphora")
     eventually(some[0].refused, "nobody is there")

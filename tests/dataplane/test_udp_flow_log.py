@@ -14,14 +14,16 @@ import pytest
 from amphora_lab import VIP, eventually
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server, who
 
+from amphora_agent.l4 import model
+from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4_daemon.client import SERVICE
+from amphora_agent.l4_flow_log import writer
+from amphora_agent.l4_flow_log.stdout_writer import Outlet
+from amphora_agent.l4_flow_log.writer import FlowLog
+from amphora_agent.l4_nftables import conntrack
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
+from amphora_agent.l4_nftables.engine import NftablesEngine
 from amphora_agent.network.namespace import Namespace
-from amphora_agent.virtual_servers import flow_log, flows, wanted
-from amphora_agent.virtual_servers.flow_log import FlowLog
-from amphora_agent.virtual_servers.launch import SERVICE
-from amphora_agent.virtual_servers.loop import Loop
-from amphora_agent.virtual_servers.marks import SERVER_MASK
-from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
-from amphora_agent.virtual_servers.outlet import Outlet
 
 pytestmark = pytest.mark.root
 PLACES = {"w1": "198.51.100.111", "w2": "198.51.100.112"}
@@ -77,8 +79,8 @@ def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
     said = b"x" * 100
     answers = [flow.ask(said) for _ in range(3)]
     assert not logged(lab, form), "it goes on"
-    mark = next(one for one in inner.run(flows.count, 0xFFFFFFFF) if one & SERVER_MASK)
-    inner.run(flows.end, [mark])
+    mark = next(one for one in inner.run(conntrack.count, 0xFFFFFFFF) if one & SERVER_MASK)
+    inner.run(conntrack.end, [mark])
     (found,) = eventually(lambda: logged(lab, form), "it has a line")
     back = sum(HEADS + len(f"{one.member} {one.seen} {one.port} ") + len(said) for one in answers)
     name = name_of("member", answers[0].member)
@@ -167,8 +169,8 @@ class Reader:
 
 def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
     """A socket with little room, and many flows that end at once: lines and losses are all there were."""
-    monkeypatch.setattr(flow_log, "_BUFFER", 4096)
-    servers = wanted.parse([virtual_server(*EVERYBODY, log_format=form)])
+    monkeypatch.setattr(writer, "_BUFFER", 4096)
+    servers = model.parse([virtual_server(*EVERYBODY, log_format=form)])
     push(lab, virtual_server(*EVERYBODY))
     reader, loop, engine = Reader(), Loop(), NftablesEngine()
     log = inner.run(lambda: FlowLog(loop, marked=True, outlet=reader.outlet))
@@ -177,7 +179,7 @@ def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
         inner.run(engine.bring_about, servers, {})
         some = clients.flows(60)
         assert sum(who(some).values()) == 60
-        inner.run(flows.end, [mark for mark in inner.run(flows.count, 0xFFFFFFFF) if mark & SERVER_MASK])
+        inner.run(conntrack.end, [mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark & SERVER_MASK])
         inner.run(log.close)
         counts = log.counts
         assert counts["lost"] > 0

@@ -15,7 +15,7 @@ import pytest
 from amphora_lab import eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, persistence, virtual_server, who
 
-from amphora_agent.virtual_servers.checker import _BALANCE_SECONDS
+from amphora_agent.l4_daemon.checker import _BALANCE_SECONDS
 
 pytestmark = pytest.mark.root
 PLACES = {"l1": "198.51.100.121", "l2": "198.51.100.122", "l3": "198.51.100.123"}

@@ -13,7 +13,7 @@ import pytest
 from amphora_lab import eventually, ip
 from checked_members import Place, Process, address, member, monitor, server, udp
 
-from amphora_agent.virtual_servers.neighbours import Neighbours
+from amphora_agent.l4_checks.neighbor_probe import Neighbours
 
 pytestmark = pytest.mark.root
 FAR, GATEWAY = "203.0.113.7", address(0)

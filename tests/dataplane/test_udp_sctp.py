@@ -13,7 +13,7 @@ from amphora_lab import FIXED, VIP, VIP6, eventually
 from checked_members import sctp
 from datagrams import Clients, UdpMember, member, name_of, virtual_server
 
-from amphora_agent.virtual_servers import sctp_packet
+from amphora_agent.l4_checks import sctp_packet
 
 pytestmark = pytest.mark.root
 PORT, MEMBER_PORT = 5400, 5454

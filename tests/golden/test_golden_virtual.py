@@ -9,7 +9,7 @@ from pathlib import Path
 import cases
 import msgspec
 
-from amphora_agent.virtual_servers import wanted
+from amphora_agent.l4 import model
 from amphora_driver.model.enums import Algorithm, PersistenceType
 from amphora_driver.model.loadbalancer import Profile, SessionPersistence
 from amphora_driver.render.haproxy import render
@@ -83,7 +83,7 @@ def test_the_list(update_golden):
 
 def test_the_agent_reads_it_as_it_was_written():
     written = json.loads(FILE.read_text())
-    assert json.loads(json.dumps(wanted.document(wanted.parse(written)))) == written
+    assert json.loads(json.dumps(model.document(model.parse(written)))) == written
 
 
 def test_haproxy_hears_nothing_of_it():

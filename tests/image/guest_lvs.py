@@ -52,12 +52,13 @@ from guest_lvs_lab import (
 )
 
 from amphora_agent.bundle import Partner, Vrrp
-from amphora_agent.virtual_servers import flows, ipvs, lvs_rules
-from amphora_agent.virtual_servers.flow_log import FlowLog
-from amphora_agent.virtual_servers.loop import Loop
-from amphora_agent.virtual_servers.nftables_engine import NftablesEngine
-from amphora_agent.virtual_servers.outlet import Outlet
-from amphora_agent.virtual_servers.wanted import Persistence
+from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4.model import Persistence
+from amphora_agent.l4_flow_log.stdout_writer import Outlet
+from amphora_agent.l4_flow_log.writer import FlowLog
+from amphora_agent.l4_ipvs import netlink, nft_rules
+from amphora_agent.l4_nftables import conntrack
+from amphora_agent.l4_nftables.engine import NftablesEngine
 
 SINK = 5999
 
@@ -140,7 +141,7 @@ def check_down_member_stays_out_of_a_reload(node, _):
 
     def look():
         while not stop.is_set():
-            for one in node.inner.run(ipvs.services):
+            for one in node.inner.run(netlink.services):
                 for each in one.destinations:
                     found[f"{each.address} weight {each.weight}"] += 1
 
@@ -348,7 +349,7 @@ def check_flow_log(node, _):
         node.serve(server)
         with flow() as one:
             assert ask(one)[1] == "10.0.0.11"
-        node.inner.run(flows.end, [lvs_rules.HIDDEN])
+        node.inner.run(conntrack.end, [nft_rules.HIDDEN])
         node.inner.run(log.close)
     loop.close()
     (found,) = lines.read_text(encoding="ascii").splitlines()
@@ -436,7 +437,7 @@ def main() -> int:
     threading.Thread(target=answer, daemon=True).start()
     nodes = [Node(name) for name in NODES]
     within(CLIENTS)
-    eventually(lambda: nodes[0].inner.run(ipvs.available))
+    eventually(lambda: nodes[0].inner.run(netlink.available))
     failed = 0
     for name in sys.argv[2:] or CHECKS:
         begun = time.monotonic()

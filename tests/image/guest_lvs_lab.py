@@ -23,10 +23,10 @@ from types import SimpleNamespace
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.keepalived.ipvs_process import LvsKeepalived
+from amphora_agent.l4.model import Member, VirtualServer
+from amphora_agent.l4_ipvs.engine import LvsEngine
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
-from amphora_agent.virtual_servers.lvs_engine import LvsEngine
-from amphora_agent.virtual_servers.wanted import Member, VirtualServer
 
 VIP, VIP6, SECOND = "198.51.100.5", "2001:db8:1::5", "198.51.100.6"
 NODES = {"a": 11, "b": 12}

@@ -18,19 +18,19 @@ import pytest
 
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
+from amphora_agent.l4.event_loop import Loop, roomy
+from amphora_agent.l4_daemon import client, code_version
+from amphora_agent.l4_daemon.client import Checker, Listener, Pool, State, Sums
+from amphora_agent.l4_daemon.persisted_state import Record, Wish
 from amphora_agent.paths import Paths
 from amphora_agent.stats.udp_stats import VirtualLedger
-from amphora_agent.virtual_servers import launch, version
-from amphora_agent.virtual_servers.launch import Checker, Listener, Pool, State, Sums
-from amphora_agent.virtual_servers.loop import Loop, roomy
-from amphora_agent.virtual_servers.record import Record, Wish
 
 PACKAGE = Path(amphora_agent.__file__).parent
 HEAVY = {"pathlib", "logging", "hashlib", "ssl", "argparse", "asyncio", "subprocess", "threading", "http", "pyroute2"}
 LIST = """import sys
 sys.path.insert(0, {place!r})
-from amphora_agent.virtual_servers import choose, run
-from amphora_agent.virtual_servers.loop import Loop
+from amphora_agent.l4 import choose, run
+from amphora_agent.l4.event_loop import Loop
 engine = choose.choose("nftables", "/nowhere")
 loop = Loop()
 for make in run.kinds(engine).values():
@@ -58,7 +58,7 @@ def test_it_needs_the_standard_library_only_and_little_of_it(modules):
 def test_its_version_covers_all_it_runs(modules):
     own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
     elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/virtual_servers/" not in file}
-    assert elsewhere <= set(version.ELSEWHERE)
+    assert elsewhere <= set(code_version.ELSEWHERE)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(pat
     services = Services()
     paths.virtual_servers.write_text("{}")
     checker = Checker(paths, services)
-    Answering(paths, {"version": version.version()}, {**NONE, "former": {"gone": SUMS}})
+    Answering(paths, {"version": code_version.version()}, {**NONE, "former": {"gone": SUMS}})
     checker.serve([])
-    assert services.calls == [("start", launch.SERVICE), ("stop", launch.SERVICE)]
+    assert services.calls == [("start", client.SERVICE), ("stop", client.SERVICE)]
     assert not paths.checker_socket.exists()
     assert not paths.virtual_servers.exists()
     assert checker.last_words().sums == {"gone": Sums(**SUMS)}
@@ -228,41 +228,41 @@ def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(pat
 def test_one_with_other_code_is_replaced(paths):
     services = Services()
     paths.virtual_servers.write_text("{}")
-    Answering(paths, {"version": "old"}, {"version": "old"}, {"version": version.version()}, NONE)
+    Answering(paths, {"version": "old"}, {"version": "old"}, {"version": code_version.version()}, NONE)
     Checker(paths, services).serve([])
-    assert services.calls[:2] == [("start", launch.SERVICE), ("signal", "SIGHUP")]
+    assert services.calls[:2] == [("start", client.SERVICE), ("signal", "SIGHUP")]
 
 
 @pytest.mark.parametrize("record", [None, '{"servers": []}'])
 def test_one_that_never_came_up_and_served_nothing_just_ends(paths, record, monkeypatch):
     """A push without any virtual server does not fail because of it."""
-    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "START_SECONDS", 0.1)
     paths.checker_socket.touch()
     if record is not None:
         paths.virtual_servers.write_text(record)
     services = Services()
     checker = Checker(paths, services)
     checker.serve([])
-    assert services.calls == [("stop", launch.SERVICE)]
+    assert services.calls == [("stop", client.SERVICE)]
     assert not paths.checker_socket.exists()
     assert not paths.virtual_servers.exists()
     assert checker.last_words() is None
 
 
 def test_one_that_served_is_not_ended_before_it_has_taken_that_back(paths, monkeypatch):
-    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "START_SECONDS", 0.1)
     paths.virtual_servers.write_text('{"servers": [{}]}')
     services = Services()
     with pytest.raises(VirtualServersError):
         Checker(paths, services).serve([])
-    assert ("stop", launch.SERVICE) not in services.calls
+    assert ("stop", client.SERVICE) not in services.calls
 
 
 def test_nobody_waits_for_the_last_words(paths, monkeypatch):
     """Heartbeats ask for them, those of all listeners; the checker may be silent for as long as it likes."""
-    monkeypatch.setattr(launch, "ANSWER_SECONDS", 5.0, raising=False)
-    monkeypatch.setattr(launch, "STATE_SECONDS", 5.0)
-    monkeypatch.setattr(launch, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 5.0, raising=False)
+    monkeypatch.setattr(client, "STATE_SECONDS", 5.0)
+    monkeypatch.setattr(client, "START_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(paths.checker_socket))
         silent.listen(5)
@@ -292,7 +292,7 @@ def test_nobody_waits_for_the_last_words(paths, monkeypatch):
 def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
     said = {"wanted": "forward", "happened": "no", "remedy": "", "object_id": "listener", "refused": refused}
     paths.virtual_servers.write_text("{}")
-    Answering(paths, {"version": version.version()}, {"error": said})
+    Answering(paths, {"version": code_version.version()}, {"error": said})
     with pytest.raises(kind) as caught:
         Checker(paths, Services()).serve([])
     assert caught.value.object_id == "listener"

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 from test_checks_states import MONITOR, SERVER, member, server
 
-from amphora_agent.virtual_servers import control, loop
-from amphora_agent.virtual_servers.checker import Checker
-from amphora_agent.virtual_servers.control import Control
-from amphora_agent.virtual_servers.engine import Counters
-from amphora_agent.virtual_servers.loop import Loop, roomy
-from amphora_agent.virtual_servers.record import Record
-from amphora_agent.virtual_servers.wanted import document
+from amphora_agent.l4 import event_loop
+from amphora_agent.l4.engine import Counters
+from amphora_agent.l4.event_loop import Loop, roomy
+from amphora_agent.l4.model import document
+from amphora_agent.l4_daemon import control_socket
+from amphora_agent.l4_daemon.checker import Checker
+from amphora_agent.l4_daemon.control_socket import Control
+from amphora_agent.l4_daemon.persisted_state import Record
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_what_is_due_in_months_can_be_waited_for(turning):
 
 
 def test_a_socket_stays_as_it_is_where_there_are_no_large_numbers(monkeypatch):
-    monkeypatch.setattr(loop, "_SCARCE", 0)
+    monkeypatch.setattr(event_loop, "_SCARCE", 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, files(1000):
         kept = roomy(one)
         assert kept is one
@@ -110,11 +111,11 @@ def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, m
     """The time of whoever asks is that in which nothing is taken from him, or given."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(control, "time", clock)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(control_socket, "time", clock)
+    monkeypatch.setattr(event_loop, "time", clock)
 
     def answer(_):
-        clock.now += 2 * control.LONGEST_SECONDS
+        clock.now += 2 * control_socket.LONGEST_SECONDS
         return "x" * (8 << 20)
 
     received = []

@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from amphora_agent.virtual_servers import evidence, http_answer, sctp_packet, tracked
-from amphora_agent.virtual_servers.tracked import Flow
-from amphora_agent.virtual_servers.wanted import Monitor
+from amphora_agent.l4.model import Monitor
+from amphora_agent.l4_checks import conntrack_lookup, http_response, icmp_errors, sctp_packet
+from amphora_agent.l4_checks.conntrack_lookup import Flow
 
 # -- SCTP ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def monitor(**changes):
     ],
 )
 def test_requests(changes, place, lines):
-    text = http_answer.request(monitor(**changes), *place).decode()
+    text = http_response.request(monitor(**changes), *place).decode()
     assert text.endswith("\r\n\r\n")
     assert text.split("\r\n")[: len(lines)] == lines
     assert "Connection: close" in text.split("\r\n")
@@ -100,7 +100,7 @@ def test_requests(changes, place, lines):
     ],
 )
 def test_answers(received, status):
-    assert http_answer.status_of(received) == status
+    assert http_response.status_of(received) == status
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_answers(received, status):
 )
 def test_what_is_no_answer(received):
     with pytest.raises(ValueError, match="no answer"):
-        http_answer.status_of(received)
+        http_response.status_of(received)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_no_answer(received):
     ],
 )
 def test_codes(status, codes, wanted):
-    assert http_answer.among(status, codes) is wanted
+    assert http_response.among(status, codes) is wanted
 
 
 # -- what others are told ------------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def unreachable6(source=MEMBER6, code=4):
 
 def test_whom_an_error_is_about():
     flow = Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242))
-    assert evidence.told(socket.AF_INET, unreachable()) == flow
-    assert evidence.told(socket.AF_INET, unreachable(options=8)) == flow
+    assert icmp_errors.told(socket.AF_INET, unreachable()) == flow
+    assert icmp_errors.told(socket.AF_INET, unreachable(options=8)) == flow
     flow6 = Flow(socket.AF_INET6, 17, (MEMBER6, 53), (US6, 4242))
-    assert evidence.told(socket.AF_INET6, unreachable6()) == flow6
+    assert icmp_errors.told(socket.AF_INET6, unreachable6()) == flow6
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_whom_an_error_is_about():
     ],
 )
 def test_what_says_nothing(family, packet):
-    assert evidence.told(family, packet) is None
+    assert icmp_errors.told(family, packet) is None
 
 
 def neighbour(address, state, kind=28):
@@ -197,14 +197,14 @@ def neighbour(address, state, kind=28):
 
 def test_neighbours_that_are_lost():
     said = neighbour("192.0.2.7", 0x20) + neighbour("192.0.2.8", 0x02) + neighbour("2001:db8::7", 0x20)
-    assert evidence.lost(said + neighbour("192.0.2.9", 0x20, kind=29)) == ["192.0.2.7", "2001:db8::7"]
+    assert icmp_errors.lost(said + neighbour("192.0.2.9", 0x20, kind=29)) == ["192.0.2.7", "2001:db8::7"]
     for length in range(len(said)):
-        evidence.lost(said[:length])
-    assert evidence.lost(bytes(64)) == []
+        icmp_errors.lost(said[:length])
+    assert icmp_errors.lost(bytes(64)) == []
 
 
 def test_a_question_for_a_flow_is_well_formed():
-    question = tracked.question(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
+    question = conntrack_lookup.question(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
     length, kind = struct.unpack_from("=IH", question)
     assert (length, kind) == (len(question), 0x101)
     assert socket.inet_aton(MEMBER) in question
@@ -212,4 +212,4 @@ def test_a_question_for_a_flow_is_well_formed():
 
 
 def test_no_flow_is_said_to_be_none():
-    assert not tracked.exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))
+    assert not conntrack_lookup.exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))

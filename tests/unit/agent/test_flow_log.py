@@ -13,12 +13,12 @@ from uuid import UUID
 
 import pytest
 
-from amphora_agent.virtual_servers import flow_owners
-from amphora_agent.virtual_servers.ended_flows import DELETED, SCTP, UDP, Counted, Ended, read
-from amphora_agent.virtual_servers.flow_lines import CUT, SILENT, Format, Line
-from amphora_agent.virtual_servers.flow_owners import Owners, Silences
-from amphora_agent.virtual_servers.outlet import MOST_UNSENT, Outlet
-from amphora_agent.virtual_servers.wanted import LONGEST_FORMAT, Member, VirtualServer, document, parse
+from amphora_agent.l4.model import LONGEST_FORMAT, Member, VirtualServer, document, parse
+from amphora_agent.l4_flow_log import attribution
+from amphora_agent.l4_flow_log.attribution import Owners, Silences
+from amphora_agent.l4_flow_log.conntrack_events import DELETED, SCTP, UDP, Counted, Ended, read
+from amphora_agent.l4_flow_log.format import CUT, SILENT, Format, Line
+from amphora_agent.l4_flow_log.stdout_writer import MOST_UNSENT, Outlet
 from amphora_driver.render.udp import FLOW_FORMAT
 from amphora_driver.render.udp import LONGEST_FORMAT as LONGEST_SENT
 
@@ -158,7 +158,7 @@ def test_silence_is_no_part_of_a_flow(silences):
 
 
 def test_of_an_association_it_depends_on_its_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(flow_owners, "_SETTINGS", f"{tmp_path}/")
+    monkeypatch.setattr(attribution, "_SETTINGS", f"{tmp_path}/")
     (tmp_path / "sctp_timeout_closed").write_text("10\n")
     closed = replace(FLOW, protocol=SCTP, state=1)
     assert Silences().of(closed) == 10 * SECOND

@@ -14,9 +14,10 @@ import pytest
 from amphora_agent.bundle import Bundle, Partner, Vrrp
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.keepalived.ipvs_config import Sync, has_any, render, sync_of
-from amphora_agent.virtual_servers import lvs_rules, lvs_tracks, ruleset
-from amphora_agent.virtual_servers.lvs_engine import LONGEST_PERSISTENCE, LvsEngine
-from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
+from amphora_agent.l4.model import Member, Persistence, VirtualServer
+from amphora_agent.l4_ipvs import nft_rules, track_files
+from amphora_agent.l4_ipvs.engine import LONGEST_PERSISTENCE, LvsEngine
+from amphora_agent.l4_nftables import ruleset
 
 VIP, SECOND, VIP6 = ip_address("198.51.100.5"), ip_address("198.51.100.6"), ip_address("2001:db8::5")
 TRACKS = Path("/run/lvs")
@@ -153,23 +154,23 @@ def test_no_line_has_anything_but_words():
 def test_what_the_files_say(members, down, weights):
     server = listener(*members)
     up = {(LISTENER, str(UUID(int=number))): False for number in down}
-    assert lvs_tracks.weights(server, up) == {str(UUID(int=number)): weight for number, weight in weights.items()}
-    contents = lvs_tracks.contents([server], up)
+    assert track_files.weights(server, up) == {str(UUID(int=number)): weight for number, weight in weights.items()}
+    contents = track_files.contents([server], up)
     for number, weight in weights.items():
         name = str(UUID(int=number))
-        said = tuple(contents[lvs_tracks.name(LISTENER, name, what)] for what in ("down", "weight"))
+        said = tuple(contents[track_files.name(LISTENER, name, what)] for what in ("down", "weight"))
         assert said == (("1\n", "-1\n") if weight is None else ("0\n", f"{weight - 1}\n"))
 
 
 def test_nobody_comes_in_with_a_weight_of_before():
-    order = list(lvs_tracks.contents([listener(member(1), member(2))], {(LISTENER, str(UUID(int=2))): False}))
+    order = list(track_files.contents([listener(member(1), member(2))], {(LISTENER, str(UUID(int=2))): False}))
     assert [name.split(".")[2] for name in order] == ["weight", "down", "down", "weight"]
 
 
 def test_limits_and_hidden_addresses_are_rules():
     limited = listener(member(1), connection_limit=5)
     kept = replace(listener(client_address="preserved"), id=str(UUID(int=98)), port=54, protocol="SCTP")
-    table = lvs_rules.table_of([limited, kept])
+    table = nft_rules.table_of([limited, kept])
     assert table.counters == {f"refused-{LISTENER}"}
     assert table.chains[f"limited-{LISTENER}"].rules == (f"ct count over 5 goto refused-{LISTENER}",)
     assert table.maps["limits-4"].elements == {"198.51.100.5 . 17 . 53": f"goto limited-{LISTENER}"}

@@ -9,10 +9,11 @@ from ipaddress import ip_address
 
 import pytest
 
-from amphora_agent.virtual_servers import ipvs, lvs_engine
-from amphora_agent.virtual_servers.ipvs import Destination, Service
-from amphora_agent.virtual_servers.lvs_engine import LvsEngine
-from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
+from amphora_agent.l4.model import Member, Persistence, VirtualServer
+from amphora_agent.l4_ipvs import engine as engine_module
+from amphora_agent.l4_ipvs import netlink
+from amphora_agent.l4_ipvs.engine import LvsEngine
+from amphora_agent.l4_ipvs.netlink import Destination, Service
 
 VIP, HOST = ip_address("198.51.100.5"), ip_address("10.0.0.1")
 LISTENER, MEMBER = "00000000-0000-0000-0000-000000000063", "00000000-0000-0000-0000-000000000001"
@@ -93,22 +94,22 @@ class Kernel:
 def kernel(monkeypatch):
     """The one that is asked."""
     found = Kernel()
-    monkeypatch.setattr(ipvs.socket, "socket", found)
+    monkeypatch.setattr(netlink.socket, "socket", found)
     return found
 
 
 def test_what_the_kernel_says_is_read(kernel):
-    assert ipvs.available()
-    assert ipvs.services() == (
+    assert netlink.available()
+    assert netlink.services() == (
         Service("UDP", VIP, 53, "wrr", 1, 360, 51, 1899, 2500, (Destination(HOST, 5353, 7, 3, 4, 51, 1, 2),)),
     )
 
 
 def test_a_kernel_without_it_has_none(kernel):
     kernel.has = False
-    assert not ipvs.available()
-    with pytest.raises(ipvs.NoIpvsError, match="No such file"):
-        ipvs.services()
+    assert not netlink.available()
+    with pytest.raises(netlink.NoIpvsError, match="No such file"):
+        netlink.services()
 
 
 # -- what the engine makes of it --------------------------------------------------------------------------------------
@@ -141,11 +142,11 @@ def engine(tmp_path, monkeypatch):
     """One that has no kernel: `engine.there` is what IPVS has."""
     made = LvsEngine(str(tmp_path))
     made.there = ()
-    monkeypatch.setattr(lvs_engine.ipvs, "services", lambda: made.there)
-    monkeypatch.setattr(lvs_engine, "_SETTLE_SECONDS", 0)
-    monkeypatch.setattr(lvs_engine, "_set", lambda: None)
-    monkeypatch.setattr(lvs_engine.libnftables, "run", lambda *_: "")
-    monkeypatch.setattr(lvs_engine.libnftables, "exists", lambda *_: True)
+    monkeypatch.setattr(engine_module.ipvs, "services", lambda: made.there)
+    monkeypatch.setattr(engine_module, "_SETTLE_SECONDS", 0)
+    monkeypatch.setattr(engine_module, "_set", lambda: None)
+    monkeypatch.setattr(engine_module.libnftables, "run", lambda *_: "")
+    monkeypatch.setattr(engine_module.libnftables, "exists", lambda *_: True)
     return made
 
 

@@ -15,8 +15,8 @@ from amphora_agent.bundle import Bundle
 from amphora_agent.errors import KeepalivedError
 from amphora_agent.keepalived import ipvs_process
 from amphora_agent.keepalived.ipvs_process import SERVICE, LvsKeepalived
+from amphora_agent.l4.model import Member, VirtualServer
 from amphora_agent.paths import Paths
-from amphora_agent.virtual_servers.wanted import Member, VirtualServer
 
 
 def server(*numbers: int, weight: int = 1) -> VirtualServer:

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from amphora_agent.apply.udp_update import difference
-from amphora_agent.virtual_servers import least, maglev, marks, ruleset, shares
-from amphora_agent.virtual_servers.wanted import Member, Persistence, VirtualServer
+from amphora_agent.l4 import eligible_members
+from amphora_agent.l4.model import Member, Persistence, VirtualServer
+from amphora_agent.l4_nftables import conntrack_marks, least_connections, maglev, ruleset
 
 VIP, VIP6 = map(ipaddress.ip_address, ("198.51.100.5", "2001:db8:1::5"))
 
@@ -65,8 +66,8 @@ def server(*members, number=1, **more):
 def test_who_serves_and_who_keeps_clients(members, down, serving, kept):
     one = server(*members)
     up = {(one.id, str(uuid.UUID(int=number))): False for number in down}
-    assert [uuid.UUID(each.id).int for each in shares.serving(one, up, 4)] == serving
-    assert [uuid.UUID(each.id).int for each in shares.kept(one, up)] == kept
+    assert [uuid.UUID(each.id).int for each in eligible_members.serving(one, up, 4)] == serving
+    assert [uuid.UUID(each.id).int for each in eligible_members.kept(one, up)] == kept
 
 
 # -- slots ----------------------------------------------------------------------------------------------------------
@@ -114,23 +115,23 @@ def test_turns_are_spread_and_as_many_as_weights_say():
 
 def test_marks_stay_and_freed_ones_rest_for_an_exchange():
     one, two = server(member(1), member(2)), server(member(1), number=2)
-    first = marks.allot(marks.NONE, [one, two])
+    first = conntrack_marks.allot(conntrack_marks.NONE, [one, two])
     assert len({*first.servers.values(), *first.members.values()}) == 5
-    second = marks.allot(first, [replace(one, members=(member(2), member(3))), server(member(4), number=3)])
+    second = conntrack_marks.allot(first, [replace(one, members=(member(2), member(3))), server(member(4), number=3)])
     place = {number: (member(number).address, 53) for number in range(1, 5)}
     assert second.servers[one.id] == first.servers[one.id]
     assert second.members[one.id, place[2]] == first.members[one.id, place[2]]
     assert not {second.members[one.id, place[3]]} & {*first.members.values()}
     assert second.servers[str(uuid.UUID(int=3 << 96))] not in first.servers.values()
-    third = marks.allot(second, [replace(one, members=(member(2), member(3), member(5)))])
+    third = conntrack_marks.allot(second, [replace(one, members=(member(2), member(3), member(5)))])
     assert third.members[one.id, (member(5).address, 53)] == first.members[one.id, place[1]], "free again"
 
 
 # -- rules ----------------------------------------------------------------------------------------------------------
 
 
-def table(*servers, up=None, paired=False, before=marks.NONE):
-    return ruleset.table_of(servers, up or {}, marks.allot(before, servers), paired=paired)
+def table(*servers, up=None, paired=False, before=conntrack_marks.NONE):
+    return ruleset.table_of(servers, up or {}, conntrack_marks.allot(before, servers), paired=paired)
 
 
 def by(one, version=4, **more):
@@ -176,11 +177,11 @@ def test_families_are_apart():
 def test_what_is_exchanged_is_what_differs():
     one = server(member(1), member(2), algorithm="SOURCE_IP", connection_limit=9)
     other = server(member(1), number=2)
-    given = marks.allot(marks.NONE, [one, other])
+    given = conntrack_marks.allot(conntrack_marks.NONE, [one, other])
     before = ruleset.table_of([one, other], {}, given, paired=False)
     assert ruleset.exchange(before, before) == ""
     again = replace(one, members=(member(1),))
-    after = ruleset.table_of([again, other], {}, marks.allot(given, [again, other]), paired=False)
+    after = ruleset.table_of([again, other], {}, conntrack_marks.allot(given, [again, other]), paired=False)
     commands = ruleset.exchange(before, after).splitlines()
     assert commands[0] == "add table inet amphora_virtual"
     sets = {"targets-4", f"slots-{one.id}-4", *ruleset.MEMBER_COUNTERS}
@@ -213,7 +214,7 @@ def test_what_is_not_known_is_written_anew_without_its_counters():
 def chosen(members, expected=0):
     """As the kernel's scheduler would do it, one flow after the other."""
     has, found = {member_: flows for member_, _, flows in members}, []
-    for _ in range(max(least.FEWEST, expected)):
+    for _ in range(max(least_connections.FEWEST, expected)):
         best = min(members, key=lambda one: (has[one[0]] + 1) / one[1])[0]
         has[best] += 1
         found.append(best)
@@ -231,31 +232,31 @@ def chosen(members, expected=0):
     ],
 )
 def test_each_turn_is_as_if_flows_were_counted_before_it(members):
-    found = least.turns(members, 0)
+    found = least_connections.turns(members, 0)
     assert found == chosen(members)
-    assert least.turns(members, 90)[: len(found)] == found
-    assert len(least.turns(members, 90)) >= 180
-    assert least.turns([], 5) == []
+    assert least_connections.turns(members, 90)[: len(found)] == found
+    assert len(least_connections.turns(members, 90)) >= 180
+    assert least_connections.turns([], 5) == []
 
 
 @pytest.mark.parametrize("expected", [300, 5000, 10**6])
 def test_where_many_are_expected_each_has_its_part_of_them(expected):
     members = [(1, 1, expected), (2, 1, 0), (3, 2, expected // 2)]
-    found = Counter(least.turns(members, expected))
+    found = Counter(least_connections.turns(members, expected))
     # All come to one level: 2.5 times what is expected, in four parts of weight.
     level = 2.5 * expected / 4 if 2.5 * expected / 4 > expected else 1.5 * expected / 3
     assert 1 not in found, "it has more than all others will have"
     parts = {2: level / expected, 3: (2 * level - expected // 2) / expected}
     for member_, part in parts.items():
         assert abs(found[member_] / sum(found.values()) - part) < 0.02
-    assert sum(found.values()) <= 2 * least.MOST
+    assert sum(found.values()) <= 2 * least_connections.MOST
 
 
 def test_turns_begin_at_their_first_where_flows_were_counted():
     one = server(member(1), member(2), algorithm="LEAST_CONNECTIONS")
-    given = marks.allot(marks.NONE, [one])
+    given = conntrack_marks.allot(conntrack_marks.NONE, [one])
     first, second = (given.members[one.id, (each.address, each.port)] for each in one.members)
-    loads = least.Loads({first: 3}, {}, {one.id: 0}, 7)
+    loads = least_connections.Loads({first: 3}, {}, {one.id: 0}, 7)
     for paired in (False, True):
         made = ruleset.table_of([one], {}, given, paired=paired, loads=loads)
         slots = made.maps[f"slots-{one.id}-4"].elements

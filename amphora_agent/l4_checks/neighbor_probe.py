@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have the kernel look whether a host on our own links is still there.
+
+A kernel that has talked to a neighbour believes for up to a minute that it is there (arp(7), `base_reachable_time`):
+what is sent to a host that has gone is lost in silence. Asked for it here, the kernel sends three questions (ARP, or
+neighbour solicitations) in as many seconds, and says "host unreachable" if none is answered
+(`amphora_agent.l4_checks.icmp_errors`). What clients send meanwhile goes on as before.
+
+Invariant: only an entry that the kernel has found by itself is touched, and nothing but that it is to be proven. Raw
+rtnetlink(7) and nothing but the standard library. Nothing here waits: the kernel answers at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from ipaddress import ip_address
+from typing import NamedTuple
+
+_NETLINK_ROUTE = 0
+_GET_ROUTE, _NEW_ROUTE, _GET_NEIGHBOUR, _NEW_NEIGHBOUR = 26, 24, 30, 28
+_REQUEST, _REPLACE = 1, 0x100
+_ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
+_NEIGHBOUR_ADDRESS = 1
+# linux/neighbour.h
+_INCOMPLETE, _REACHABLE, _STALE, _DELAY, _PROBE, _FAILED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+_BELIEVED, _UNKNOWN = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
+_FOREIGN = 0x02 | 0x10  # linux/neighbour.h: NTF_SELF, NTF_EXT_LEARNED
+_UNICAST = 1
+_ANSWER_SECONDS, _LARGEST = 0.2, 8192
+
+
+class _Entry(NamedTuple):
+    family: int
+    address: bytes
+    interface: int
+    state: int
+    flags: int
+
+
+class Neighbours:
+    """Asks the kernel of the network namespace in which it was made."""
+
+    def __init__(self) -> None:
+        self._link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
+        self._link.settimeout(_ANSWER_SECONDS)
+        self._link.bind((0, 0))
+        self._number = 0
+
+    def prove(self, address: str) -> bool:
+        """Have it proven that a host is there; whether there was something to prove."""
+        found = self._entry(address)
+        if found is None or not found.state & _BELIEVED or found.flags & _FOREIGN:
+            return False
+        try:
+            self._say(_NEW_NEIGHBOUR, _REPLACE, _neighbour(found.family, found.address, found.interface, _PROBE))
+        except OSError:
+            return False
+        return True
+
+    def is_lost(self, address: str) -> bool:
+        """Whether nobody has answered to the question for a host's link address: what was sent to it is still here."""
+        found = self._entry(address)
+        return found is not None and bool(found.state & _UNKNOWN)
+
+    def _entry(self, address: str) -> _Entry | None:
+        """What the kernel knows of a neighbour; None: it is none, or there is nothing known."""
+        packed, family = ip_address(address).packed, socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            interface = self._interface(family, packed)
+            if not interface:
+                return None
+            answer = self._ask(_GET_NEIGHBOUR, _neighbour(family, packed, interface, 0), _NEW_NEIGHBOUR)
+        except OSError:
+            return None
+        return None if answer is None else _Entry(family, packed, interface, *struct.unpack_from("=HB", answer, 8))
+
+    def _interface(self, family: int, packed: bytes) -> int:
+        """By which interface a host is a neighbour; 0 if it is none."""
+        body = struct.pack("=BBBBBBBBI", family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0)
+        answer = self._ask(_GET_ROUTE, body + _attribute(_ROUTE_TO, packed), _NEW_ROUTE)
+        # struct rtmsg: the type of the route is its eighth byte.
+        if answer is None or answer[7] != _UNICAST:
+            return 0
+        found = _attributes(answer[12:])
+        if _ROUTE_GATEWAY in found or _ROUTE_VIA in found:
+            return 0
+        return int.from_bytes(found.get(_ROUTE_LINK, b""), sys.byteorder)
+
+    def _ask(self, kind: int, body: bytes, wanted: int) -> bytes | None:
+        """What the kernel answers, without its head; None if that is an error, or something else."""
+        number = self._say(kind, 0, body)
+        while True:
+            answer = self._link.recv(_LARGEST)
+            size, found, _, about = struct.unpack_from("=IHHI", answer)
+            if about == number:
+                return answer[16:size] if found == wanted else None
+
+    def _say(self, kind: int, flags: int, body: bytes) -> int:
+        self._number = self._number % 0xFFFFFFFF + 1
+        self._link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | flags, self._number, 0) + body)
+        return self._number
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def _neighbour(family: int, packed: bytes, interface: int, state: int) -> bytes:
+    head = struct.pack("=BBHiHBB", family, 0, 0, interface, state, 0, 0)
+    return head + _attribute(_NEIGHBOUR_ADDRESS, packed)
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found, at = {}, 0
+    while at + 4 <= len(data):
+        size, kind = struct.unpack_from("=HH", data, at)
+        if size < 4:
+            break
+        found[kind & 0x3FFF] = data[at + 4 : at + size]
+        at += (size + 3) & ~3
+    return found

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of flows of UDP and SCTP listeners, from conntrack events."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number that the kernel remembers with each flow: which virtual server and which member it belongs to.
+
+Invariant: pure. As long as a virtual server, or a place (address and port) of a member, is wanted, its number stays;
+one that has just become free is not given to anybody in the same exchange, for there may be flows that still have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from amphora_agent.l4.model import Host, VirtualServer
+
+_MEMBER_BITS = 20
+SERVER_MASK = 0xFFFFFFFF ^ (1 << _MEMBER_BITS) - 1
+MOST_SERVERS = (1 << 32 - _MEMBER_BITS) - 1
+MOST_MEMBERS = (1 << _MEMBER_BITS) - 1
+
+Place = tuple[Host, int]
+_T = TypeVar("_T", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Numbers of virtual servers by id, shifted to where they stand in a mark; whole marks by id and place."""
+
+    servers: Mapping[str, int]
+    members: Mapping[tuple[str, Place], int]
+
+
+NONE = Marks({}, {})
+
+
+def allot(before: Marks, servers: Sequence[VirtualServer]) -> Marks:
+    """Numbers for what is wanted.
+
+    Args:
+        before: those that were given so far.
+    """
+    numbers = _numbers(
+        {one: mark >> _MEMBER_BITS for one, mark in before.servers.items()}, [server.id for server in servers]
+    )
+    members = {}
+    for server in servers:
+        base = numbers[server.id] << _MEMBER_BITS
+        former = {
+            place: mark ^ base
+            for (owner, place), mark in before.members.items()
+            if owner == server.id and mark & SERVER_MASK == base
+        }
+        found = _numbers(former, [(member.address, member.port) for member in server.members])
+        members.update({(server.id, place): base | number for place, number in found.items()})
+    return Marks({one: number << _MEMBER_BITS for one, number in numbers.items()}, members)
+
+
+def _numbers(before: Mapping[_T, int], wanted: Iterable[_T]) -> dict[_T, int]:
+    taken, last = {*before.values()}, 0
+    found: dict[_T, int] = {}
+    for one in dict.fromkeys(wanted):
+        if one in before:
+            found[one] = before[one]
+            continue
+        last += 1
+        while last in taken:
+            last += 1
+        found[one] = last
+    return found

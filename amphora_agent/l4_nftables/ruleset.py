@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nftables table that forwards the packets of virtual servers.
+
+Invariant: pure. What leads from one table to another is one transaction, touches what differs and nothing else, and
+takes no counter away but those of virtual servers that are gone.
+
+    arriving     the first packet of a flow finds its virtual server by VIP, protocol and port; a hash of who sends it,
+                 or whose turn it is, finds a slot; the slot holds the mark of a member; the mark finds address and
+                 port. The kernel remembers all of it with the flow: later packets are not looked at here
+    limited      (of each virtual server) refuses the flow if there are too many
+    leaving      the client's address becomes ours, where it is to be hidden
+    forward      counts, and marks as ours: nothing else is let through (`network/firewall`)
+                 (of each virtual server by named counters, which outlive all; of each member by elements of sets)
+    returning    answers leave by the VIP's network, as HAProxy's do (`network/routing`)
+
+Who may send at all is decided before (`network/firewall`, which also leaves TCP untracked). Weights are slots
+(`maglev`), so a change of one member is a change of some slots. Where the member with the fewest flows is to get the
+next one, slots are turns (`least`), which are made anew every second.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from amphora_agent.l4 import eligible_members
+from amphora_agent.l4.eligible_members import States
+from amphora_agent.l4.model import Host, VirtualServer
+from amphora_agent.l4_nftables import least_connections, maglev
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK, Marks
+from amphora_agent.l4_nftables.least_connections import UNKNOWN, Loads
+
+FAMILY, TABLE = "inet", "amphora_virtual"
+RETURNING = 0x616D
+"""The mark of packets that members send to clients, for the rule that leads them; and of all that are let through."""
+_NUMBERS = {"UDP": 17, "SCTP": 132}
+_NFPROTO = {4: 2, 6: 10}
+_WORDS = {4: "ip", 6: "ip6"}
+_TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
+_REFUSE = "reject with icmpx port-unreachable"
+_SLOT = "typeof numgen inc mod 2 : ct mark;"
+_COUNTERS = ("flows", "refused", "in", "out")
+MEMBER_COUNTERS = ("member-flows", "member-in", "member-out")
+"""Sets of members' marks, each of which is counted."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``head`` is what binds it to a hook, empty where others lead to it."""
+
+    head: str
+    rules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Map:
+    """A map, or a set: its elements have no value."""
+
+    kind: str
+    elements: Mapping[str, str]
+    word: str = "map"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All of it, by name."""
+
+    counters: frozenset[str] = frozenset()
+    maps: Mapping[str, Map] = field(default_factory=dict)
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+
+
+EMPTY = Table()
+Place = tuple[Host, int, int]
+"""Where clients send to: address, number of the protocol, port."""
+
+
+def table_of(
+    servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool, loads: Loads = UNKNOWN
+) -> Table:
+    """What forwards for these.
+
+    Args:
+        up: whose checks are good.
+        marks: as `marks.allot` gave them.
+        paired: another amphora has to come to the same member for a flow that it has not seen.
+        loads: what is known of members' flows.
+    """
+    counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
+    maps = dict(_maps(servers, up, marks, loads, paired=paired))
+    chains = dict(_CHAINS)
+    for server in servers:
+        limit = [f"ct count over {server.connection_limit} goto refused-{server.id}"] if server.connection_limit else []
+        chains[f"limited-{server.id}"] = Chain("", tuple(limit))
+        chains[f"refused-{server.id}"] = Chain("", (f'counter name "refused-{server.id}" {_REFUSE}',))
+        chains[f"serve-{server.id}"] = Chain("", tuple(_serve(server, maps, loads, paired=paired)))
+    return Table(counters, maps, chains)
+
+
+def places(table: Table) -> set[Place]:
+    """All for which a table finds a virtual server."""
+    keys = [key.split(" . ") for version in (4, 6) for key in _elements_of(table, f"servers-{version}")]
+    return {(ipaddress.ip_address(address), int(number), int(port)) for address, number, port in keys}
+
+
+def targets(table: Table) -> set[int]:
+    """The marks of all members that have flows."""
+    return {int(mark, 16) for version in (4, 6) for mark in _elements_of(table, f"targets-{version}")}
+
+
+def _elements_of(table: Table, name: str) -> Mapping[str, str]:
+    return table.maps[name].elements if name in table.maps else {}
+
+
+_CHAINS = {
+    "returning": Chain(
+        "type filter hook prerouting priority -150; policy accept;",
+        (f"ct direction 1 ct status dnat meta mark set {RETURNING:#x}",),
+    ),
+    "arriving": Chain(
+        "type nat hook prerouting priority -100; policy accept;",
+        (
+            "ip daddr . meta l4proto . th dport vmap @servers-4",
+            "ip6 daddr . meta l4proto . th dport vmap @servers-6",
+        ),
+    ),
+    "leaving": Chain(
+        "type nat hook postrouting priority 100; policy accept;",
+        (f"ct mark & {SERVER_MASK:#x} @hidden masquerade",),
+    ),
+    "forward": Chain(
+        "type filter hook forward priority 0; policy accept;",
+        (
+            f"ct status dnat ct direction 0 counter name ct mark & {SERVER_MASK:#x} map @in",
+            f"ct status dnat ct direction 1 counter name ct mark & {SERVER_MASK:#x} map @out",
+            "ct status dnat ct direction 0 ct mark @member-in",
+            "ct status dnat ct direction 1 ct mark @member-out",
+            f"ct status dnat meta mark set {RETURNING:#x}",
+        ),
+    ),
+}
+
+
+def _maps(
+    servers: Sequence[VirtualServer], up: States, marks: Marks, loads: Loads, *, paired: bool
+) -> Iterator[tuple[str, Map]]:
+    bases = {server.id: f"{marks.servers[server.id]:#010x}" for server in servers}
+    for word in ("in", "out"):
+        yield word, Map("type mark : counter;", {base: f'"{word}-{name}"' for name, base in bases.items()})
+    hidden = {bases[server.id]: "" for server in servers if server.client_address == "hidden"}
+    yield "hidden", Map("type mark;", hidden, "set")
+    everybody: dict[str, str] = {}
+    for version in (4, 6):
+        where, who = {}, {}
+        for server in servers:
+            number = _NUMBERS[server.protocol]
+            for address in server.addresses:
+                if address.version == version:
+                    where[f"{address} . {number} . {server.port}"] = f"goto serve-{server.id}"
+            for member in eligible_members.kept(server, up):
+                if member.address.version == version:
+                    mark = marks.members[server.id, (member.address, member.port)]
+                    who[f"{mark:#010x}"] = f"{member.address} . {member.port}"
+            if version in eligible_members.versions(server):
+                slots = _slots(server, up, marks, version, loads, paired=paired)
+                yield f"slots-{server.id}-{version}", Map(_SLOT, slots)
+        yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", where)
+        yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", who)
+        everybody |= dict.fromkeys(who, "")
+    for word in MEMBER_COUNTERS:
+        yield word, Map("type mark; counter;", everybody, "set")
+
+
+def _slots(
+    server: VirtualServer, up: States, marks: Marks, version: int, loads: Loads, *, paired: bool
+) -> dict[str, str]:
+    members = eligible_members.serving(server, up, version)
+    marked = {(int(one.address) << 16) | one.port: marks.members[server.id, (one.address, one.port)] for one in members}
+    if is_least(server):
+        weights = {marks.members[server.id, (one.address, one.port)]: one.weight for one in members}
+        known = [(mark, weight, loads.flows.get(mark, 0)) for mark, weight in weights.items()]
+        turns = least_connections.turns(known, loads.expected.get(server.id, 0))
+        return {str(number): f"{mark:#010x}" for number, mark in enumerate(turns)}
+    weighted = [((int(one.address) << 16) | one.port, one.weight) for one in members]
+    table = maglev.hashed(weighted) if _is_hashed(server, paired=paired) else maglev.interleaved(weighted)
+    return {str(number): f"{marked[member]:#010x}" for number, member in enumerate(table)}
+
+
+def _is_hashed(server: VirtualServer, *, paired: bool) -> bool:
+    if is_least(server):
+        return False
+    return paired or server.persistence is not None or server.algorithm != "ROUND_ROBIN"
+
+
+def is_least(server: VirtualServer) -> bool:
+    """Whether the member with the fewest flows gets the next one."""
+    return server.algorithm == "LEAST_CONNECTIONS" and server.persistence is None
+
+
+def _serve(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *, paired: bool) -> Iterator[str]:
+    yield f"jump limited-{server.id}"
+    versions = eligible_members.versions(server)
+    for version in versions:
+        name = f"slots-{server.id}-{version}"
+        # A table without slots has no number to find one by.
+        if maps[name].elements:
+            by = _by(server, version, len(maps[name].elements), paired=paired)
+            # A rule that is another one begins its turns at the first.
+            anew = f' comment "{loads.number}"' if is_least(server) else ""
+            yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{anew}"
+    yield f'ct mark != 0 counter name "flows-{server.id}"'
+    yield "ct mark @member-flows"
+    for version in versions:
+        yield (
+            f"meta nfproto {_NFPROTO[version]} meta l4proto {_NUMBERS[server.protocol]} "
+            f"dnat {_WORDS[version]} to ct mark map @targets-{version}"
+        )
+    yield f"goto refused-{server.id}"
+
+
+def _by(server: VirtualServer, version: int, slots: int, *, paired: bool) -> str:
+    """What finds a slot."""
+    if not _is_hashed(server, paired=paired):
+        return f"numgen inc mod {slots}"
+    source = f"{_WORDS[version]} saddr"
+    # Of one virtual server the same on every amphora, of two of them different.
+    end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
+    if server.persistence is not None:
+        prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
+        everybody = "0.0.0.0/0" if version == 4 else "::/0"
+        if prefix == 0:  # everybody is one client
+            return f"jhash {source} mod 1 seed 0x1"
+        mask = ipaddress.ip_network(f"{everybody.partition('/')[0]}/{prefix}").netmask
+        return f"jhash {source} & {mask} {end}"
+    return f"jhash {source} {end}" if server.algorithm == "SOURCE_IP" else f"jhash {source} . th sport {end}"
+
+
+# -- from one to another ---------------------------------------------------------------------------------------------
+
+
+def exchange(before: Table, after: Table) -> str:
+    """The commands of one transaction; empty if there is nothing to do."""
+    commands = [*_additions(before, after), *_contents(before, after), *_removals(before, after)]
+    return "".join(f"{one}\n" for one in (f"add table {FAMILY} {TABLE}", *commands)) if commands else ""
+
+
+def anew(present: Mapping[str, str], after: Table) -> str:
+    """The same, where nothing is known of what is there but names: counters and what they say stay.
+
+    Args:
+        present: "chain", "map", "set" or "counter" of each name that the table has; none if there is no table.
+    """
+    if not present:
+        return exchange(EMPTY, after)
+    maps = {name: word for name, word in present.items() if word in ("map", "set")}
+    flushes = [f"flush table {FAMILY} {TABLE}", *(_command("flush", word, name) for name, word in maps.items())]
+    unknown = Table(
+        frozenset(name for name, word in present.items() if word == "counter"),
+        {name: Map("", {}, word) for name, word in maps.items()},
+        {name: Chain("", ("?",)) for name, word in present.items() if word == "chain"},
+    )
+    return "".join(f"{one}\n" for one in flushes) + exchange(unknown, after)
+
+
+def without() -> str:
+    """Without all of it."""
+    return f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
+
+
+def _command(verb: str, word: str, name: str, more: str = "") -> str:
+    return f"{verb} {word} {FAMILY} {TABLE} {name}{more and ' '}{more}"
+
+
+def _additions(before: Table, after: Table) -> Iterator[str]:
+    for name in sorted(after.counters - before.counters):
+        yield _command("add", "counter", name)
+    for name, one in after.maps.items():
+        if name not in before.maps:
+            yield _command("add", one.word, name, f"{{ {one.kind} }}")
+    for name, chain in after.chains.items():
+        if name not in before.chains:
+            yield _command("add", "chain", name, f"{{ {chain.head} }}" if chain.head else "")
+
+
+def _contents(before: Table, after: Table) -> Iterator[str]:
+    nothing = Map("", {})
+    changed = [name for name, chain in after.chains.items() if _rules(before, name) != chain.rules]
+    yield from (_command("flush", "chain", name) for name in changed if _rules(before, name))
+    for name, one in after.maps.items():
+        former = before.maps.get(name, nothing).elements
+        gone = [key for key, value in former.items() if one.elements.get(key) != value]
+        new = [_element(key, value) for key, value in one.elements.items() if former.get(key) != value]
+        yield from _elements("delete", name, gone)
+        yield from _elements("add", name, new)
+    for name in changed:
+        yield from (_command("add", "rule", name, rule) for rule in after.chains[name].rules)
+
+
+def _rules(table: Table, name: str) -> tuple[str, ...]:
+    return table.chains[name].rules if name in table.chains else ()
+
+
+def _element(key: str, value: str) -> str:
+    return f"{key} : {value}" if value else key
+
+
+def _elements(verb: str, name: str, elements: Sequence[str]) -> Iterator[str]:
+    if elements:
+        yield _command(verb, "element", name, f"{{ {', '.join(elements)} }}")
+
+
+def _removals(before: Table, after: Table) -> Iterator[str]:
+    """What leads somewhere goes before that to which it leads."""
+    for name, one in before.maps.items():
+        if name not in after.maps and one.elements:
+            yield _command("flush", one.word, name)
+    chains = [name for name in before.chains if name not in after.chains]
+    yield from (_command("flush", "chain", name) for name in chains)
+    yield from (_command("delete", "chain", name) for name in chains)
+    for name, one in before.maps.items():
+        if name not in after.maps:
+            yield _command("delete", one.word, name)
+    for name in sorted(before.counters - after.counters):
+        yield _command("delete", "counter", name)

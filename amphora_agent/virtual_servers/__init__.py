@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Listeners that HAProxy does not serve: UDP and SCTP."""
