@@ -27,7 +27,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.stack import Stack

@@ -20,8 +20,8 @@ import forks
 import preloaded_agent
 
 from amphora_driver import failpoints
-from amphora_driver.compute import detached_process as processes
 from amphora_driver.compute import netns
+from amphora_driver.host import detached_process as processes
 from amphora_driver.sandbox.processes import Supervision
 
 _MODULES = {

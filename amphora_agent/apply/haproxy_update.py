@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from amphora_agent.apply import directive_check
 from amphora_agent.apply.change_log import UNCHANGED, Deed
 from amphora_agent.apply.config_swap import Switch
 from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import Bundle, File, Limits
-from amphora_agent.directives import judgement
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
 from amphora_agent.haproxy import config_file as document_of
@@ -67,7 +67,7 @@ class Serving:
             ConfigurationRefused: it would have HAProxy do what no load balancer may (`directives.judgement`).
         """
         wanted = self.parsed(text)
-        judgement.check(wanted, files)
+        directive_check.check(wanted, files)
         return wanted
 
     def verdict(

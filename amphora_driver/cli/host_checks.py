@@ -19,10 +19,10 @@ from cryptography import x509
 
 from amphora_driver.cli import id_prefix, status_checks
 from amphora_driver.cli.status_checks import Check, failure, warning, well
-from amphora_driver.database import reencryption
 from amphora_driver.database.tables import work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.maintenance import reencryption
 from amphora_driver.plugins import Catalogue
 
 if TYPE_CHECKING:

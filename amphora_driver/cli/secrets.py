@@ -13,8 +13,8 @@ from typing import Any
 from cliff.lister import Lister
 from cliff.show import ShowOne
 
-from amphora_driver.database import reencryption
 from amphora_driver.database.vault import Vault
+from amphora_driver.maintenance import reencryption
 
 
 class SecretsStatus(Lister):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from amphora_driver.compute.agent_source import AgentCode
-from amphora_driver.compute.detached_process import Process, end, find, spawn
 from amphora_driver.compute.interface import BootOrder, Machine, MachineState
 from amphora_driver.compute.state_dirs import (
     Folders,
@@ -29,7 +28,9 @@ from amphora_driver.compute.state_dirs import (
 )
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
-from amphora_driver.network import bridges, namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import Process, end, find, spawn
+from amphora_driver.network import bridges
 from amphora_driver.network.bridges import Switch
 
 if TYPE_CHECKING:

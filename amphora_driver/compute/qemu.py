@@ -21,7 +21,6 @@ import msgspec
 
 from amphora_driver.compute import kvm_probe
 from amphora_driver.compute.config_drive import config_drive
-from amphora_driver.compute.detached_process import Process, end, find, spawn
 from amphora_driver.compute.images import BASE, Images, keep
 from amphora_driver.compute.interface import BootOrder, Machine, MachineState
 from amphora_driver.compute.qemu_command import (
@@ -49,7 +48,9 @@ from amphora_driver.compute.state_dirs import (
 )
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
-from amphora_driver.network import namespaces, taps
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import Process, end, find, spawn
+from amphora_driver.network import taps
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import Subnet
 

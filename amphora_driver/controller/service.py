@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import cotyledon
 
-from amphora_driver import config
+from amphora_driver import config, log_context
 from amphora_driver.agent.client import AgentClient
+from amphora_driver.certificates.renewal import Certificates
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.controller.liveness import Attendance
 from amphora_driver.controller.worker_slots import Hands
@@ -27,7 +28,6 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.failover.failure_detector import Detector
-from amphora_driver.maintenance.certificate_renewal import Certificates
 from amphora_driver.maintenance.drift_audit import Auditing
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import Rotator
@@ -41,7 +41,6 @@ from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.job import Turn, goes_first
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import process_registry
-from amphora_driver.telemetry import log_context
 from amphora_driver.telemetry.http_server import Telemetry
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from amphora_driver import metrics
 from amphora_driver.database import clock, schema_check, sqlite_write_lock
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
-from amphora_driver.telemetry import process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +166,7 @@ class Database:
         Raises:
             StoreError: it did not happen; or the connection was lost during the commit and nobody knows.
         """
-        with process_metrics.transaction("write"):
+        with metrics.transaction("write"):
             return self._write(work)
 
     def _write(self, work: Callable[[sa.Connection], T]) -> T:
@@ -199,7 +199,7 @@ class Database:
         Raises:
             StoreError: the database is away.
         """
-        with process_metrics.transaction("read"):
+        with metrics.transaction("read"):
             return self._read(work)
 
     def _read(self, work: Callable[[sa.Connection], T]) -> T:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import cotyledon
 
-from amphora_driver import config, failpoints
+from amphora_driver import config, failpoints, log_context, metrics
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
@@ -29,7 +29,6 @@ from amphora_driver.health.unknown_amphorae import Strays
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.store import amphorae, process_registry, unknown_amphorae
-from amphora_driver.telemetry import log_context, process_metrics
 from amphora_driver.telemetry.http_server import Telemetry
 
 if TYPE_CHECKING:
@@ -101,12 +100,12 @@ class HealthManager:
         ]
         for thread in others:
             thread.start()
-        process_metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
+        metrics.heartbeats_from(lambda: (self._receiver.accepted, self._receiver.refused))
         try:
             with self._telemetry:
                 self._receiver.run()
         finally:
-            process_metrics.heartbeats_from(None)
+            metrics.heartbeats_from(None)
             self.stop()
             for thread in others:
                 thread.join()
@@ -166,7 +165,7 @@ class HealthManager:
     def _flush(self, *, last: bool = False) -> None:
         try:
             failpoints.reach(failpoints.Point.FLUSHING)
-            with process_metrics.flush():
+            with metrics.flush():
                 news = self._bookkeeper.flush(last=last)
             failpoints.reach(failpoints.Point.FLUSHED)
             self._hearing.written()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver import metrics
 from amphora_driver.errors import ContentRefused
 from amphora_driver.health import statistics
 from amphora_driver.store import amphorae, status_outbox
-from amphora_driver.telemetry import process_metrics
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Batches:
         now = time.monotonic()
         self.refused[owner] += 1
         self._refused_at[owner] = now
-        process_metrics.refused()
+        metrics.refused()
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             words = printable(str(error), _LONGEST_REASON)

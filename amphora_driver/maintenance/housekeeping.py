@@ -11,8 +11,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from amphora_driver.certificates.renewal import attended
 from amphora_driver.errors import AmphoraDriverError, StoreError
-from amphora_driver.maintenance.certificate_renewal import attended
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
 from amphora_driver.model.secret_refs import tickets as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.certificates.renewal import Certificates
     from amphora_driver.database.engine import Database
     from amphora_driver.database.vault import Vault
-    from amphora_driver.maintenance.certificate_renewal import Certificates
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Any
 from pyroute2.netlink.exceptions import NetlinkError
 
 from amphora_driver.errors import NetworkError
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.network.interface import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment, mac_for
 

@@ -25,7 +25,8 @@ from amphora_driver.database.tables import (
     local_vip_option,
 )
 from amphora_driver.errors import NetworkError, UnsupportedOption
-from amphora_driver.network import local_db, namespaces, port_security_rules
+from amphora_driver.host import namespaces
+from amphora_driver.network import local_db, port_security_rules
 from amphora_driver.network.bridges import near_end
 from amphora_driver.network.interface import VipOptions
 from amphora_driver.network.port_security_rules import Guarded, QosPolicy, Rule, SecurityGroup

@@ -14,7 +14,7 @@ import struct
 from typing import Any
 
 from amphora_driver.errors import NetworkError
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.network.bridges import near_end
 from amphora_driver.network.interface import Port
 from amphora_driver.network.ip_allocation import Segment

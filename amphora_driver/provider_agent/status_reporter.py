@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver import failpoints
+from amphora_driver import failpoints, metrics
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.provider_agent import sync_transactions
@@ -31,7 +31,6 @@ from amphora_driver.provider_agent.octavia_reader import Reader
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
-from amphora_driver.telemetry import process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -240,7 +239,7 @@ class Reporter:
         """A call that changes something in Octavia; while it lasts the duty is kept."""
         self._telling = True
         try:
-            with process_metrics.octavia(what):
+            with metrics.octavia(what):
                 yield
         finally:
             self._telling = False
@@ -331,7 +330,7 @@ class Reporter:
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.taken(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
-        process_metrics.reported("taken", len(accepted))
+        metrics.reported("taken", len(accepted))
         return True
 
     def _due(self, report: status_outbox.Due) -> bool:
@@ -354,7 +353,7 @@ class Reporter:
                 # Nothing is there to be told about: deleted before, or never committed.
                 return True
             pause = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
-            process_metrics.reported("refused")
+            metrics.reported("refused")
             LOG.warning(
                 "Octavia refused %s %s (%s): again in %.0f s", report.kind, report.object_id, error.fault_string, pause
             )
@@ -371,7 +370,7 @@ class Reporter:
         totals = self._database.read(lambda connection: listener_stats.due(connection, _MOST_ROWS))
         if not totals:
             return
-        with process_metrics.octavia("statistics"):
+        with metrics.octavia("statistics"):
             self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
         self._database.write(lambda connection: listener_stats.taken(connection, totals))
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from amphora_driver import failpoints
+from amphora_driver import failpoints, metrics
+from amphora_driver.certificates.renewal import Renewal
 from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
-from amphora_driver.maintenance.certificate_renewal import Renewal
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.queue.jobs import guard
 from amphora_driver.reconcile import plan as planning
@@ -31,7 +31,6 @@ from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
 from amphora_driver.store.amphorae import Amphora, Plugged, State
 from amphora_driver.store.failovers import Event
-from amphora_driver.telemetry import process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,7 +135,7 @@ class Steps:
         self._compute: Compute = self._catalogue.compute(wanted.compute, wanted.network)
         self._doing = type(step).__name__
         failpoints.reach_in(self._doing, failpoints.Moment.BEFORE)
-        with kept(self._turn.deadline), process_metrics.step(self._doing):
+        with kept(self._turn.deadline), metrics.step(self._doing):
             self._ways[type(step)](step, wanted, {one.id: one for one in observed})
         failpoints.reach_in(self._doing, failpoints.Moment.MARKED)
 

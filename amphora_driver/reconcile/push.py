@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from amphora_driver import log_context, metrics
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.health.initial_status import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
@@ -33,7 +34,6 @@ from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import Sealed
-from amphora_driver.telemetry import log_context, process_metrics
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Pushing:
                 try:
                     self._give(round_, amphora, served)
                 except AgentError as error:
-                    process_metrics.push_failed(error)
+                    metrics.push_failed(error)
                     return error
             return None
 
@@ -220,7 +220,7 @@ class Pushing:
             raise AgentRefused(wanted, f"it serves {applied.generation}")
         words = (amphora.id, round_.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info("amphora %s serves generation %d by %s (%s)", *words)
-        process_metrics.pushed(applied.how)
+        metrics.pushed(applied.how)
 
     def _settle(self, round_: _Round, wanted: planning.Wanted, answers: Answers, *, whole: bool) -> AgentError | None:
         """Write down who serves it now; returns why one of them could not be asked."""
@@ -268,7 +268,7 @@ class Pushing:
 
     def _note_latency(self) -> None:
         """Count how long whoever waited for what was confirmed has waited."""
-        process_metrics.confirmed(self._accepted, time.time())
+        metrics.confirmed(self._accepted, time.time())
         self._accepted = None
 
     def _without(self, wanted: planning.Wanted) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from amphora_driver import failpoints
+from amphora_driver import failpoints, log_context, metrics
 from amphora_driver.database.tables import work
 from amphora_driver.errors import (
     AgentError,
@@ -38,7 +38,6 @@ from amphora_driver.reconcile.omitted_objects import left_out_of
 from amphora_driver.reconcile.tree_cache import Trees
 from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
-from amphora_driver.telemetry import log_context, process_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,7 +94,7 @@ class Reconciler:
     def reconcile(self, lease: Lease, turn: Turn | None = None) -> None:
         """Make the lease's load balancer as recorded; never raises."""
         turn = turn or self.begin(lease)
-        with log_context.about(load_balancer=lease.load_balancer_id), process_metrics.job() as job:
+        with log_context.about(load_balancer=lease.load_balancer_id), metrics.job() as job:
             job.outcome = self._attempt(lease, turn)
 
     def _attempt(self, lease: Lease, turn: Turn) -> str:

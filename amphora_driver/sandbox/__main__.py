@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.settings import Settings
 from amphora_driver.sandbox.stack import Stack

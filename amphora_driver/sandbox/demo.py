@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import openstack
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import configuration, topology
 from amphora_driver.sandbox.demo_hosts import MEMBER_PORT
 from amphora_driver.sandbox.settings import SandboxError

@@ -15,7 +15,7 @@ import socket
 import sys
 from pathlib import Path
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox.outward import copy
 
 _HERE = "127.0.0.1"

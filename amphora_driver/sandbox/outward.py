@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox.settings import SandboxError
 
 _HERE = "127.0.0.1"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver import failpoints
-from amphora_driver.compute.detached_process import Process, end, spawn
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import Process, end, spawn
 from amphora_driver.sandbox.settings import SandboxError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 
 OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696

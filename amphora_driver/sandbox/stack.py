@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amphora_driver import config
-from amphora_driver.compute.detached_process import Process, end
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import Process, end
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology, waking
 from amphora_driver.sandbox.processes import Program, Supervision

@@ -10,7 +10,8 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
-from amphora_driver.network import bridges, namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.network import bridges
 from amphora_driver.network.interface import FixedAddress, Port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 
 if TYPE_CHECKING:
     from amphora_driver.sandbox.settings import Settings

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
+from amphora_driver.metrics import CAUSES
 from amphora_driver.telemetry.alerts import Level, oldest_due, worst
-from amphora_driver.telemetry.process_metrics import CAUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

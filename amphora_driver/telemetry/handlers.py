@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver.metrics import OURS
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import fleet_metrics, status_page
 from amphora_driver.telemetry.http_request import Refused, Request, admit
-from amphora_driver.telemetry.process_metrics import OURS
 
 if TYPE_CHECKING:
     import os

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver import metrics
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.telemetry import fleet_queries as reading
-from amphora_driver.telemetry import process_metrics
 from amphora_driver.telemetry.alerts import Notice, notices
 from amphora_driver.telemetry.fleet_snapshot import Failover, Fleet
 
@@ -136,7 +136,7 @@ class Looking:
         if self._counted_until:
             for one in found:
                 if one.id not in self._counted:
-                    process_metrics.failover_ended(one.cause, one.outcome or "", duration(one))
+                    metrics.failover_ended(one.cause, one.outcome or "", duration(one))
         self._counted = {one.id for one in found}
         self._counted_until = now
 

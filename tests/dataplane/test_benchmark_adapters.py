@@ -27,8 +27,8 @@ from throwaway_authority import CLIENT, SERVER
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.network.namespace import Namespace
-from amphora_driver.compute import detached_process
 from amphora_driver.database.engine import Database
+from amphora_driver.host import detached_process
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import Kind
 

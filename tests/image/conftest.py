@@ -21,7 +21,7 @@ import two_parts
 from balanced import Balanced
 from estate import Estate
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 
 ASKED = two_parts.image_asked()
 

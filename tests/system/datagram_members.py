@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 
 PORT = 5353

@@ -20,7 +20,7 @@ from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.vault import Vault
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.sandbox import demo

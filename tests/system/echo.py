@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 
 
 class _Server(ThreadingHTTPServer):

@@ -22,12 +22,12 @@ from cloud import Cloud
 from sandbox_of_a_test import running
 
 from amphora_driver import config
-from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database import tables, tables_fleet
 from amphora_driver.database.engine import Database
 from amphora_driver.failpoints import VARIABLE
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import find
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo
 from amphora_driver.store import failovers, spare_pools, status_outbox

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 
 # Seconds between two requests, and for which one waits for its answer.

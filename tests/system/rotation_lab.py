@@ -16,7 +16,7 @@ from cloud import Cloud
 from amphora_driver import config
 from amphora_driver.database.tables import amphora
 from amphora_driver.database.tables_fleet import failover, rotation_item
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 from amphora_driver.store import rotations
 

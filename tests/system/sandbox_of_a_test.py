@@ -13,7 +13,7 @@ import claimed
 import msgspec
 import preloaded
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import settings as sandbox_settings
 from amphora_driver.sandbox.stack import Stack
 

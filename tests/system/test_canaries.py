@@ -34,8 +34,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, metadata, secret
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused
+from amphora_driver.host import namespaces
 from amphora_driver.model.secret_refs import tickets
-from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.sandbox import configuration, demo

@@ -26,7 +26,7 @@ from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.database.tables import amphora
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentError, AgentUntrusted
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import Kind, State

@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database import tables
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 
 pytestmark = pytest.mark.root
 

@@ -32,7 +32,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import Vault
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import configuration, demo, topology
 from amphora_driver.secret import Secret
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae

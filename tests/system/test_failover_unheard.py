@@ -14,7 +14,7 @@ from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.database.vault import Vault
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
 

@@ -15,7 +15,7 @@ from kill_lab import Witness
 from sqlalchemy import select
 
 from amphora_driver.database.tables import work
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae, failovers, rotations, spare_pools
 from amphora_driver.store.failovers import Cause, Why

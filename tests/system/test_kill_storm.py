@@ -22,7 +22,7 @@ import pytest
 from kill_lab import FAILED, Witness
 from sandbox_of_a_test import provider_agents, title
 
-from amphora_driver.compute.detached_process import Process
+from amphora_driver.host.detached_process import Process
 from amphora_driver.sandbox import topology
 from amphora_driver.store.failovers import Cause
 

@@ -5,7 +5,7 @@ import http.client
 
 import pytest
 
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
 

@@ -17,13 +17,14 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.compute.netns import INNER_NAMESPACE, NetnsCompute
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
-from amphora_driver.network import bridges, namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import find
+from amphora_driver.network import bridges
 from amphora_driver.network.interface import FixedAddress
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork

@@ -18,8 +18,8 @@ from amphora_driver import config
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.database.tables import amphora, request, status, work
 from amphora_driver.database.vault import Vault
+from amphora_driver.host import namespaces
 from amphora_driver.maintenance.housekeeping import Housekeeping
-from amphora_driver.network import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae

@@ -18,7 +18,6 @@ import pytest
 from cloud import Cloud
 
 from amphora_driver import config
-from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.compute.qemu_command import DISK, PID, device_id
@@ -26,7 +25,9 @@ from amphora_driver.compute.qmp import talking
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
-from amphora_driver.network import bridges, namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import find
+from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret

@@ -10,10 +10,11 @@ import time
 import pytest
 
 from amphora_driver.compute import console, kvm_probe
-from amphora_driver.compute.detached_process import find
 from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, interface, limited, tap
 from amphora_driver.compute.qmp import talking
-from amphora_driver.network import namespaces, taps
+from amphora_driver.host import namespaces
+from amphora_driver.host.detached_process import find
+from amphora_driver.network import taps
 from amphora_driver.network.interface import Port
 
 PROGRAM = "qemu-system-x86_64"

@@ -6,8 +6,7 @@ import http.client
 import openstack.exceptions
 import pytest
 
-from amphora_driver.compute import detached_process
-from amphora_driver.network import namespaces
+from amphora_driver.host import detached_process, namespaces
 from amphora_driver.sandbox import demo_hosts, topology
 from amphora_driver.sandbox import settings as sandbox_settings
 

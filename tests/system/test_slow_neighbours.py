@@ -15,7 +15,7 @@ from sandbox_of_a_test import running
 
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import work
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.queue import local_socket
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.store.requests import Intents

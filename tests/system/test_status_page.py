@@ -10,7 +10,7 @@ from browser import browsing
 from free_ports import free_ports
 
 from amphora_driver import config
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import configuration
 from amphora_driver.store.process_registry import Kind
 from amphora_driver.telemetry.http_server import Telemetry

@@ -13,7 +13,7 @@ from datagram_members import answering, answers
 from test_canaries import diagnosed
 
 from amphora_driver import config
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.network.port_security_rules import Rule, SecurityGroup
 from amphora_driver.sandbox import topology

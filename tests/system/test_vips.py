@@ -13,7 +13,7 @@ from cloud import Cloud
 
 from amphora_driver import config
 from amphora_driver.database import tables
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup

@@ -20,7 +20,7 @@ from cloud import Cloud
 from echo import answering
 
 from amphora_driver.database import tables
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from amphora_agent.apply.directive_check import check
 from amphora_agent.bundle import File
 from amphora_agent.directives import allowed
-from amphora_agent.directives.judgement import check
 from amphora_agent.directives.lists import refused_line
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from amphora_driver.compute import boot_image
 from amphora_driver.compute.architecture import ARM64
+from amphora_driver.sandbox import boot_image
 
 # Says what it was told and where it is, and runs until it is ended in the way qemu is.
 _QEMU = """#!/bin/sh

@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from amphora_driver.compute.detached_process import Process, end, find, identify, spawn
+from amphora_driver.host.detached_process import Process, end, find, identify, spawn
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.compute import console, qemu
-from amphora_driver.compute.detached_process import identify
 from amphora_driver.compute.images import ARGUMENTS, BASE, Images, keep
 from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, limited, tap
 from amphora_driver.compute.state_dirs import last_words
 from amphora_driver.errors import ComputeError
+from amphora_driver.host.detached_process import identify
 from amphora_driver.network.interface import FixedAddress, Port
 
 FOLDER = Path("/state/0b9d")

@@ -8,12 +8,12 @@ from control import LB, TREE, World, controlled
 
 from amphora_driver.agent.client import Info
 from amphora_driver.certificates import ca_rotation
+from amphora_driver.certificates import renewal as renewing
 from amphora_driver.certificates.ca import Authority, create_authority
+from amphora_driver.certificates.renewal import Certificates, attended
 from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
-from amphora_driver.maintenance import certificate_renewal as renewing
-from amphora_driver.maintenance.certificate_renewal import Certificates, attended
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import Kind, New, State
 from amphora_driver.topology.single import SingleTopology

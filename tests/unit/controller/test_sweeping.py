@@ -13,9 +13,9 @@ from amphora_driver.compute.interface import BootOrder
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora_seen, orphan, work
 from amphora_driver.errors import ComputeError
+from amphora_driver.host import namespaces
 from amphora_driver.maintenance import orphan_cleanup
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
-from amphora_driver.network import namespaces
 from amphora_driver.network.bridges import Switch
 from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.ip_allocation import AddressRange

@@ -6,11 +6,11 @@ SIGKILL ends all three at once and so loses more than the death of one process.
 
 import time
 
+from amphora_driver.certificates.renewal import Certificates
 from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.failover.failure_detector import Detector
 from amphora_driver.failover.failure_rules import Answer, How
 from amphora_driver.health.service import HealthManager
-from amphora_driver.maintenance.certificate_renewal import Certificates
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import Rotator
 from amphora_driver.provider_agent.status_reporter import Reporter

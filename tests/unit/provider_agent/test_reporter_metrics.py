@@ -13,13 +13,13 @@ from octavia_sockets import OctaviaSockets
 from amphora_driver import provider_agent
 from amphora_driver.database.tables import work
 from amphora_driver.health import statistics
+from amphora_driver.metrics import OURS
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.provider_agent import status_reporter as module
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import status_outbox
 from amphora_driver.store.requests import Intents
-from amphora_driver.telemetry.process_metrics import OURS
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)

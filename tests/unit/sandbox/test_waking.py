@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.network import namespaces
+from amphora_driver.host import namespaces
 from amphora_driver.sandbox import waking
 from amphora_driver.sandbox.settings import Settings
 

@@ -5,11 +5,11 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
-from amphora_driver.database import reencryption
 from amphora_driver.database.tables import amphora, secret
 from amphora_driver.database.tables_fleet import authority, metadata
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
+from amphora_driver.maintenance import reencryption
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records, sealed_secrets

@@ -16,12 +16,13 @@ from alembic import command
 from alembic.script import ScriptDirectory
 from cryptography.fernet import Fernet
 
-from amphora_driver.database import migrate, reencryption, schema_check
+from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request, work
 from amphora_driver.database.tables_fleet import metadata
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import SchemaMismatch, StoreError
+from amphora_driver.maintenance import reencryption
 from amphora_driver.model.enums import Kind
 from amphora_driver.queue.jobs import Jobs, hold_duty
 from amphora_driver.secret import Secret

@@ -10,7 +10,7 @@ import pytest
 from oslo_config import cfg
 from oslo_log import formatters, log
 
-from amphora_driver.telemetry import log_context
+from amphora_driver import log_context
 
 
 @pytest.fixture(params=["plain", "json"])

@@ -9,12 +9,13 @@ from octavia_lib.api.drivers.exceptions import UpdateStatusError
 from some_fleet import INTERVAL, NOW, balancer, fleet, machine
 from test_attention import AUTHORITY, GOING, ROTATION
 
+from amphora_driver import metrics
 from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, StoreError
+from amphora_driver.metrics import Meters
 from amphora_driver.store.failovers import Cause, Outcome
-from amphora_driver.telemetry import fleet_metrics, process_metrics
+from amphora_driver.telemetry import fleet_metrics
 from amphora_driver.telemetry.alerts import notices
 from amphora_driver.telemetry.fleet_snapshot import Breaker, Outbox, Pool, Sight
-from amphora_driver.telemetry.process_metrics import Meters
 from amphora_driver.telemetry.snapshot_cache import View
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -129,8 +130,8 @@ def test_heartbeats_are_read_where_they_are_counted():
 
 
 def test_words_are_those_of_the_rows():
-    assert set(process_metrics.CAUSES) == {one.value for one in Cause}
-    assert set(process_metrics.ENDS) == {one.value for one in Outcome}
+    assert set(metrics.CAUSES) == {one.value for one in Cause}
+    assert set(metrics.ENDS) == {one.value for one in Outcome}
 
 
 def test_the_fleet():

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import pytest
 from some_fleet import rows, write
 
-from amphora_driver import config
+from amphora_driver import config, metrics
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
 from amphora_driver.store.process_registry import Kind
-from amphora_driver.telemetry import http_server, process_metrics
+from amphora_driver.telemetry import http_server
 from amphora_driver.telemetry.handlers import TokenFile
 from amphora_driver.telemetry.http_request import Refused
 from amphora_driver.telemetry.http_server import NoServer, StatusServer, Telemetry
@@ -273,7 +273,7 @@ def test_fail_overs_that_end_are_counted_once(url, database):
     before = {**ended, "served_at": now, "ended_at": now - 1, "outcome": "done"}
 
     def counted(name, *labels):
-        return process_metrics.OURS.registry.get_sample_value(name, dict(labels)) or 0.0
+        return metrics.OURS.registry.get_sample_value(name, dict(labels)) or 0.0
 
     labels = ("cause", "silent"), ("outcome", "done")
     first = counted("amphora_failovers_total", *labels)

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from pyroute2 import IPRoute
 
-from amphora_driver.compute.detached_process import Process, identify
 from amphora_driver.errors import NetworkError
+from amphora_driver.host.detached_process import Process, identify
 
 T = TypeVar("T")
 
