@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
     from amphora_driver.network.interface import Network
-    from amphora_driver.topology.interface import Topology
+    from amphora_driver.topology import Topology
 
 LOG = logging.getLogger(__name__)
 TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", "compute", "network"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that imports the agent once, and forks the amphorae of the tests.
 
-A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its supervisor
-forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of processor time.
+A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its
+supervisor forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of processor time.
 
 `system/test_netns_compute.py`, `system/test_sandbox.py` and `dataplane/test_agent_service.py` start amphorae with the
 real programs.
@@ -184,10 +184,7 @@ def _fork_agent(words, how) -> int:
                 os.dup2(action[1], action[2])
         # exec(2) closes all others: Python opens none that a program inherits.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        from amphora_agent import (
-            failpoints,  # noqa: PLC0415
-            server,  # noqa: PLC0415 - only in this process
-        )
+        from amphora_agent import failpoints, server  # noqa: PLC0415 - only in this process
 
         failpoints._DIRECTORY = os.environ.get(failpoints.VARIABLE)
         forks.rename(words)

@@ -52,8 +52,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
     """Ask HAProxy, and return what a scraper is told, family by family.
 
     Args:
-        sums: the path of the file that says what its earlier workers have counted (`amphora_agent.stats.former_workers`);
-            empty: there were none.
+        sums: the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty if
+            there are none.
         others: the path of the socket of who knows the listeners that HAProxy does not serve
             (`amphora_agent.l4.stat_rows`); nobody may be there.
 

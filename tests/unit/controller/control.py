@@ -26,7 +26,7 @@ from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import Intents
-from amphora_driver.topology.active_standby import ActiveStandbyTopology
+from amphora_driver.topology import ActiveStandbyTopology
 
 LB, LISTENER = "lb", "listener"
 TREE = LoadBalancer(

@@ -15,7 +15,7 @@ from amphora_driver.errors import AgentUnreachable, StoreError
 from amphora_driver.maintenance import drift_audit
 from amphora_driver.maintenance.drift_audit import DUTY, Auditing
 from amphora_driver.queue.jobs import hold_duty
-from amphora_driver.topology.single import SingleTopology
+from amphora_driver.topology import SingleTopology
 
 MANY = 6
 

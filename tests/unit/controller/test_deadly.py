@@ -7,7 +7,7 @@ from control import LB, TREE, World, controlled
 
 from amphora_driver.database.tables import status, work
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.topology.single import SingleTopology
+from amphora_driver.topology import SingleTopology
 
 DEATHS = 4
 

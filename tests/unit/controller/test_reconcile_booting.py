@@ -13,7 +13,7 @@ from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.store import amphorae
-from amphora_driver.topology.single import SingleTopology
+from amphora_driver.topology import SingleTopology
 
 
 class SlowWorld(World):

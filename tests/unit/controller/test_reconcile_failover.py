@@ -18,7 +18,7 @@ from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Why
-from amphora_driver.topology.single import SingleTopology
+from amphora_driver.topology import SingleTopology
 
 SILENT = Why(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
 

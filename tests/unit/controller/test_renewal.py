@@ -16,7 +16,7 @@ from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import Kind, New, State
-from amphora_driver.topology.single import SingleTopology
+from amphora_driver.topology import SingleTopology
 
 DAY = 86400.0
 AUTHORITY = Authority(*create_authority("amphorae"))

@@ -21,7 +21,7 @@ from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolPr
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.network.interface import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
-from amphora_driver.provider_agent import Reporter
+from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler

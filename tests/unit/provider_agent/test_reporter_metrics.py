@@ -10,7 +10,7 @@ from free_ports import free_ports
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver import provider_agent
+from amphora_driver.provider_agent import process as provider_agent
 from amphora_driver.database.tables import work
 from amphora_driver.health import statistics
 from amphora_driver.metrics import OURS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_driver import provider_agent
+from amphora_driver.provider_agent import process as provider_agent
 
 PATIENCE = 60.0
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Topologies: the number and the roles of the amphorae of a load balancer.
+
+Invariant: a topology is pure. It states the desired roles; the plan computes the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Protocol
+
+
+class Topology(Protocol):
+    """A topology; its entry point (group amphora_driver.topology) has its name.
+
+    Attributes:
+        name: the value of `loadbalancer_topology` that selects it.
+        roles: one role for each amphora of a load balancer. The first role is taken as the VIP holder while no amphora
+            reports that it holds the VIPs.
+        priorities: the VRRP priority of each role (RFC 9568); empty for a topology without take-over.
+    """
+
+    name: ClassVar[str]
+    roles: ClassVar[tuple[str, ...]]
+    priorities: ClassVar[Mapping[str, int]]
+
+
+class SingleTopology:
+    """SINGLE: one amphora. A failed amphora is replaced by a new one."""
+
+    name: ClassVar[str] = "SINGLE"
+    roles: ClassVar[tuple[str, ...]] = ("STANDALONE",)
+    priorities: ClassVar[Mapping[str, int]] = MappingProxyType({})
+
+
+class ActiveStandbyTopology:
+    """ACTIVE_STANDBY: two amphorae; the standby takes over the VIPs.
+
+    A role states the preferred VIP holder at the first election and does not change during the life of an amphora. The
+    VIPs do not move back when the preferred amphora recovers.
+    """
+
+    name: ClassVar[str] = "ACTIVE_STANDBY"
+    roles: ClassVar[tuple[str, ...]] = ("MASTER", "BACKUP")
+    # Priority 255 declares the addresses as the router's own (RFC 9568, 5.2.4) and cannot be lowered.
+    priorities: ClassVar[Mapping[str, int]] = MappingProxyType({"MASTER": 254, "BACKUP": 253})
