@@ -15,7 +15,7 @@ import pwd
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -142,7 +142,7 @@ class QemuCompute:
                 raise ComputeError(wanted, "the amphora does not run")
             self._connect(amphora_id, port)
             with talking(folder, wanted) as monitor:
-                _plug(monitor, port)
+                _plug(monitor, port, self._switch_name)
 
     def detach(self, amphora_id: str, port: Port) -> None:
         """Take that interface away again; no error if it is not there."""
@@ -255,8 +255,7 @@ class QemuCompute:
 
     def _connect(self, amphora_id: str, port: Port) -> None:
         wanted = f"connect port {port.id}"
-        user = _number(self._options.user, wanted)
-        taps.connect(self._switch_name, port, self._segment(port.network_id, wanted), amphora_id, user)
+        taps.connect(self._switch_name, port, self._segment(port.network_id, wanted), amphora_id)
 
     def _segment(self, network_id: str, wanted: str) -> Segment:
         for segment in self._network.networks():
@@ -297,13 +296,16 @@ def _number(user: str, wanted: str) -> int:
         raise ComputeError(wanted, f"this machine has no user {user}", remedy, final=True) from None
 
 
-def _plug(monitor: Monitor, port: Port) -> None:
-    """Add the interface, unless it is there. What joins it to its tap may be left of an attempt that ended between."""
+def _plug(monitor: Monitor, port: Port, switch: str) -> None:
+    """Add the interface, unless it is there. An attempt that ended early may have left its netdev or descriptor."""
     if device_id(port) in monitor.devices():
         return
-    backend: dict[str, Any] = tap(port)
-    monitor.attempt("netdev_del", id=backend["id"])
-    monitor.ask("netdev_add", **backend)
+    name = tap(port)["id"]
+    monitor.attempt("netdev_del", id=name)
+    monitor.attempt("closefd", fdname=name)
+    with taps.opened(switch, port) as descriptor:
+        monitor.give(descriptor, name)
+    monitor.ask("netdev_add", type="tap", id=name, fd=name)
     monitor.ask("device_add", **interface(port))
 
 

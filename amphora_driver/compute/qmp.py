@@ -43,7 +43,19 @@ class Monitor:
         Raises:
             ComputeError: it says no.
         """
-        self._connection.sendall(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+        self._connection.sendall(_line(command, arguments))
+        return self._answer(command)
+
+    def give(self, descriptor: int, name: str) -> None:
+        """Pass a file descriptor to qemu under a name (QMP `getfd`; unix(7), SCM_RIGHTS).
+
+        Raises:
+            ComputeError: qemu refuses it.
+        """
+        socket.send_fds(self._connection, [_line("getfd", {"fdname": name})], [descriptor])
+        self._answer("getfd")
+
+    def _answer(self, command: str) -> Any:
         while True:
             answer = self._next()
             if "error" in answer:
@@ -83,6 +95,10 @@ class Monitor:
             raise ConnectionResetError("qemu has ended the conversation")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _line(command: str, arguments: dict[str, Any]) -> bytes:
+    return json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n"
 
 
 @contextmanager

@@ -88,15 +88,18 @@ def processes(name: str) -> list[Process]:
 
 
 def inside(place: str | Path, work: Callable[[], T]) -> T:
-    """What a function returns that runs in the namespace mounted at (or linked from) this path.
+    """Run a function in the namespace mounted at (or linked from) this path; returns its result.
 
     Raises:
-        FileNotFoundError: there is no such namespace.
+        FileNotFoundError: there is no such namespace, or its file exists and nothing is mounted on it yet.
     """
     descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
 
     def enter() -> T:
-        _call(_LIBC.setns(descriptor, _CLONE_NEWNET), f"enter the network namespace {place}")
+        if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
+            if ctypes.get_errno() == errno.EINVAL:  # setns(2): not a namespace of this kind
+                raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
+            _call(-1, f"enter the network namespace {place}")
         return work()
 
     try:

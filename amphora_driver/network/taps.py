@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from amphora_driver.errors import NetworkError
@@ -21,11 +23,11 @@ from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"
 # linux/if_tun.h
-_TUNSETIFF, _TUNSETPERSIST, _TUNSETOWNER = 0x400454CA, 0x400454CB, 0x400454CC
+_TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
 
-def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0) -> str:
+def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
     """Have a tap on the port's bridge, made if it is missing; its name.
 
     Args:
@@ -33,7 +35,6 @@ def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0
         port: whose tap.
         segment: the port's network.
         owner: written on it; see `Switch.disconnect_owner`.
-        user: the number of a user that may open it beside root.
 
     Raises:
         NetworkError: the kernel has no taps, or the network no bridge.
@@ -42,7 +43,7 @@ def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0
 
     def work(kernel: Any) -> None:
         if not kernel.link_lookup(ifname=name):
-            _make(name, user)
+            _make(name)
         bridge = kernel.link_lookup(ifname=segment.bridge)
         if not bridge:
             raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {switch}")
@@ -55,19 +56,45 @@ def connect(switch: str, port: Port, segment: Segment, owner: str, user: int = 0
     return name
 
 
-def _make(name: str, user: int) -> None:
+@contextmanager
+def opened(switch: str, port: Port) -> Iterator[int]:
+    """Open the port's tap; yields a descriptor for the process that is given the interface.
+
+    That process needs no right of its own to /dev/net/tun, whose mode differs between distributions.
+
+    Raises:
+        NetworkError: there is no such tap, or another process has it open.
+    """
+    name = near_end(port.id)
+    descriptor = namespaces.inside(namespaces.path(switch), lambda: _open(name))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _make(name: str) -> None:
     """In the namespace of this thread."""
+    descriptor = _open(name)
     try:
-        descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        remedy = "Virtual machines need the kernel's tun driver."
-        raise NetworkError(f"make the tap {name}", f"{_DEVICE}: {error.strerror}", remedy) from error
-    try:
-        request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
-        fcntl.ioctl(descriptor, _TUNSETIFF, request)
-        fcntl.ioctl(descriptor, _TUNSETOWNER, user)
         fcntl.ioctl(descriptor, _TUNSETPERSIST, 1)
     except OSError as error:
         raise NetworkError(f"make the tap {name}", str(error.strerror)) from error
     finally:
         os.close(descriptor)
+
+
+def _open(name: str) -> int:
+    """Attach to a tap in the namespace of this thread; the kernel makes one that is missing."""
+    try:
+        descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        remedy = "Virtual machines need the kernel's tun driver."
+        raise NetworkError(f"open the tap {name}", f"{_DEVICE}: {error.strerror}", remedy) from error
+    try:
+        request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
+        fcntl.ioctl(descriptor, _TUNSETIFF, request)
+    except OSError as error:
+        os.close(descriptor)
+        raise NetworkError(f"open the tap {name}", str(error.strerror)) from error
+    return descriptor

@@ -96,14 +96,15 @@ def test_members_that_go_and_come_back(place, checker):
         ip(f"-n {place.members} addr del {where} dev eth0")
     try:
         become(("DOWN", "DOWN"))
-        assert set(checker.told()[-1]["up"].values()) == {False}
+        # The state is public before the engine has been told.
+        eventually(lambda: set(checker.told()[-1]["up"].values()) == {False}, "the engine forwards to no member")
     finally:
         for _, where, extra in places:
             ip(f"-n {place.members} addr add {where} dev eth0{extra}")
     programs = start()
     try:
         become(("UP", "UP"))
-        assert set(checker.told()[-1]["up"].values()) == {True}
+        eventually(lambda: set(checker.told()[-1]["up"].values()) == {True}, "the engine forwards to each member")
     finally:
         for program in programs:
             program.close()

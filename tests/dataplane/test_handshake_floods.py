@@ -123,8 +123,8 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
     )
     assert begun > 10 * tls_gate.ADDRESS_BURST
     assert answered <= tls_gate.ADDRESS_BURST + tls_gate.ADDRESS_RATE * (SECONDS + 2)
-    # On an idle machine: 0.5 s and 0.02 s.
-    assert max(gaps) < 2 * INTERVAL
+    # On an idle machine: 0.5 s and 0.02 s. A processor that other tests use adds up to one interval.
+    assert max(gaps) < 4 * INTERVAL
     assert max(answers) < 2.0
     refused = amphora.call("GET", "/v2/diagnostics")[1]["certificate"]["refused_handshakes"]
     assert refused["too many handshakes from there"] > 0

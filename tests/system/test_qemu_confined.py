@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from amphora_driver.compute import console, kvm_probe
-from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, interface, limited, tap
+from amphora_driver.compute import console, kvm_probe, qemu
+from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, device_id, limited, tap
 from amphora_driver.compute.qmp import talking
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find
@@ -82,11 +82,12 @@ def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
     assert int(found["CapEff"], 16) == int(found["CapPrm"], 16) == 0
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
     assert [one.pid for one in find(str(folder / PID))] == [process.pid]
-    # What is given to it while it runs is opened by that user.
-    namespaces.routing(namespaces.path(switch), lambda _: taps._make(tap(PORT)["ifname"], USER.pw_uid))
+    # A guest that may not open /dev/net/tun is given the tap's descriptor.
+    namespaces.inside(namespaces.path(switch), lambda: taps._make(tap(PORT)["ifname"]))
     with talking(folder, "plug") as monitor:
-        monitor.ask("netdev_add", **tap(PORT))
-        monitor.ask("device_add", **interface(PORT))
+        qemu._plug(monitor, PORT, switch)
+        qemu._plug(monitor, PORT, switch)
+        assert device_id(PORT) in monitor.devices()
     sizes = [file.stat().st_size]
     until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console is cut")
     assert max(sizes) <= console.MOST

@@ -10,12 +10,12 @@ from free_ports import free_ports
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from octavia_sockets import OctaviaSockets
 
-from amphora_driver.provider_agent import process as provider_agent
 from amphora_driver.database.tables import work
 from amphora_driver.health import statistics
 from amphora_driver.metrics import OURS
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.provider_agent import process as provider_agent
 from amphora_driver.provider_agent import status_reporter as module
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import status_outbox

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Network namespaces: paths where none is mounted."""
+
+import pytest
+
+from amphora_driver.network import bridges, namespaces
+
+
+def test_a_file_without_a_mounted_namespace_is_no_namespace(tmp_path):
+    """The supervisor of an amphora creates the file a moment before it mounts the namespace there."""
+    file = tmp_path / "amphora-haproxy"
+    file.touch()
+    with pytest.raises(FileNotFoundError):
+        namespaces.inside(file, lambda: None)
+    assert not bridges.has_mac(file, "fa:16:3e:00:00:01")
