@@ -2,7 +2,8 @@
 """One process that imports the agent once, and forks the amphorae of the tests.
 
 A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its
-supervisor forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of processor time.
+supervisor forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of
+processor time.
 
 `system/test_netns_compute.py`, `system/test_sandbox.py` and `dataplane/test_agent_service.py` start amphorae with the
 real programs.
