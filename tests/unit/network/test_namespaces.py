@@ -3,7 +3,8 @@
 
 import pytest
 
-from amphora_driver.network import bridges, namespaces
+from amphora_driver.host import namespaces
+from amphora_driver.network import bridges
 
 
 def test_a_file_without_a_mounted_namespace_is_no_namespace(tmp_path):
