@@ -23,7 +23,6 @@ from amphora_agent.drift.report import Drift
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.vip_handover import Handover
 from amphora_agent.keepalived.vrrp_state import Role
@@ -55,7 +54,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     services = service_managers.connect(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
     sysctls.prepare(inner)
-    virtual = Checker(paths, services, settings.virtual_engine)
+    virtual = Checker(paths, services)
     ledger = Ledger(paths, services, VirtualLedger(paths, virtual))
     drift = Drift()
     haproxy = Haproxy(paths, services, inner, ledger)
@@ -75,7 +74,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         role.look()
         sender.send_soon()
 
-    serving = VirtualServing(virtual, LvsKeepalived(paths, services, inner))
+    serving = VirtualServing(virtual)
     applier = Applier(
         settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell, virtual=serving
     )

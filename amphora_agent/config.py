@@ -19,7 +19,6 @@ from amphora_agent.paths import Paths
 HEARTBEAT_KEY_BYTES = 32
 AUDIT_SECONDS = 30.0
 _FORMATS = ("native", "octavia")
-_ENGINES = ("auto", "nftables", "lvs")
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 
 
@@ -40,7 +39,7 @@ class Settings:
 
     ``heartbeat_format`` is "native" or "octavia" (docs/amphora-api-v1.md); in the latter the key is any text. ``pair``
     tells that Octavia means this amphora to be one of two. ``audit_interval`` is the time between two looks at what was
-    changed by hand, in seconds. ``virtual_engine`` is what forwards UDP and SCTP: "nftables", "lvs", or "auto".
+    changed by hand, in seconds.
     """
 
     amphora_id: uuid.UUID
@@ -54,7 +53,6 @@ class Settings:
     heartbeat_format: str = "native"
     pair: bool = False
     audit_interval: float = AUDIT_SECONDS
-    virtual_engine: str = "auto"
 
     @property
     def bind(self) -> str:
@@ -85,7 +83,6 @@ def load(paths: Paths) -> Settings:
             heartbeat_format=heartbeat_format,
             pair=parser.getboolean("octavia", "pair", fallback=False),
             audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),
-            virtual_engine=_engine(parser.get("virtual_servers", "engine", fallback="auto")),
         )
     except (OSError, configparser.Error, ValueError) as error:
         raise SettingsError(
@@ -108,12 +105,6 @@ def _positive(value: float) -> float:
 def _format(name: str) -> str:
     if name not in _FORMATS:
         raise ValueError(f"format = {name} is none of {', '.join(_FORMATS)}")
-    return name
-
-
-def _engine(name: str) -> str:
-    if name not in _ENGINES:
-        raise ValueError(f"engine = {name} is none of {', '.join(_ENGINES)}")
     return name
 
 

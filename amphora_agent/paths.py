@@ -148,20 +148,6 @@ class Paths:
         return self.run / "keepalived.pid", self.run / "keepalived-vrrp.pid"
 
     @property
-    def lvs_configuration(self) -> Path:
-        """Of the keepalived that has IPVS forward UDP and SCTP."""
-        return self.run / "lvs.conf"
-
-    @property
-    def lvs_candidate(self) -> Path:
-        return self.run / "lvs.conf.new"
-
-    @property
-    def lvs_pid_files(self) -> tuple[Path, Path]:
-        """Of the parent and of the child that speaks to IPVS."""
-        return self.run / "lvs.pid", self.run / "lvs-checkers.pid"
-
-    @property
     def metrics_socket(self) -> Path:
         """HAProxy's other socket: for the responder, and for questions only."""
         return self.run / "metrics.sock"
@@ -170,11 +156,6 @@ class Paths:
     def checker(self) -> Path:
         """The directory of the checker, which in a virtual machine writes nowhere else."""
         return self.run / "checker"
-
-    @property
-    def lvs_tracks(self) -> Path:
-        """The files that say which members are up, written by the checker."""
-        return self.checker / "lvs"
 
     @property
     def pings(self) -> Path:

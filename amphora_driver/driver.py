@@ -111,7 +111,7 @@ class _Shared:
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
         elif isinstance(node, Pool) and node.virtual:
-            udp.check_engines(node, self.catalogue.engines(chosen.compute))
+            udp.check_algorithm(node)
             if balancer.has_in_front(node):
                 udp.check_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):

@@ -79,21 +79,6 @@ class Catalogue:
         ports = self.network(source)
         return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
 
-    def engines(self, name: str | None) -> frozenset[str] | None:
-        """What can forward UDP and SCTP on machines of a compute backend; None for the default one.
-
-        Returns:
-            Names of engines; None where that cannot be known here. Then amphorae refuse what they cannot do.
-        """
-        chosen = name or self._conf.compute.driver
-        try:
-            found: frozenset[str] | None = getattr(
-                self._type(self._enabled("compute", chosen), chosen), "engines", None
-            )
-        except ConfigurationError:
-            return None
-        return found
-
     def networks(self) -> dict[str, Network]:
         """Every network backend that is enabled and can be had, by name."""
         return self._all("network", self.network)
@@ -144,7 +129,6 @@ class Catalogue:
                     name=name,
                     supports=frozenset(backend.supports),
                     wiring=backend.wiring,
-                    engines=getattr(backend, "engines", None),
                 )
             except (ConfigurationError, AttributeError) as error:
                 LOG.error("the %s backend %s is not offered: %s", group, name, error)  # noqa: TRY400 - all is said

@@ -3,9 +3,6 @@
 
 Invariant: what is served is what was asked for last, or nothing is known of it; then the checker is asked once more. A
 change has a reason that names the listener, and the member if it is one.
-
-The checker says which engine forwards. Where it is IPVS, a keepalived of its own is told after the checker
-(`keepalived/lvs_process`).
 """
 
 from __future__ import annotations
@@ -17,20 +14,10 @@ from typing import Protocol
 
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
-from amphora_agent.keepalived.ipvs_process import LvsKeepalived
 from amphora_agent.l4.model import Member, VirtualServer
 
 _log = logging.getLogger(__name__)
-_LVS = "lvs"
 _Wanted = tuple[tuple[VirtualServer, ...], bool]
-
-
-class Told(Protocol):
-    """What the checker answers."""
-
-    @property
-    def engine(self) -> str:
-        """What forwards: "nftables" or "lvs"."""
 
 
 class Forwards(Protocol):
@@ -39,7 +26,7 @@ class Forwards(Protocol):
     def check(self, servers: Sequence[VirtualServer], /) -> None:
         """Refuse what cannot be served; changes nothing."""
 
-    def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> Told:
+    def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> None:
         """Have these served, and no others."""
 
     def differs(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
@@ -49,14 +36,11 @@ class Forwards(Protocol):
 class VirtualServing:
     """The virtual servers of one amphora, while one bundle takes the place of another. Used by one thread at a time."""
 
-    def __init__(self, forwards: Forwards, lvs: LvsKeepalived) -> None:
+    def __init__(self, forwards: Forwards) -> None:
         self._forwards = forwards
-        self._lvs = lvs
         # What the checker has confirmed; None where it has to be asked.
         self._served: _Wanted | None = None
         self._checked: _Wanted | None = None
-        # Whether IPVS forwards; None where an agent before this one may have had it do so.
-        self._by_lvs: bool | None = None
 
     def doubt(self) -> None:
         """Look at everything, whatever is known."""
@@ -71,8 +55,6 @@ class VirtualServing:
         wanted = _of(bundle)
         if wanted not in (self._served, self._checked):
             self._forwards.check(wanted[0])
-            if self._by_lvs:
-                self._lvs.check(bundle)
             self._checked = wanted
 
     def bring_about(self, bundle: Bundle) -> None:
@@ -86,22 +68,14 @@ class VirtualServing:
             return
         known, self._served = self._served, None
         # Who has begun, or says the same once more, looks first; the checker then writes anew what it has found.
-        touched = self._forwards.differs(wanted[0], paired=wanted[1]) if known is None else []
+        if known is None:
+            self._forwards.differs(wanted[0], paired=wanted[1])
         self._serve(bundle)
-        if touched and self._by_lvs:
-            self._lvs.renew()
 
     def _serve(self, bundle: Bundle) -> None:
         servers, paired = _of(bundle)
-        # No flow of IPVS is left to rules that are gone.
-        if not servers and self._by_lvs is not False:
-            self._lvs.bring_about(bundle)
-        by_lvs = self._forwards.serve(servers, paired=paired).engine == _LVS and bool(servers)
-        if by_lvs:
-            self._lvs.bring_about(bundle)
-        elif servers and self._by_lvs is not False:
-            self._lvs.stop()
-        self._by_lvs, self._served = by_lvs, (servers, paired)
+        self._forwards.serve(servers, paired=paired)
+        self._served = servers, paired
 
     def go_back(self, served: Bundle | None, failed: Bundle) -> None:
         """Have served what was, if it may be otherwise by now."""
@@ -124,9 +98,7 @@ class VirtualServing:
             AgentError: it cannot be found out.
         """
         servers, paired = _of(bundle)
-        found = self._forwards.differs(servers, paired=paired)
-        amiss = self._lvs.difference(bundle) if self._by_lvs else ""
-        return [*found, *([amiss] if amiss else [])]
+        return self._forwards.differs(servers, paired=paired)
 
 
 def _of(bundle: Bundle) -> _Wanted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forwards the packets of virtual servers: one interface, two engines.
+"""What forwards the packets of virtual servers: the interface of an engine.
 
 Invariant: whatever an engine cannot do it refuses in `check`, by name, before anything is changed; `bring_about`
 disturbs no flow of a member that stays.
@@ -41,8 +41,6 @@ Place = tuple[str, Host, int]
 
 class Engine(Protocol):
     """Used by one thread at a time, in the inner namespace. Methods raise `AgentError`."""
-
-    name: str
 
     def check(self, servers: Sequence[VirtualServer]) -> None:
         """Refuse what this engine, or this kernel, cannot do; touches nothing."""

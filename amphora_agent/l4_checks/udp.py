@@ -27,19 +27,15 @@ _MOST_HEARD = 4096
 
 
 class UdpChecks:
-    """Checks by a datagram.
+    """Checks by a datagram."""
 
-    Args:
-        exists: whether there is such a flow of a client's.
-    """
-
-    def __init__(self, loop: Loop, exists: Callable[[conntrack_lookup.Flow], bool] = conntrack_lookup.exists) -> None:
+    def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._asked: dict[str, set[_Datagram]] = {}  # by address
         self._heard: dict[tuple[str, int], tuple[float, str]] = {}
         self._neighbours = Neighbours()
         try:
-            self._evidence = Evidence(loop, self._overheard, exists)
+            self._evidence = Evidence(loop, self._overheard, conntrack_lookup.exists)
         except OSError:
             self._neighbours.close()
             raise

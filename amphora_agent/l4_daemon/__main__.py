@@ -5,7 +5,7 @@ Invariant: it needs nobody: not the agent, and of Python only the standard libra
 namespace. When it ends, however it does, the kernel goes on forwarding as it was told last. SIGHUP has it execute
 itself anew, with whatever sources are there by then.
 
-    python -I -S run.py ENGINE RUN-DIRECTORY SOCKET
+    python -I -S __main__.py RUN-DIRECTORY SOCKET
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from amphora_agent.l4.engine import Engine
 from amphora_agent.l4.event_loop import Loop
 from amphora_agent.l4_checks.check import Kind
-from amphora_agent.l4_daemon import engine_factory
 from amphora_agent.l4_daemon.checker import Checker
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.l4_daemon.control_socket import Control
 from amphora_agent.l4_daemon.persisted_state import Record
+from amphora_agent.l4_nftables.engine import NftablesEngine
 
 _FILES = 16384
 ROWS = "rows.sock"
@@ -35,8 +35,8 @@ ROWS = "rows.sock"
 
 def main() -> None:
     """Serve until told to end."""
-    _, configured, directory, path = sys.argv
-    received = serve(engine_factory.choose(configured, directory), directory, path)
+    _, directory, path = sys.argv
+    received = serve(NftablesEngine(), directory, path)
     if received == signal.SIGHUP:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (without a shell)
 
@@ -48,7 +48,7 @@ def serve(engine: Engine, directory: str, path: str) -> int:
     loop = Loop()
     received: list[int] = []
     loop.read(woken, lambda: received.extend(woken.recv(64)))
-    checker = Checker(loop, engine, Record(directory), kinds(engine), version())
+    checker = Checker(loop, engine, Record(directory), KINDS, version())
     control = Control(loop, path, checker.answer)
     # For the responder, which is another user and is to change nothing.
     rows = Control(loop, f"{directory}/{ROWS}", lambda _: checker.answer({"op": "rows"}), mode=0o666)
@@ -61,36 +61,44 @@ def serve(engine: Engine, directory: str, path: str) -> int:
     return received[0]
 
 
-def kinds(engine: Engine) -> Mapping[str, Callable[[Loop], Kind]]:
-    """By a monitor's type, what makes its checks. Each is loaded when it is first needed."""
+def _udp(loop: Loop) -> Kind:
+    from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (loaded only where it is used, to save memory)
 
-    def udp(loop: Loop) -> Kind:
-        from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (paid for in memory)
+    return UdpChecks(loop)
 
-        # IPVS keeps its flows where connection tracking does not see them.
-        return UdpChecks(loop, lambda _: True) if engine.name == "lvs" else UdpChecks(loop)
 
-    def sctp(loop: Loop) -> Kind:
-        from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (as above)
+def _sctp(loop: Loop) -> Kind:
+    from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (as above)
 
-        return SctpChecks(loop)
+    return SctpChecks(loop)
 
-    def tcp(loop: Loop) -> Kind:
-        from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (as above)
 
-        return TcpChecks(loop)
+def _tcp(loop: Loop) -> Kind:
+    from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (as above)
 
-    def http(loop: Loop) -> Kind:
-        from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (as above)
+    return TcpChecks(loop)
 
-        return HttpChecks(loop)
 
-    def ping(loop: Loop) -> Kind:
-        from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (as above)
+def _http(loop: Loop) -> Kind:
+    from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (as above)
 
-        return PingChecks(loop)
+    return HttpChecks(loop)
 
-    return {"UDP-CONNECT": udp, "SCTP": sctp, "TCP": tcp, "HTTP": http, "PING": ping}
+
+def _ping(loop: Loop) -> Kind:
+    from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (as above)
+
+    return PingChecks(loop)
+
+
+KINDS: Mapping[str, Callable[[Loop], Kind]] = {
+    "UDP-CONNECT": _udp,
+    "SCTP": _sctp,
+    "TCP": _tcp,
+    "HTTP": _http,
+    "PING": _ping,
+}
+"""The check implementation for each health monitor type."""
 
 
 def _signals() -> socket.socket:

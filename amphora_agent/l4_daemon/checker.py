@@ -53,7 +53,7 @@ class Checker:
     ) -> None:
         self._loop = loop
         self._engine = engine
-        self._flow_log = FlowLog(loop, marked=engine.name == "nftables")
+        self._flow_log = FlowLog(loop)
         self._record = kept
         self._version = version
         self._schedule = Schedule(loop, kinds, self._verdict)
@@ -196,7 +196,7 @@ class Checker:
         """
         operation = question["op"]
         if operation == "version":
-            return {"version": self._version, "engine": self._engine.name}
+            return {"version": self._version}
         if operation == "state":
             return self._state(with_members=question.get("members") is True)
         if operation == "rows":
@@ -246,7 +246,6 @@ class Checker:
         return {
             "digest": self._wish.digest,
             "error": self._trouble,
-            "engine": self._engine.name,
             "birth": self._counted.birth,
             "flow_log": self._flow_log.counts,
             "servers": {server.id: self._of(server, given) for server in self._wish.servers},

@@ -44,14 +44,6 @@ _GIVEN = ("active_connections", "total_connections", "bytes_in", "bytes_out")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What is served now."""
-
-    digest: str
-    engine: str
-
-
-@dataclass(frozen=True)
 class Sums:
     """What one virtual server has counted since the amphora's kernel began."""
 
@@ -95,7 +87,6 @@ class State:
     """
 
     digest: str | None
-    engine: str
     birth: str
     error: str | None
     listeners: dict[str, Listener]
@@ -110,16 +101,11 @@ def digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
 
 
 class Checker:
-    """Whoever wants virtual servers served. Safe to use from several threads.
+    """Whoever wants virtual servers served. Safe to use from several threads."""
 
-    Args:
-        engine: what forwards: "auto", "nftables" or "lvs".
-    """
-
-    def __init__(self, paths: Paths, services: Services, engine: str = "auto") -> None:
+    def __init__(self, paths: Paths, services: Services) -> None:
         self._paths = paths
         self._services = services
-        self._engine = engine
         self._lock = threading.Lock()
         self._version = version()
         # A lock of its own: who asks for them waits for no checker.
@@ -139,7 +125,7 @@ class Checker:
             self._ensure()
             self._ask({"op": "check", "servers": model.document(servers)}, SERVE_SECONDS)
 
-    def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> Answer:
+    def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
         """Have these served and no others; returns when it is so.
 
         Args:
@@ -151,7 +137,7 @@ class Checker:
         wish = digest(servers, paired=paired)
         with self._lock:
             if not servers and not self._exists():
-                return Answer(wish, self._engine)
+                return
             document = {"op": "serve", "digest": wish, "paired": paired, "servers": model.document(servers)}
             if not servers and not self._serves():
                 # It may never have come up: then that is known at once. One that is busy with what failed is awaited.
@@ -159,13 +145,12 @@ class Checker:
                     if (state := _state(self._ask(document, SERVE_SECONDS))).sums:
                         self._keep_words(state)
                 self._end()
-                return Answer(wish, self._engine)
+                return
             self._ensure()
             state = _state(self._ask(document, SERVE_SECONDS))
             if not servers:
                 self._keep_words(state)
                 self._end()
-            return Answer(wish, state.engine)
 
     def differs(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> list[str]:
         """What is otherwise than `serve` would leave it, as sentences."""
@@ -233,16 +218,15 @@ class Checker:
             self._await(self._version)
 
     def _start(self) -> None:
-        script = str(Path(__file__).with_name("run.py"))
-        words = [self._engine, str(self._paths.checker), str(self._paths.checker_socket)]
-        argv = [sys.executable, "-I", "-S", script, *words]
+        script = str(Path(__file__).with_name("__main__.py"))
+        argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         care = Care(restart_delay=_RESTART_DELAY)
         # In a virtual machine systemd gives it to the checker's user.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, care=care)
         except ServiceError:
-            self._services.stop(SERVICE)  # another Python, another engine: it cannot go on as it is
+            self._services.stop(SERVICE)  # another Python, other arguments: it cannot go on as it is
             self._services.start(SERVICE, argv, inner=True, care=care)
 
     def _await(self, version_wanted: str | None) -> str:
@@ -292,7 +276,7 @@ def _state(answer: dict[str, Any]) -> State:
             found["status"], found["active_connections"], None if pool is None else _pool(pool, pool["members"])
         )
     logged = answer.get("flow_log", {})
-    return State(answer["digest"], answer["engine"], answer["birth"], answer["error"], listeners, sums, logged)
+    return State(answer["digest"], answer["birth"], answer["error"], listeners, sums, logged)
 
 
 def _pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Pool:

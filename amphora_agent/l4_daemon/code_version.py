@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a checker runs.
+"""The version of the code that a checker runs.
 
 Invariant: two checkers whose versions are equal were started from the same sources and the same Python.
 """
@@ -10,23 +10,29 @@ import os
 import sys
 from zlib import crc32
 
-# What the checker imports from elsewhere; a test compares.
+PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
+# Files outside these packages that the checker imports; a unit test compares.
 ELSEWHERE = (
     "__init__.py",
     "errors.py",
     "network/__init__.py",
     "network/libnftables.py",
-    "responder/__init__.py",
     "network/icmp_echo.py",
 )
 
 
 def version() -> str:
-    """A checksum of the sources as they are now."""
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib is a megabyte)
-    own = sorted(entry.path for entry in os.scandir(here) if entry.name.endswith(".py"))
+    """Return a checksum of the present source files and of the Python version."""
+    # pathlib needs a megabyte.
+    agent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    own = sorted(
+        entry.path
+        for package in PACKAGES
+        for entry in os.scandir(os.path.join(agent, package))  # noqa: PTH118
+        if entry.name.endswith(".py")
+    )
     total = crc32(sys.version.encode())
-    for file in (*own, *(os.path.join(here, "..", name) for name in ELSEWHERE)):  # noqa: PTH118
+    for file in (*own, *(os.path.join(agent, name) for name in ELSEWHERE)):  # noqa: PTH118
         with open(file, "rb") as source:  # noqa: PTH123
             total = crc32(source.read(), total)
     return f"{total:08x}"

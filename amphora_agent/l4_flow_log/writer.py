@@ -53,13 +53,11 @@ class FlowLog:
     """Listens while a listener wants it. Made in the namespace whose flows they are.
 
     Args:
-        marked: whether flows of ours have a mark, by which the kernel can tell them from others.
         outlet: makes what lines are written to.
     """
 
-    def __init__(self, loop: Loop, *, marked: bool, outlet: Callable[[], Outlet] = Outlet) -> None:
+    def __init__(self, loop: Loop, *, outlet: Callable[[], Outlet] = Outlet) -> None:
         self._loop = loop
-        self._marked = marked
         self._make_outlet = outlet
         self._outlet: Outlet | None = None
         self._socket: socket.socket | None = None
@@ -114,8 +112,7 @@ class FlowLog:
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
             # What there is no room for is counted; no reader has to be told.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
-            if self._marked:
-                _filter(opened)
+            _filter(opened)
             opened.bind((0, _GROUP_DESTROYED))
         except OSError:
             opened.close()

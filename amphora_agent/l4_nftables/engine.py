@@ -45,8 +45,6 @@ _TARGET = re.compile(r"(0x[0-9a-f]{8}) : ([0-9a-f.:]+) \. (\d+)")
 class NftablesEngine:
     """Forwards by nftables. Used by one thread, in the namespace that has the VIPs."""
 
-    name = "nftables"
-
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NONE
@@ -74,7 +72,7 @@ class NftablesEngine:
             if server.algorithm == "LEAST_CONNECTIONS" and server.persistence is not None:
                 raise ConfigurationRefused(
                     f"serve listener {server.id}",
-                    "with persistence its clients' addresses decide, and LEAST_CONNECTIONS nothing: that needs IPVS",
+                    "with persistence the client's address selects the member, so LEAST_CONNECTIONS has no effect",
                     "Choose SOURCE_IP, or go without persistence.",
                     object_id=server.id,
                 )

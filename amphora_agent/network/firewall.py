@@ -92,7 +92,6 @@ _UNTRACKED = """	}
 		type filter hook output priority -300; policy accept;
 		notrack
 """
-# What IPVS sends has the VIP as its sender by then; what comes from outside with that sender is dropped as martian.
 _FORWARDING = f"""	}}
 
 	chain untracked {{
@@ -153,12 +152,12 @@ class Pair:
 class Restrictions:
     """Everything that is shut out. A port that is not named is open.
 
-    ``forwards`` are the VIPs of an amphora that forwards for virtual servers; none where nothing is forwarded.
+    ``forwards`` is whether the amphora has a VIP and forwards packets for virtual servers.
     """
 
     ports: tuple[Port, ...] = ()
     pair: Pair | None = None
-    forwards: tuple[Host, ...] = ()
+    forwards: bool = False
 
 
 OPEN = Restrictions()
@@ -167,11 +166,11 @@ OPEN = Restrictions()
 def restrictions_of(bundle: Bundle) -> Restrictions:
     """What a bundle says about it."""
     ports = [Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6), one.protocol) for one in bundle.allowed]
-    vips = {vip.ip for interface in bundle.interfaces for vip in interface.vips} if bundle.virtual_servers else set()
+    has_vip = any(interface.vips for interface in bundle.interfaces)
     return Restrictions(
         tuple(sorted(ports, key=lambda one: one.key)),
         None if bundle.vrrp is None else _pair(bundle.vrrp, bundle.interfaces),
-        tuple(sorted(vips, key=lambda vip: (vip.version, int(vip)))),
+        has_vip and bool(bundle.virtual_servers),
     )
 
 
@@ -202,8 +201,7 @@ def tighter(one: Restrictions, other: Restrictions) -> Restrictions:
         Port(key[2], _common(mine.get(key), theirs.get(key), 4), _common(mine.get(key), theirs.get(key), 6), key[1])
         for key in sorted(mine.keys() | theirs.keys())
     ]
-    vips = sorted({*one.forwards, *other.forwards}, key=lambda vip: (vip.version, int(vip)))
-    return Restrictions(tuple(ports), other.pair or one.pair, tuple(vips))
+    return Restrictions(tuple(ports), other.pair or one.pair, one.forwards or other.forwards)
 
 
 def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
@@ -249,19 +247,17 @@ def render(wanted: Restrictions) -> str:
     rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
     rules += [rule for port in wanted.ports if port.protocol == _TCP for rule in _rules(port)]
     entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
-    replies = list(_replies(wanted.forwards))
     further = [
         text
         for head, lines in (
             (_LEAVING, list(_fitting(wanted.pair))),
             (_ENTERING, entering),
-            (_FORWARDING, replies),
         )
         if lines
         for text in (head, *map(_line, lines))
     ]
     arriving = [_ARRIVING, _REASSEMBLING, *map(_line, pair), _BEGINNING, *map(_line, rules)]
-    return "".join([_HEAD, *sets, *arriving, *further, *([] if replies else [_UNTRACKED]), _TAIL])
+    return "".join([_HEAD, *sets, *arriving, *further, _FORWARDING if wanted.forwards else _UNTRACKED, _TAIL])
 
 
 def _line(rule: str) -> str:
@@ -337,12 +333,6 @@ def _fitting(pair: Pair | None) -> Iterator[str]:
         for version, header in _HEADER_BYTES.items():
             size = pair.mtu - _TUNNEL_BYTES - header
             yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
-
-
-def _replies(vips: Iterable[Host]) -> Iterator[str]:
-    for version, word in _WORDS.items():
-        if found := [vip for vip in vips if vip.version == version]:
-            yield f"{word} saddr {_among(found)} accept"
 
 
 def _peers(pair: Pair) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Plumbing:
         if self._firewall.changed() and not self._is_in_force():
             self._restricted = None
         restricted = firewall.restrictions_of(bundle)
-        if self._inner.run(sysctls.forwards) != bool(restricted.forwards):
+        if self._inner.run(sysctls.forwards) != restricted.forwards:
             return False
         return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), restricted)
 
@@ -85,7 +85,7 @@ class Plumbing:
             same = self._inner.run(nft_apply.same, firewall.render(restricted))
             self._restricted = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
-        if self._inner.run(sysctls.forwards) != bool(restricted.forwards):
+        if self._inner.run(sysctls.forwards) != restricted.forwards:
             found.append(("firewall", "whether packets may pass through is not as wanted"))
         return found
 

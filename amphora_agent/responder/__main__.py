@@ -5,7 +5,7 @@ Invariant: it needs nobody: not the agent, and of Python only the standard libra
 runs in HAProxy's namespace. SIGHUP has it execute itself anew, with whatever sources are there by then; nobody who
 asks notices: the listening socket and all open connections go on to the successor.
 
-    python -I -S run.py PORT STATS-SOCKET PINGS-FILE SUMS-FILE [DESCRIPTOR]
+    python -I -S __main__.py PORT STATS-SOCKET PINGS-FILE SUMS-FILE [DESCRIPTOR]
 
 DESCRIPTOR is a file in memory that a predecessor wrote.
 """

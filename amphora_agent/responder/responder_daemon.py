@@ -89,7 +89,7 @@ class Launcher:
             self._await(wanted)
 
     def _start(self) -> None:
-        script = str(Path(http_server.__file__).with_name("run.py"))
+        script = str(Path(http_server.__file__).with_name("__main__.py"))
         words = [str(self._port), *map(str, (self._paths.stats_socket, self._paths.pings, self._paths.earlier))]
         argv = [sys.executable, "-I", "-S", script, *words]
         try:

@@ -64,8 +64,6 @@ CONFINEMENTS: Mapping[str, Confinement] = {
         compiles=True,
     ),
     "keepalived": Confinement(capabilities=("NET_ADMIN", "NET_RAW"), families=_PACKETS),
-    # It reads what the checker writes.
-    "keepalived-lvs": Confinement(capabilities=("DAC_READ_SEARCH", "NET_ADMIN", "NET_RAW"), families=_PACKETS),
     "amphora-responder": Confinement(
         user=RESPONDER_USER, capabilities=("NET_RAW",), families=("UNIX", "INET", "INET6"), directory=None
     ),

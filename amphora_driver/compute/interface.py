@@ -70,12 +70,10 @@ class Compute(Protocol):
     Attributes:
         supports: the keys of flavors and availability zones it can fulfil; all others are refused by name.
         wiring: how a port becomes an interface. It works with network backends that name the same, and no other.
-        engines: what its machines can forward UDP and SCTP with: `nftables`, and `lvs` where their kernel has IPVS.
     """
 
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
-    engines: ClassVar[frozenset[str]]
 
     def boot(self, order: BootOrder) -> Machine:
         """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""

@@ -56,7 +56,6 @@ class NetnsCompute:
     supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone"})
     wiring: ClassVar[str] = "bridge"
     # Namespaces have the machine's kernel, which may be any.
-    engines: ClassVar[frozenset[str]] = frozenset({"nftables"})
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
         options = conf.compute_netns

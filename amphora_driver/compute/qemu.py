@@ -77,7 +77,6 @@ class QemuCompute:
 
     supports: ClassVar[frozenset[str]] = frozenset({"amp_image_tag"})
     wiring: ClassVar[str] = "bridge"
-    engines: ClassVar[frozenset[str]] = frozenset({"nftables"})
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
         self._options = conf.compute_qemu

@@ -34,7 +34,6 @@ from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.desired_bundle import Recorded, bodies
 from amphora_driver.reconcile.omitted_objects import left_out_of
 from amphora_driver.reconcile.reconciler import networks
-from amphora_driver.render.udp import engines_of
 from amphora_driver.store import amphorae, config_drift, desired_objects, sealed_secrets
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
         secrets=sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
         priorities=dict(catalogue.topology(row.topology).priorities),
-        engines=engines_of(tree, catalogue),
     )
 
 

@@ -44,7 +44,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         secrets: sealed.
         tickets: how often its TLS ticket keys were made or rotated; None if it never needed any.
         priorities: who is preferred to have the VIPs, by role; empty where nobody takes over.
-        engines: what its amphorae can forward UDP and SCTP with; None where nobody knows.
     """
 
     tree: LoadBalancer
@@ -55,7 +54,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     secrets: dict[SecretName, Sealed]
     tickets: int | None
     priorities: dict[str, int]
-    engines: frozenset[str] | None = None
 
 
 def body(
@@ -104,7 +102,7 @@ def bodies(recorded: Recorded, conf: ConfigOpts, vault: Vault) -> dict[str, byte
     while True:
         usual = defaults(conf)
         rendered = render(tree, failed=failed, defaults=usual, shared_tickets=True)
-        virtual = virtual_servers(tree, failed=failed, engines=recorded.engines, defaults=usual)
+        virtual = virtual_servers(tree, failed=failed, defaults=usual)
         seed = ticket_seed(tree.id)
         if recorded.tickets is None and any(file.secret == seed for file in rendered.files):
             raise ModelError(f"compare load balancer {tree.id}", "it has no TLS ticket keys yet")

@@ -28,7 +28,7 @@ from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
 from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
 from amphora_driver.render.bundle import Served
 from amphora_driver.render.haproxy import render
-from amphora_driver.render.udp import engines_of, virtual_servers
+from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.amphorae import Amphora, State
@@ -279,11 +279,10 @@ class Pushing:
 
     def _rendered(self, wanted: planning.Wanted, tree: LoadBalancer) -> Served:
         """What of the load balancer can be served, whatever else was found not to be."""
-        engines = engines_of(tree, self._catalogue)
         while True:
             usual = defaults(self._conf)
             rendered = render(tree, failed=self._failed, defaults=usual, shared_tickets=True)
-            virtual = virtual_servers(tree, failed=self._failed, engines=engines, defaults=usual)
+            virtual = virtual_servers(tree, failed=self._failed, defaults=usual)
             refused = (*rendered.refused, *virtual.refused)
             self._failed |= {one.object_id: str(one) for one in refused if one.object_id}
             found = self._tickets(wanted, rendered.files)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,9 +24,6 @@ from amphora_driver.render.backend import once
 from amphora_driver.render.effective_defaults import DEFAULTS, LOG_FORMAT, Defaults, settings
 from amphora_driver.validation import addresses, health_monitors, log_format, options
 from amphora_driver.validation import udp as capabilities
-
-if TYPE_CHECKING:
-    from amphora_driver.plugins import Catalogue
 
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 HIDDEN, PRESERVED = "hidden", "preserved"
@@ -112,7 +108,6 @@ def virtual_servers(
     load_balancer: LoadBalancer,
     *,
     failed: Collection[str] = (),
-    engines: Collection[str] | None = None,
     defaults: Defaults = DEFAULTS,
 ) -> Made:
     """The virtual servers of a load balancer.
@@ -121,7 +116,6 @@ def virtual_servers(
         load_balancer: the complete tree.
         failed: ids of objects that amphorae refused, or that are otherwise known not to be servable. They are left
             out, and not listed again.
-        engines: what its amphorae can forward with; None where nobody knows.
         defaults: what applies where neither an object nor the profile says anything.
     """
     listeners = [one for one in load_balancer.listeners if one.virtual]
@@ -134,7 +128,7 @@ def virtual_servers(
         known = pool.id not in failed
         # Members of any family may be in a pool that no listener serves.
         met = load_balancer.vips if load_balancer.has_in_front(pool) else None
-        examine = partial(_behind, pool, met, failed, engines, refused)
+        examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.attempt(examine, pool.id, refused) if known else None
     vips = tuple(_known(load_balancer.vips))
     chosen = settings(load_balancer.profile, defaults)
@@ -154,14 +148,6 @@ def virtual_servers(
         taken.add((made.protocol, made.port))
         servers.append(made)
     return Made(servers=tuple(servers), refused=tuple(refused))
-
-
-def engines_of(load_balancer: LoadBalancer, catalogue: Catalogue | Any) -> frozenset[str] | None:
-    """What the amphorae of a load balancer can forward with; None where nobody knows, or nobody will ask."""
-    if not any(pool.virtual for pool in load_balancer.pools):
-        return None
-    found: frozenset[str] | None = catalogue.engines(load_balancer.profile.compute)
-    return found
 
 
 def _check_id(object_id: str) -> None:
@@ -256,7 +242,6 @@ def _behind(
     pool: Pool,
     vips: tuple[Vip, ...] | None,
     failed: Collection[str],
-    engines: Collection[str] | None,
     refused: list[ModelError],
 ) -> _Behind:
     """What of a pool can be served. What is wrong with a member or the monitor is noted, and takes nothing along.
@@ -277,7 +262,7 @@ def _behind(
         checked = render_errors.attempt(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)
-    capabilities.check_engines(pool, engines)
+    capabilities.check_algorithm(pool)
     persistence = None
     if kept is not None:
         prefixes = capabilities.prefixes(kept.persistence_granularity)

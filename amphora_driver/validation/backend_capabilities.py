@@ -18,13 +18,11 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         name: its entry point.
         supports: keys of flavors and availability zones it can fulfil.
         wiring: how ports become interfaces: a compute and a network backend with the same word fit together.
-        engines: what can forward UDP and SCTP on machines of a compute backend; None where it does not say.
     """
 
     name: str
     supports: frozenset[str] = frozenset()
     wiring: str = ""
-    engines: frozenset[str] | None = None
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ Invariant: pure, and one answer for the door and for the bundle, as in `options`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address
 from typing import NamedTuple
 
@@ -23,11 +23,9 @@ ONLY_HERE = (MonitorType.UDP_CONNECT, MonitorType.SCTP)
 DEFAULT_TIMEOUT = 360
 """Seconds a client stays with its member where nobody says how long: Octavia's own default."""
 LONGEST_TIMEOUT = 31 * 86_400
-"""Seconds: the longest persistence that ipvsadm(8) and keepalived take for IPVS."""
+"""Longest persistence time-out in seconds: 31 days."""
 WHOLE_V4, WHOLE_V6 = 32, 128
 
-_KEEPING = "lvs"
-"""The engine that remembers whom it has given a client to; others find a client's member by its address."""
 _TLS = (
     "default_tls_container_ref",
     "sni_container_refs",
@@ -140,30 +138,23 @@ def check_monitor(pool: Pool) -> None:
         refuse("health monitor type", str(kind), reason, "Use TCP, HTTP, HTTPS, TLS-HELLO or PING.")
 
 
-def check_engines(pool: Pool, engines: Collection[str] | None) -> None:
-    """Make sure that amphorae can spread clients over a pool as it says.
+def check_algorithm(pool: Pool) -> None:
+    """Refuse a UDP or SCTP pool that has LEAST_CONNECTIONS together with session persistence.
 
-    Args:
-        pool: any.
-        engines: what amphorae of its load balancer can forward with; None where nobody knows.
+    An amphora selects the member of a persistent client by the client's address. The number of flows has no effect.
 
     Raises:
-        UnsupportedOption: none of them has the pool's algorithm together with its persistence.
+        UnsupportedOption: the pool has both.
     """
-    demanding = pool.lb_algorithm is Algorithm.LEAST_CONNECTIONS and pool.session_persistence is not None
-    if not pool.virtual or engines is None or not demanding or _KEEPING in engines:
+    if not pool.virtual or pool.lb_algorithm is not Algorithm.LEAST_CONNECTIONS or pool.session_persistence is None:
         return
     refuse(
         "pool option lb_algorithm",
         str(pool.lb_algorithm),
-        f"for {pool.protocol} with session_persistence it needs amphorae whose kernel has IPVS, and those of this"
-        f" load balancer find a client's member by its address (they forward with {_listed(engines)})",
-        "Use SOURCE_IP, or no session_persistence, or a flavor whose compute backend has the engine lvs.",
+        f"for {pool.protocol} with session_persistence the client's address selects the member, so the number of"
+        " connections has no effect",
+        "Use SOURCE_IP, or no session_persistence.",
     )
-
-
-def _listed(engines: Collection[str]) -> str:
-    return ", ".join(sorted(engines)) or "nothing"
 
 
 def check_families(pool: Pool, vips: Iterable[Vip]) -> None:

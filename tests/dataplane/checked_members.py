@@ -217,18 +217,17 @@ def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
 class Process:
     """A checker, run as the service manager runs it, with an engine that only writes down what it is told."""
 
-    def __init__(self, place, directory, script=FAKE, engine="fake"):
+    def __init__(self, place, directory, script=FAKE):
         self.place = place
         self.directory = directory
         self.log = directory / "log"
         self._script = script
-        self._engine = engine
         self.process = None
         self.digest = 0
 
     def start(self):
         command = ["ip", "netns", "exec", self.place.inner, sys.executable, "-I", "-S"]
-        words = [str(self._script), self._engine, str(self.directory), str(self.directory / "checker.sock")]
+        words = [str(self._script), str(self.directory), str(self.directory / "checker.sock")]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, *words], stdout=log, stderr=log)
         eventually(self.answers, "the checker answers")

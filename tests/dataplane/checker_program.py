@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checker's process whose engine writes down what it is told instead of telling a kernel.
 
-python -I -S checker_program.py fake RUN-DIRECTORY SOCKET
+python -I -S checker_program.py RUN-DIRECTORY SOCKET
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from amphora_agent.l4_daemon.__main__ import serve
 
 class Fake:
     """Refuses port 666; fails while there is a file `broken`; counts what a file `counters` says."""
-
-    name = "fake"
 
     def __init__(self, directory):
         self._directory = directory
@@ -64,6 +62,6 @@ class Fake:
             file.write(json.dumps(line) + "\n")
 
 
-_, _, directory, path = sys.argv
+_, directory, path = sys.argv
 if serve(Fake(directory), directory, path) == signal.SIGHUP:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -32,7 +32,7 @@ def restrictions(version: int, *, udp: bool) -> Restrictions:
     ranges = {"ipv4": (one,), "ipv6": ()} if version == 4 else {"ipv4": (), "ipv6": (one,)}
     ports = [Port(80, **ranges)] + ([Port(53, **ranges, protocol="udp")] if udp else [])
     pair = Pair(ipaddress.ip_address(OWN[version]), (ipaddress.ip_address(ALLOWED[version]),), 1500)
-    return Restrictions(tuple(ports), pair, (ipaddress.ip_address(VIP[version]),) if udp else ())
+    return Restrictions(tuple(ports), pair, forwards=udp)
 
 
 class Link:

@@ -14,8 +14,6 @@ from datagrams import Clients, UdpMember, member, name_of, virtual_server
 
 from amphora_agent.errors import VirtualServersError
 from amphora_agent.l4 import model
-from amphora_agent.l4_ipvs import nft_rules
-from amphora_agent.l4_ipvs.engine import LvsEngine
 from amphora_agent.l4_nftables import conntrack
 from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
 from amphora_agent.l4_nftables.engine import NftablesEngine
@@ -162,18 +160,6 @@ def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, m
     monkeypatch.setattr(engine, "_is_as_left", lambda: True)
     inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b1")): False})
     assert clients.flow().ask().member == "b2"
-
-
-def test_rules_beside_ipvs_are_written_anew_too(lab, inner, tmp_path):
-    push(lab)
-    engine = LvsEngine(str(tmp_path))
-    one = model.parse([virtual_server(*EVERYBODY, connection_limit=5)])
-    two = model.parse([virtual_server(*EVERYBODY, connection_limit=5), virtual_server(*EVERYBODY, port=OTHER)])
-    inner.run(engine._bring_about_rules, nft_rules.table_of(one))
-    inner.run(libnftables.run, "flush ruleset\n")
-    inner.run(engine._bring_about_rules, nft_rules.table_of(two))
-    assert f". {OTHER}" in inner.run(engine._list)
-    inner.run(engine.release)
 
 
 def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypatch):

@@ -112,9 +112,8 @@ def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
     """Otherwise each look would find it changed, and write it again."""
     v4 = tuple(int(ipaddress.ip_address(one)) for one in ("192.0.2.0", "192.0.2.255"))
     everybody = ((0, 2**128 - 1),)
-    vips = tuple(map(ipaddress.ip_address, ("198.51.100.5", "198.51.100.6", "2001:db8:1::5")))
     restrictions = Restrictions(
-        (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, vips
+        (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, forwards=True
     )
     text = firewall.render(restrictions)
     assert wire.inner.run(nft_apply.replace, text)

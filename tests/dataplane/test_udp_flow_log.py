@@ -173,7 +173,7 @@ def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
     servers = model.parse([virtual_server(*EVERYBODY, log_format=form)])
     push(lab, virtual_server(*EVERYBODY))
     reader, loop, engine = Reader(), Loop(), NftablesEngine()
-    log = inner.run(lambda: FlowLog(loop, marked=True, outlet=reader.outlet))
+    log = inner.run(lambda: FlowLog(loop, outlet=reader.outlet))
     try:
         inner.run(log.listen, servers)
         inner.run(engine.bring_about, servers, {})

@@ -73,7 +73,7 @@ CASE = cases.balancer(
 
 
 def test_the_list(update_golden):
-    made = virtual_servers(CASE, engines=frozenset({"nftables"}))
+    made = virtual_servers(CASE)
     assert made.refused == ()
     text = msgspec.json.format(msgspec.json.encode(made.servers), indent=2).decode() + "\n"
     if update_golden:

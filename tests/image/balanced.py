@@ -64,7 +64,7 @@ class Balanced:
         """What each agent answers."""
         pair = len(self.guests) > 1
         rendered = render(tree, shared_tickets=False)
-        virtual = virtual_servers(tree, engines={"lvs", "nftables"})
+        virtual = virtual_servers(tree)
         assert not rendered.refused + virtual.refused, [str(one) for one in rendered.refused + virtual.refused]
         files = tuple(
             BundleFile(name=each.name, content=Secret(_content(each, secrets or {}).encode()))

@@ -56,7 +56,7 @@ POOLS = [
     (
         LEAST,
         OURS,
-        "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence it needs amphorae whose kernel has IPVS",
+        "lb_algorithm 'LEAST_CONNECTIONS': for UDP with session_persistence the client's address selects the member",
     ),
     ({"protocol": "SCTP", "tls_enabled": True}, OURS, "tls_enabled True: SCTP carries no TLS"),
     ({"protocol": "UDP", "session_persistence": {"type": "HTTP_COOKIE"}}, OCTAVIAS, "is not supported for UDP/SCTP"),

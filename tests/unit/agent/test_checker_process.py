@@ -29,11 +29,10 @@ PACKAGE = Path(amphora_agent.__file__).parent
 HEAVY = {"pathlib", "logging", "hashlib", "ssl", "argparse", "asyncio", "subprocess", "threading", "http", "pyroute2"}
 LIST = """import sys
 sys.path.insert(0, {place!r})
-from amphora_agent.l4 import choose, run
 from amphora_agent.l4.event_loop import Loop
-engine = choose.choose("nftables", "/nowhere")
+from amphora_agent.l4_daemon.__main__ import KINDS
 loop = Loop()
-for make in run.kinds(engine).values():
+for make in KINDS.values():
     make(loop).close()
 loop.close()
 print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name, module in sys.modules.items()))
@@ -57,8 +56,10 @@ def test_it_needs_the_standard_library_only_and_little_of_it(modules):
 
 def test_its_version_covers_all_it_runs(modules):
     own = {file for file in modules.values() if file.startswith(str(PACKAGE))}
-    elsewhere = {str(Path(file).relative_to(PACKAGE)) for file in own if "/virtual_servers/" not in file}
-    assert elsewhere <= set(code_version.ELSEWHERE)
+    relative = {Path(file).relative_to(PACKAGE) for file in own}
+    packages = {each.parts[0] for each in relative if each.parts[0].startswith("l4")}
+    assert packages == set(code_version.PACKAGES)
+    assert {str(each) for each in relative if each.parts[0] not in packages} == set(code_version.ELSEWHERE)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Answering(threading.Thread):
 
 
 SUMS = {"total_connections": 4, "bytes_in": 10, "bytes_out": 20, "request_errors": 1}
-NONE = {"digest": None, "error": None, "engine": "nftables", "birth": "b", "servers": {}, "former": {}}
+NONE = {"digest": None, "error": None, "birth": "b", "servers": {}, "former": {}}
 
 
 def test_where_nothing_was_ever_wanted_nothing_is_started(paths):
@@ -311,7 +312,7 @@ def test_one_that_does_not_answer_is_no_state_and_a_difference(paths):
 def state(birth, count, active=0, former=()):
     pool = Pool("pool", "UP", {"m": "UP"}, {"m": ""}, {"m": 1})
     sums = {name: Sums(count, 10 * count, 20 * count, 0) for name in ("one", *former)}
-    return State("d", "nftables", birth, None, {"one": Listener("OPEN", active, pool)}, sums)
+    return State("d", birth, None, {"one": Listener("OPEN", active, pool)}, sums)
 
 
 def ledger(paths, *answers):

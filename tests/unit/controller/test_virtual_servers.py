@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -36,7 +35,7 @@ from amphora_driver.reconcile.push import Pushing
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
-from amphora_driver.render.udp import engines_of, virtual_servers
+from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store.amphorae import Amphora, State
 
 
@@ -164,19 +163,16 @@ def test_a_policy_that_is_switched_off_keeps_nobody_out():
     ],
 )
 def test_a_pool_that_is_left_out_leaves_its_listener_without_members(tree, word):
-    found, refused = made(tree, engines=frozenset({"nftables"}))
+    found, refused = made(tree)
     assert (found[L1].pool_id, found[L1].members) == (None, ())
     assert word in refused[P1]
     assert set(refused) == {P1}
     unused = replace(tree, listeners=(WEB,))
-    assert made(unused, engines=frozenset({"nftables"})) == ({}, refused)
+    assert made(unused) == ({}, refused)
 
 
-def test_what_an_engine_has_is_served():
-    least = back(lb_algorithm=Algorithm.LEAST_CONNECTIONS)
-    kept = back(lb_algorithm=Algorithm.LEAST_CONNECTIONS, session_persistence=KEPT)
-    for tree, engines in ((least, None), (least, {"nftables"}), (kept, {"lvs"})):
-        assert made(tree, engines=engines)[0][L1].algorithm == "LEAST_CONNECTIONS"
+def test_least_connections_without_persistence_is_served():
+    assert made(back(lb_algorithm=Algorithm.LEAST_CONNECTIONS))[0][L1].algorithm == "LEAST_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
@@ -293,19 +289,10 @@ def test_who_may_reach_which_of_two_ports_with_one_number():
     assert document(replace(TREE, listeners=(replace(udp, **OFF),)))["allowed"] == []
 
 
-def test_engines_are_asked_for_only_where_somebody_needs_them():
-    asked = []
-    catalogue = SimpleNamespace(engines=lambda name: asked.append(name) or frozenset({"lvs"}))
-    assert engines_of(replace(TREE, pools=()), catalogue) is None
-    assert asked == []
-    assert engines_of(replace(TREE, profile=Profile(compute="netns")), catalogue) == {"lvs"}
-    assert asked == ["netns"]
-
-
 def test_a_push_and_an_audit_make_the_same(tmp_path):
     path = tmp_path / "amphora-driver.conf"
     path.write_text("[haproxy]\nconnection_limit = 700\n")
-    conf, engines = config.load([str(path)]), frozenset({"nftables"})
+    conf = config.load([str(path)])
     least = replace(
         POOL,
         id=P2,
@@ -316,7 +303,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     )
     tree = limited(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
     nothing = dict.fromkeys(("database", "agents", "authority", "vault"))
-    backends = Backends(conf=conf, catalogue=SimpleNamespace(engines=lambda _: engines), **nothing)
+    backends = Backends(conf=conf, catalogue=None, **nothing)
     turn = Turn(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     pushing = Pushing(backends, turn, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}
@@ -329,7 +316,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     )  # fmt: skip
     recorded = Recorded(
         tree=tree, generation=1, amphorae=(amphora,), networks=frozenset(), failed={}, secrets={}, tickets=None,
-        priorities={}, engines=engines,
+        priorities={},
     )  # fmt: skip
     pushed = desired_bundle.body(tree, 1, amphora, (amphora,), served, frozenset(), {}, 1.0)
     assert desired_bundle.bodies(recorded, conf, None) == {amphora.id: pushed}

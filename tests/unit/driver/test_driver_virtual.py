@@ -7,7 +7,6 @@ from octavia_lib.api.drivers import data_models, exceptions
 from octavia_objects import LB, LISTENER, MONITOR, NETWORK, POOL, SUBNET6, listener, load_balancer, member, pool
 
 from amphora_driver import driver
-from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.store import desired_objects
 
 OTHER = "40000000-0000-4000-8000-000000000001"
@@ -113,9 +112,13 @@ def test_members_of_both_families_behind_vips_of_both(provider):
     provider.member_batch_update(POOL, [member(2), member(3, address="2001:db8::3")])
 
 
-def test_an_algorithm_this_deployment_has_not_with_persistence(virtual, database, monkeypatch):
+def test_an_algorithm_that_has_no_effect_with_persistence(virtual, database):
     protocol = tree(database).pools[0].protocol
-    words = ("lb_algorithm 'LEAST_CONNECTIONS'", f"for {protocol} with session_persistence it needs", "nftables")
+    words = (
+        "lb_algorithm 'LEAST_CONNECTIONS'",
+        f"for {protocol} with session_persistence the client's address selects",
+        "no effect",
+    )
     changed = data_models.Pool(pool_id=POOL, lb_algorithm=LEAST, session_persistence=KEPT)
     refused(lambda: virtual.pool_update(pool(), changed), *words)
     other = pool(
@@ -126,8 +129,6 @@ def test_an_algorithm_this_deployment_has_not_with_persistence(virtual, database
     refused(lambda: virtual.loadbalancer_create(load_balancer(loadbalancer_id=MONITOR, pools=[kept])), *words)
     virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, lb_algorithm=LEAST, session_persistence=None))
     refused(lambda: virtual.pool_update(pool(), data_models.Pool(pool_id=POOL, session_persistence=KEPT)), *words)
-    monkeypatch.setattr(NetnsCompute, "engines", frozenset({"lvs", "nftables"}))
-    virtual.pool_create(other)
 
 
 def test_haproxys_pools_have_every_algorithm(served):

@@ -34,7 +34,6 @@ class World:
 
     supports = frozenset()
     wiring = "bridge"
-    engines = frozenset({"nftables"})
 
     def __init__(self, path):
         self.kept = Kept(path, pickle.loads, pickle.dumps)
