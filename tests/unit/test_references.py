@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated references are those of this code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def generated():
+    spec = importlib.util.spec_from_file_location("generate_references", ROOT / "scripts/generate_references.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.DOCUMENTS
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "amphora-driver.conf.sample", "amphoractl.md"])
+def test_a_generated_reference_is_current(name):
+    text = generated()[name]()
+    assert text == (ROOT / "docs/reference" / name).read_text(encoding="utf-8"), (
+        f"docs/reference/{name} is stale. Run: python scripts/generate_references.py"
+    )
