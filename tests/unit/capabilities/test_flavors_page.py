@@ -11,7 +11,7 @@ from deployments import CLOUD, LOCAL, deployment
 from amphora_driver import config
 from amphora_driver.validation import availability_zones, flavors
 
-PAGE = Path(__file__).parents[3] / "docs" / "flavors.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/flavors.md"
 # What a key falls back to, where that is not an option of the same name in [haproxy].
 FALLS_BACK = {
     "loadbalancer_topology": "[controller] loadbalancer_topology",

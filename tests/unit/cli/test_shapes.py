@@ -13,7 +13,7 @@ from amphora_driver.cli import amphora, formatting, history, jobs, loadbalancer,
 from amphora_driver.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-DOCS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 # Columns as programs know them. A name may be added at the end; none may go or change.
 HEADS = {
     loadbalancer.LIST_HEAD: (

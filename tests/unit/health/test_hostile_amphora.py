@@ -43,7 +43,7 @@ SILENT_AFTER = 10.0
 CURRENT = 4.0
 EPOCH = 1_900_000_000_000_000_000
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
-DOCUMENT = Path(__file__).parents[3] / "docs/heartbeat.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/heartbeat.md"
 
 pytestmark = pytest.mark.quiet
 

@@ -18,7 +18,7 @@ from amphora_driver.telemetry.alerts import notices
 from amphora_driver.telemetry.fleet_snapshot import Breaker, Outbox, Pool, Sight
 from amphora_driver.telemetry.snapshot_cache import View
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
 def value(meters, name, **labels):
