@@ -76,6 +76,10 @@ def test_found_by_its_last_argument(tmp_path):
     mark = str(tmp_path / "a mark nobody else has")
     process = spawn([sys.executable, "-c", "import time; time.sleep(60)", mark], os.environ, tmp_path / "log")
     try:
+        # execve(2) closes the pipe that `spawn` waits for before the kernel sets the new arguments.
+        deadline = time.monotonic() + 10
+        while not find(mark) and time.monotonic() < deadline:
+            process.wait(0.02)
         assert find(mark) == [process]
     finally:
         end([process], signal.SIGKILL, 5)
