@@ -24,8 +24,8 @@ from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.keepalived.process import Keepalived
-from amphora_agent.keepalived.vip_handover import Handover
-from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.keepalived.vip_handover import VipHandover
+from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.l4_daemon.client import Checker
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
@@ -63,31 +63,31 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         if wanted.heartbeat_format == "octavia":
             # `octavia` is made below, after the first sender: hence the lambda.
             return OctaviaSender(wanted, paths, ledger, lambda: octavia.draining())  # noqa: PLW0108
-        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: role.holds_vip, drift.heartbeat)
+        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat)
 
     sender = Reporter(octavia_settings.stored(settings, paths), sender_for)
     responder = Launcher(paths, services, inner, RESPONDER_PORT)
     keepalived = Keepalived(paths, services, inner)
-    role = Role(inner, lambda: applier.elected, changed=sender.send_now)
+    vrrp_state = VrrpState(inner, lambda: applier.elected, changed=sender.send_now)
 
     def after() -> None:
-        role.look()
+        vrrp_state.refresh()
         sender.send_soon()
 
     serving = VirtualServing(virtual)
     applier = Applier(
         settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell, virtual=serving
     )
-    handover = Handover(paths, inner, role, lambda: applier.elected)
+    handover = VipHandover(paths, inner, vrrp_state, lambda: applier.elected)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
-    app.register_blueprint(info.blueprint(settings, applier, role, identity, drift))
+    app.register_blueprint(info.blueprint(settings, applier, vrrp_state, identity, drift))
     app.register_blueprint(config_state.blueprint(paths, applier, inner, drift))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
-        diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, role, identity, virtual)
+        diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, vrrp_state, identity, virtual)
     )
     octavia = OctaviaAmphora(lambda: sender.settings, paths, applier, inner)
 
@@ -103,7 +103,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     _answer_errors(app)
     responder.start()
     recovery.serve_again(lambda: _serve_confirmed(applier, responder))
-    role.start()
+    vrrp_state.start()
     handover.start()
     sender.start()
     Auditor(applier, drift, settings.audit_interval, sender.send_now).start()

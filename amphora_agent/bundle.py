@@ -125,6 +125,24 @@ class Vrrp:
 
 
 @dataclass(frozen=True)
+class VrrpInstance:
+    """One amphora's part in the VRRP group of a load balancer: the settings and the addresses they protect.
+
+    ``fixed`` are the amphora's own addresses on the interface of the VIPs.
+    """
+
+    vrrp: Vrrp
+    vips: tuple[Address, ...]
+    mtu: int
+    fixed: tuple[Address, ...] = ()
+
+    @property
+    def first_vip(self) -> Host:
+        """The VIP whose presence shows that all VIPs are present."""
+        return self.vips[0].ip
+
+
+@dataclass(frozen=True)
 class Bundle:
     """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted.
 
@@ -143,6 +161,15 @@ class Bundle:
     allowed: tuple[Allowed, ...] = ()
     vrrp: Vrrp | None = None
     virtual_servers: tuple[VirtualServer, ...] = ()
+
+    @property
+    def vrrp_instance(self) -> VrrpInstance | None:
+        """The VRRP instance; None for a single amphora, or if the interface has no VIPs."""
+        vrrp = self.vrrp
+        if vrrp is None:
+            return None
+        found = next((one for one in self.interfaces if one.name == vrrp.interface and one.vips), None)
+        return None if found is None else VrrpInstance(vrrp, found.vips, found.mtu, found.addresses)
 
     def without_contents(self) -> Bundle:
         """The same, with nothing in it that must not lie around."""

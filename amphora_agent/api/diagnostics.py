@@ -23,7 +23,7 @@ from amphora_agent.config import Settings
 from amphora_agent.haproxy.process import SERVICE, Haproxy
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.keepalived import process as keepalived
-from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.l4_daemon import client as checker
 from amphora_agent.l4_daemon.client import ANSWER_SECONDS, Checker
 from amphora_agent.network import interfaces, libnftables, nft_apply
@@ -65,7 +65,7 @@ def blueprint(
     inner: Namespace,
     sender: Reporter,
     applier: Applier,
-    role: Role,
+    vrrp_state: VrrpState,
     identity: Identity,
     virtual: Checker,
 ) -> Blueprint:
@@ -80,7 +80,7 @@ def blueprint(
         "keepalived.conf": partial(_text, paths.keepalived_configuration),
         "generation": lambda: applier.generation,
         "changes": applier.changes,
-        "holds_vip": lambda: role.holds_vip,
+        "holds_vip": lambda: vrrp_state.holds_vip,
         "certificate": partial(_certificate, identity),
         "interfaces": partial(interfaces.describe, inner),
         "routing": partial(interfaces.describe_routing, inner),

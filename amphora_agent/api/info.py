@@ -18,7 +18,7 @@ from flask.typing import ResponseReturnValue
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.drift.report import Drift
-from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
@@ -34,7 +34,9 @@ CAPABILITIES = [
 ]
 
 
-def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identity, drift: Drift) -> Blueprint:
+def blueprint(
+    settings: Settings, applier: Applier, vrrp_state: VrrpState, identity: Identity, drift: Drift
+) -> Blueprint:
     """The route."""
     routes = Blueprint("info", __name__)
 
@@ -49,7 +51,7 @@ def blueprint(settings: Settings, applier: Applier, role: Role, identity: Identi
             "hostname": socket.gethostname(),
             "generation": applier.generation,
             "certificate_expires_at": shown.expires_at if shown is not None else None,
-            "holds_vip": role.holds_vip,
+            "holds_vip": vrrp_state.holds_vip,
             "changes": applier.changes(),
             "drift": drift.document(),
             "capabilities": CAPABILITIES,

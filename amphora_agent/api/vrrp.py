@@ -12,12 +12,12 @@ from flask import Blueprint, request
 from flask.typing import ResponseReturnValue
 
 from amphora_agent.errors import MalformedBundle
-from amphora_agent.keepalived.vip_handover import Handover
+from amphora_agent.keepalived.vip_handover import VipHandover
 
 LONGEST_SECONDS = 86_400
 
 
-def blueprint(handover: Handover) -> Blueprint:
+def blueprint(handover: VipHandover) -> Blueprint:
     """The routes."""
     routes = Blueprint("vrrp", __name__)
 
@@ -27,12 +27,12 @@ def blueprint(handover: Handover) -> Blueprint:
 
     @routes.post("/v2/vrrp/expect")
     def post_expect() -> ResponseReturnValue:
-        handover.expect(_seconds("seconds", None))
+        handover.expect_vips(_seconds("seconds", None))
         return handover.describe()
 
     @routes.post("/v2/vrrp/release")
     def post_release() -> ResponseReturnValue:
-        handover.release(_seconds("drain", 0.0))
+        handover.release_vips(_seconds("drain", 0.0))
         return handover.describe()
 
     return routes

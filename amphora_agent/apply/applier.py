@@ -26,7 +26,7 @@ from amphora_agent.apply.haproxy_update import Serving
 from amphora_agent.apply.result import Outcome
 from amphora_agent.apply.udp_update import VirtualServing
 from amphora_agent.apply.udp_update import difference as virtual_difference
-from amphora_agent.bundle import Bundle, Host, digest, parse
+from amphora_agent.bundle import Bundle, Host, VrrpInstance, digest, parse
 from amphora_agent.config import Settings
 from amphora_agent.drift.check import FILE_WORDS, Eye
 from amphora_agent.drift.report import Difference
@@ -37,7 +37,6 @@ from amphora_agent.haproxy.config_diff import Reload, Runtime, Unchanged
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.haproxy.runtime_state import Loaded
 from amphora_agent.haproxy.runtime_update import Changed
-from amphora_agent.keepalived.configuration import Pair, pair
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
 from amphora_agent.network.namespace import Namespace
@@ -140,10 +139,10 @@ class Applier:
                 self._have_pinged(self._confirmed.bundle.pings)
 
     @property
-    def elected(self) -> Pair | None:
+    def elected(self) -> VrrpInstance | None:
         """What this amphora takes part in with partners; None if it is on its own, or serves nothing."""
         confirmed = self._confirmed
-        return None if confirmed is None else pair(confirmed.bundle.vrrp, confirmed.bundle.interfaces)
+        return None if confirmed is None else confirmed.bundle.vrrp_instance
 
     @property
     def _last(self) -> Bundle | None:
@@ -305,7 +304,7 @@ class Applier:
             draft: what is to be confirmed; None if it is confirmed already.
         """
         again = self._confirmed is not None and bundle == self._confirmed.bundle
-        elected = pair(bundle.vrrp, bundle.interfaces)
+        elected = bundle.vrrp_instance
         try:
             if not self._has_applied and bundle.haproxy is not None:
                 self._haproxy.claim()
@@ -320,7 +319,7 @@ class Applier:
             if bundle.haproxy is None:
                 if not plumbed:
                     self._plumbing.begin(bundle, self._served, may_lack=draft is None)
-                self._keepalived.check(elected)
+                self._keepalived.check_configuration(elected)
                 self._reserve(draft, None)
                 deed, loaded = self._serving.stop()
                 if not plumbed:
@@ -330,7 +329,7 @@ class Applier:
                 deed, loaded = self._serve(bundle, bundle.haproxy, draft, plumbed=plumbed)
             deed = self._forward(bundle, deed)
             # Last: a node may be given the VIPs only when it serves.
-            self._keepalived.bring_about(elected)
+            self._keepalived.apply(elected)
             self._confirm(draft)
         except (AgentError, OSError) as error:
             self._go_back(draft, bundle)
@@ -374,7 +373,7 @@ class Applier:
         """Args: may_lack: what is confirmed already is served with the interfaces that are still there."""
         if bundle.virtual_servers:  # before the neighbours are told of VIPs
             self._virtual.bring_about(bundle)
-        leaves = pair(bundle.vrrp, bundle.interfaces) is None and self._keepalived.is_running()
+        leaves = bundle.vrrp_instance is None and self._keepalived.is_running()
         self._plumbing.finish(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
 
     def _forward(self, bundle: Bundle, deed: Deed) -> Deed:
@@ -398,7 +397,7 @@ class Applier:
         Args:
             plumbed: whether the network is as wanted; otherwise what is needed is added before and the rest goes after.
         """
-        elected = pair(bundle.vrrp, bundle.interfaces)
+        elected = bundle.vrrp_instance
         before, wanted = self._switch.serving(), self._serving.accepted(text, bundle.files)
         served = self._confirmed.bundle.files if self._confirmed is not None else ()
         directory = self._files.lay_out(bundle.files, served)
@@ -430,14 +429,14 @@ class Applier:
                     check.end()
                 reach(Point.CHECKED)
                 if plumbed:
-                    self._keepalived.check(elected)
+                    self._keepalived.check_configuration(elected)
             except (AgentError, OSError):
                 if at_once is not None:
                     self._serving.undo(before)
                 raise
             if not plumbed:
                 self._plumbing.begin(bundle, self._served, may_lack=draft is None)
-                self._keepalived.check(elected)
+                self._keepalived.check_configuration(elected)
                 reach(Point.PLUGGED)
         self._switch.mark()
         if before != document:

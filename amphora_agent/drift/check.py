@@ -18,7 +18,6 @@ from amphora_agent.drift.report import Difference
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.keepalived.configuration import pair
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network.plumbing import Plumbing
 from amphora_agent.paths import Paths
@@ -67,7 +66,7 @@ class Eye:
         elif self._paths.configuration.exists() or self._haproxy.is_wanted():
             found.append(Difference("haproxy", "there is a HAProxy, and none is wanted"))
         found += [Difference("forwarding", one) for one in self._virtual.differences(bundle)]
-        amiss = self._keepalived.difference(pair(bundle.vrrp, bundle.interfaces))
+        amiss = self._keepalived.describe_drift(bundle.vrrp_instance)
         return (*found, *([Difference("keepalived", f"keepalived: {amiss}")] if amiss else []))
 
     def _network(self, bundle: Bundle) -> Iterator[Difference]:

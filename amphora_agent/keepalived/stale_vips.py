@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VIPs that a dead keepalived has left behind, and that nobody wants any more.
+"""Former VIPs that a keepalived left on the interface when it died.
 
-Invariant: only called while no keepalived runs, or when it has just let go of the VIPs. One that has them takes a VIP
-away itself when it reads that it is not wanted; if somebody else does, it believes to have lost its VIPs and gives all
-of them up. One that starts takes away what its new file names, and nothing else.
+Invariant: called only while no keepalived runs, or right after it released the VIPs. A running holder removes a former
+VIP itself when it reads its new file. If another process removes the address, keepalived assumes that it lost its VIPs
+and releases all of them. A keepalived that starts removes only the addresses that its new file names.
 """
 
 from __future__ import annotations
@@ -13,41 +13,38 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 
-from amphora_agent.bundle import Address
-from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.bundle import Address, VrrpInstance
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _SCOPE_LINK = 253
+_ATTRIBUTE = {socket.AF_INET: "IFA_LOCAL", socket.AF_INET6: "IFA_ADDRESS"}
 
 
-def take_away(pair: Pair) -> None:
-    """Take them off the interface. Called in the inner namespace.
+def remove_stale_vips(instance: VrrpInstance) -> None:
+    """Remove former VIPs from the interface. Called in the inner namespace.
 
     Raises:
         NetlinkError: the kernel refused it.
     """
     with IPRoute() as route:
-        for index in route.link_lookup(ifname=pair.vrrp.interface):
+        for index in route.link_lookup(ifname=instance.vrrp.interface):
             present = [
                 ipaddress.ip_interface(f"{message.get_attr(_ATTRIBUTE[message['family']])}/{message['prefixlen']}")
                 for message in route.get_addr(index=index)
                 if message["scope"] != _SCOPE_LINK
             ]
-            for address in unwanted(pair, present):
+            for address in stale_addresses(instance, present):
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    if error.code != errno.EADDRNOTAVAIL:  # somebody was faster
+                    if error.code != errno.EADDRNOTAVAIL:  # already removed
                         raise
 
 
-_ATTRIBUTE = {socket.AF_INET: "IFA_LOCAL", socket.AF_INET6: "IFA_ADDRESS"}
-
-
-def unwanted(pair: Pair, present: Iterable[Address]) -> list[Address]:
-    """Pure: the single addresses, as VIPs are, that are neither VIPs nor the machine's own."""
+def stale_addresses(instance: VrrpInstance, present: Iterable[Address]) -> list[Address]:
+    """Return the host addresses (/32, /128) that are neither VIPs nor the amphora's own. Pure."""
     return [
         address
         for address in present
-        if address.network.prefixlen == address.max_prefixlen and address not in (*pair.vips, *pair.fixed)
+        if address.network.prefixlen == address.max_prefixlen and address not in (*instance.vips, *instance.fixed)
     ]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the VIPs to the partner on purpose, and let go of nobody.
+"""Planned hand-over of the VIPs to the partner, without a lost connection.
 
-Invariant: a release moves the VIPs within a moment or says that it did not, and whoever dies meanwhile, one of the two
-takes them: keepalived goes on deciding. What was begun for open connections ends with the last of them, or when its
-time is over, also if the agent was restarted in between.
+Invariant: a release moves the VIPs within `RELEASE_SECONDS`, or reports that it did not. If an amphora dies meanwhile,
+the other one takes the VIPs: keepalived continues to decide. The redirection of open connections ends with the last
+connection or at its deadline, also after a restart of the agent.
 
-    partner   expect    it will get packets of connections that it does not know, and hands them on
-    holder    release   the VIPs go; its connections go on, by way of the partner
+    partner   expect_vips    redirects packets of connections that it does not know to the former holder
+    holder    release_vips   gives up the VIPs; its connections continue by way of the partner
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
+from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError, FirewallError, InterfaceError, NotElected
-from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.keepalived.vrrp_state import Role
+from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.network import connection_tunnel
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
@@ -31,192 +31,198 @@ from amphora_agent.services.health_file import ALIVE, DEAD
 
 _log = logging.getLogger(__name__)
 RELEASE_SECONDS = 5.0
-_LOOK_SECONDS = 0.5
+_CHECK_INTERVAL_SECONDS = 0.5
 _POLL_SECONDS = 0.005
 _FAILURES = (AgentError, NetlinkError, OSError)
 
 
 @dataclass
-class Until:
-    """Until when something goes on, in seconds of the machine's monotonic clock; None where nothing does."""
+class HandoverDeadlines:
+    """Deadlines of both sides in seconds of the monotonic clock; None while a side is inactive."""
 
     expecting: float | None = None
     draining: float | None = None
 
 
-class Handover:
-    """Both sides of it.
+class VipHandover:
+    """Both sides of a hand-over.
 
     Args:
-        pair: what this amphora takes part in at the moment; None if it is on its own.
+        instance: returns the current VRRP instance; None for a single amphora.
     """
 
-    def __init__(self, paths: Paths, inner: Namespace, role: Role, pair: Callable[[], Pair | None]) -> None:
+    def __init__(
+        self, paths: Paths, inner: Namespace, vrrp_state: VrrpState, instance: Callable[[], VrrpInstance | None]
+    ) -> None:
         self._paths = paths
         self._inner = inner
-        self._role = role
-        self._pair = pair
-        self._until = self._read()
+        self._vrrp_state = vrrp_state
+        self._instance = instance
+        self._deadlines = self._read_deadlines()
         self._lock = threading.RLock()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
 
     def start(self) -> None:
-        """Go on with what an agent before this one has begun, and end what nobody knows of any more."""
+        """Continue a hand-over that a previous agent recorded, or remove the remains of one without a record."""
         with suppress(FileNotFoundError):
             if self._paths.released.read_text(encoding="ascii") != ALIVE:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
-        if self._until == Until():
+        if self._deadlines == HandoverDeadlines():
             try:
-                self._inner.run(connection_tunnel.stop_leading)
-                self._fill_in()
+                self._inner.run(connection_tunnel.stop_redirect)
+                self._remove_tunnel()
             except _FAILURES as error:
-                _log.warning("What is left of a hand-over stays: %s", error)
+                _log.warning("remains of a hand-over not removed: %s", error)
         self._thread.start()
 
-    # -- what can be asked ----------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """How far it is: seconds that are left, and the connections to VIPs that this amphora has."""
-        pair, now = self._pair(), time.monotonic()
-        found = self._inner.run(connection_tunnel.connections, pair) if pair is not None else []
+        """Return the seconds until each deadline, and the number of connections to VIPs of this amphora."""
+        instance, now = self._instance(), time.monotonic()
+        found = self._inner.run(connection_tunnel.list_connections, instance) if instance is not None else []
+        deadlines = asdict(self._deadlines).items()
         return {
-            "holds_vip": self._role.holds_vip,
+            "holds_vip": self._vrrp_state.holds_vip,
             "connections": len(found),
-            **{name: None if end is None else max(0.0, end - now) for name, end in asdict(self._until).items()},
+            **{name: None if end is None else max(0.0, end - now) for name, end in deadlines},
         }
 
-    def expect(self, seconds: float) -> None:
-        """Hand packets of connections that are unknown here on to the partner, for some time.
+    def expect_vips(self, seconds: float) -> None:
+        """Redirect packets of connections that are unknown here to the partner, for this time.
 
         Raises:
             NotElected: there is not exactly one partner.
-            InterfaceError, FirewallError: this machine cannot do it.
+            InterfaceError, FirewallError: the kernel of this amphora refused the tunnel or the rules.
         """
         with self._lock:
-            pair = self._partnered("expect the VIPs")
-            with self._beginning(replace(self._until, expecting=time.monotonic() + seconds)):
-                self._dig(pair)
-                self._inner.run(connection_tunnel.lead, pair)
+            instance = self._instance_with_partner("expect the VIPs")
+            with self._recording(replace(self._deadlines, expecting=time.monotonic() + seconds)):
+                self._create_tunnel(instance)
+                self._inner.run(connection_tunnel.start_redirect, instance)
 
-    def release(self, drain: float) -> None:
-        """Give the VIPs to the partner; returns when they are gone from here.
+    def release_vips(self, drain: float) -> None:
+        """Give the VIPs to the partner; returns when the VIPs have left this amphora.
 
         Args:
-            drain: for how many seconds open connections may go on; 0 for not at all. They can by way of one partner
-                only: nobody knows beforehand which one of several takes the VIPs.
+            drain: seconds for which open connections may continue; 0 ends them. Connections can continue by way of one
+                partner only, because the one of several partners that takes the VIPs is not known in advance.
 
         Raises:
-            NotElected: the VIPs are not here, or there is nobody to take them; or they did not go.
-            InterfaceError, FirewallError: this machine cannot do it; the VIPs are still here.
+            NotElected: this amphora does not have the VIPs, has no suitable partner, or kept the VIPs.
+            InterfaceError, FirewallError: the kernel refused the tunnel or the rules; the VIPs are still here.
         """
         with self._lock:
-            pair = self._partnered("release the VIPs", alone=drain > 0)
-            if not self._role.holds_vip:
+            instance = self._instance_with_partner("release the VIPs", only_one=drain > 0)
+            if not self._vrrp_state.holds_vip:
                 raise NotElected("release the VIPs", "they are not here")
             if drain:
-                with self._beginning(replace(self._until, draining=time.monotonic() + drain)):
-                    self._dig(pair)
-            # keepalived sees a fault, and says so in its last advertisement (priority 0, RFC 9568, 6.4.3): the partner
-            # does not wait. After that it is well again, and takes the VIPs only if nobody else has them.
+                with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
+                    self._create_tunnel(instance)
+            # keepalived sees a fault and announces it in its last advertisement (priority 0, RFC 9568, 6.4.3), so the
+            # partner takes over at once. Then keepalived is healthy again, and takes the VIPs only if they are free.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
-                self._await_gone()
+                self._wait_until_released()
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
 
-    def _partnered(self, wanted: str, *, alone: bool = True) -> Pair:
-        pair = self._pair()
-        if pair is None or not pair.vrrp.peers:
-            raise NotElected(wanted, "this amphora has no partner")
-        if alone and len(pair.vrrp.peers) > 1:
-            raise NotElected(wanted, f"this amphora has {len(pair.vrrp.peers)} partners, and connections go to one")
-        return pair
+    def _instance_with_partner(self, attempt: str, *, only_one: bool = True) -> VrrpInstance:
+        instance = self._instance()
+        if instance is None or not instance.vrrp.peers:
+            raise NotElected(attempt, "this amphora has no partner")
+        partners = len(instance.vrrp.peers)
+        if only_one and partners > 1:
+            raise NotElected(attempt, f"this amphora has {partners} partners, and connections can go to one only")
+        return instance
 
-    def _await_gone(self) -> None:
+    def _wait_until_released(self) -> None:
         deadline = time.monotonic() + RELEASE_SECONDS
-        while self._role.holds_vip:
+        while self._vrrp_state.holds_vip:
             if time.monotonic() > deadline:
                 raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
 
-    # -- the detour -----------------------------------------------------------------------------------------------
+    # -- the tunnel and the deadlines -----------------------------------------------------------------------------
 
     @contextmanager
-    def _beginning(self, until: Until) -> Iterator[None]:
-        """Kept before the kernel is changed: what an error or the agent's death interrupts has an end, too."""
-        before, self._until = self._until, until
+    def _recording(self, deadlines: HandoverDeadlines) -> Iterator[None]:
+        """Record deadlines before the kernel is changed, so that a crash leaves no tunnel for ever."""
+        before, self._deadlines = self._deadlines, deadlines
         try:
-            self._keep()
+            self._write_deadlines()
             yield
         except _FAILURES:
-            self._until = _given_up(before, until, time.monotonic())
-            with suppress(*_FAILURES):  # then the thread tries it again
-                self._look()
+            self._deadlines = _expire_new(before, deadlines, time.monotonic())
+            with suppress(*_FAILURES):  # the thread retries
+                self._end_expired()
             raise
 
-    def _dig(self, pair: Pair) -> None:
+    def _create_tunnel(self, instance: VrrpInstance) -> None:
         try:
-            self._inner.run(connection_tunnel.guard, pair)
-            self._inner.run(connection_tunnel.dig, pair)
-            self._inner.run(connection_tunnel.keep, pair)
+            self._inner.run(connection_tunnel.add_guard, instance)
+            self._inner.run(connection_tunnel.create_tunnel, instance)
+            self._inner.run(connection_tunnel.add_vips, instance)
         except NetlinkError as error:
-            raise InterfaceError("dig a tunnel to the partner", f"the kernel refused: {error}") from error
+            raise InterfaceError("create a tunnel to the partner", f"the kernel refused: {error}") from error
 
     def _run(self) -> None:
-        """End what is over."""
         while True:
-            idle = self._until == Until()
-            self._changed.wait(None if idle else _LOOK_SECONDS)
+            idle = self._deadlines == HandoverDeadlines()
+            self._changed.wait(None if idle else _CHECK_INTERVAL_SECONDS)
             self._changed.clear()
             try:
-                self._look()
+                self._end_expired()
             except _FAILURES as error:
-                _log.warning("Handing over: %s", error)
+                _log.warning("end of a hand-over failed, retrying: %s", error)
 
-    def _look(self) -> None:
+    def _end_expired(self) -> None:
+        """End each side that has reached its deadline or has no connection left."""
         with self._lock:
-            now, left = time.monotonic(), replace(self._until)
-            if left.expecting is not None and (left.expecting <= now or self._is_parted()):
-                self._inner.run(connection_tunnel.stop_leading)
+            now, left = time.monotonic(), replace(self._deadlines)
+            if left.expecting is not None and (left.expecting <= now or self._is_peer_gone()):
+                self._inner.run(connection_tunnel.stop_redirect)
                 left.expecting = None
             if left.draining is not None and (left.draining <= now or self._is_drained()):
                 left.draining = None
-            if left == self._until:
+            if left == self._deadlines:
                 return
-            if left == Until():
-                self._fill_in()
-            self._until = left  # not before: what failed is tried again
-            self._keep()
+            if left == HandoverDeadlines():
+                self._remove_tunnel()
+            self._deadlines = left  # last, so that a failed removal is retried
+            self._write_deadlines()
 
-    def _fill_in(self) -> None:
-        # One at the other end may still be needed there: each end belongs to its own amphora.
-        self._inner.run(connection_tunnel.fill_in)
+    def _remove_tunnel(self) -> None:
+        # Only the local end. The partner may still need its own end.
+        self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
-            self._inner.run(connection_tunnel.stop_guarding)
+            self._inner.run(connection_tunnel.remove_guard)
 
-    def _is_parted(self) -> bool:
-        """Whether the one the tunnel leads to is no partner any more: what it had is answered with a reset now."""
-        pair, end = self._pair(), self._inner.run(connection_tunnel.leads_to)
-        return pair is not None and end is not None and all(one.address != end for one in pair.vrrp.peers)
+    def _is_peer_gone(self) -> bool:
+        """Return whether the far end of the tunnel is no partner any more; its connections are lost."""
+        instance, peer = self._instance(), self._inner.run(connection_tunnel.tunnel_peer)
+        return instance is not None and peer is not None and all(one.address != peer for one in instance.vrrp.peers)
 
     def _is_drained(self) -> bool:
-        """Whether no connection is left that came by the partner."""
-        pair = self._pair()
-        return pair is None or (not self._role.holds_vip and not self._inner.run(connection_tunnel.connections, pair))
+        """Return whether no connection is left that arrives by way of the partner."""
+        instance = self._instance()
+        if instance is None:
+            return True
+        return not self._vrrp_state.holds_vip and not self._inner.run(connection_tunnel.list_connections, instance)
 
-    def _keep(self) -> None:
-        write_atomically(self._paths.handover, json.dumps(asdict(self._until)), durable=False)
+    def _write_deadlines(self) -> None:
+        write_atomically(self._paths.handover, json.dumps(asdict(self._deadlines)), durable=False)
         self._changed.set()
 
-    def _read(self) -> Until:
+    def _read_deadlines(self) -> HandoverDeadlines:
         try:
-            return Until(**json.loads(self._paths.handover.read_text(encoding="ascii")))
+            return HandoverDeadlines(**json.loads(self._paths.handover.read_text(encoding="ascii")))
         except (OSError, ValueError, TypeError):
-            return Until()
+            return HandoverDeadlines()
 
 
-def _given_up(before: Until, begun: Until, now: float) -> Until:
-    """Pure: what was begun is over at once; what went on before goes on."""
+def _expire_new(before: HandoverDeadlines, begun: HandoverDeadlines, now: float) -> HandoverDeadlines:
+    """Return deadlines that expire the newly begun sides now and leave the others unchanged. Pure."""
     pairs = zip(astuple(before), astuple(begun), strict=True)
-    return Until(*(now if old is None and new is not None else old for old, new in pairs))
+    return HandoverDeadlines(*(now if old is None and new is not None else old for old, new in pairs))

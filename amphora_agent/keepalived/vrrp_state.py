@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this amphora has the VIPs, as the kernel sees it.
+"""Whether this amphora has the VIPs, according to the kernel.
 
-Invariant: keepalived is not asked and not believed: the first VIP is on the interface or it is not. Who wants to know
-of a change is told when the kernel announces it; nothing is polled.
+Invariant: the first VIP on the interface decides; keepalived is not asked. The kernel announces a change of addresses,
+and the callback is called then. Nothing is polled.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from amphora_agent.bundle import VrrpInstance
 from amphora_agent.errors import AgentError
 from amphora_agent.keepalived import stale_vips
-from amphora_agent.keepalived.configuration import Pair
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
@@ -28,64 +28,67 @@ _LINK, _IPV4_ADDRESS, _IPV6_ADDRESS = 0x1, 0x10, 0x100
 _RETRY_SECONDS = 5.0
 
 
-class Role:
-    """The thread that listens to the kernel's announcements of addresses in the inner namespace.
+class VrrpState:
+    """Thread that follows the kernel's announcements of addresses in the inner namespace.
 
     Args:
-        pair: what this amphora takes part in at the moment; None if it is on its own.
-        changed: called when the role has changed, in that thread.
+        instance: returns the current VRRP instance; None for a single amphora.
+        changed: called in this thread after a change.
     """
 
-    def __init__(self, inner: Namespace, pair: Callable[[], Pair | None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Namespace, instance: Callable[[], VrrpInstance | None], changed: Callable[[], None]
+    ) -> None:
         self._inner = inner
-        self._pair = pair
+        self._instance = instance
         self._changed = changed
-        self._holds: bool | None = None
+        self._holds_vip: bool | None = None
         self._lock = threading.Lock()
-        self._announcements = inner.run(_listen)
+        self._announcements = inner.run(_subscribe)
         self._thread = threading.Thread(target=self._run, name="role", daemon=True)
 
     @property
     def holds_vip(self) -> bool | None:
-        """Whether the VIPs are here; None on an amphora that is on its own."""
-        return self._holds
+        """Whether this amphora has the VIPs; None for a single amphora."""
+        return self._holds_vip
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
-    def look(self) -> None:
-        """Look again: what this amphora takes part in may be another thing now."""
+    def refresh(self) -> None:
+        """Read the state again. Needed after a change of the VRRP instance."""
         with self._lock:
-            pair, before = self._pair(), self._holds
-            self._holds = None if pair is None else self._inner.run(_has, pair)
-            changed = self._holds != before
-            if changed and pair is not None and not self._holds:
-                self._tidy(pair)
+            instance, before = self._instance(), self._holds_vip
+            self._holds_vip = None if instance is None else self._inner.run(_has_first_vip, instance)
+            changed = self._holds_vip != before
+            if changed and instance is not None and not self._holds_vip:
+                self._remove_stale_vips(instance)
         if changed:
-            _log.info("VIPs: %s", {None: "on its own", True: "here", False: "with a partner"}[self._holds])
+            _log.info("VIPs: %s", {None: "no VRRP", True: "on this amphora", False: "on a partner"}[self._holds_vip])
             self._changed()
 
-    def _tidy(self, pair: Pair) -> None:
-        """Take away what keepalived has not let go of with the rest: it died before it had read its new file."""
+    def _remove_stale_vips(self, instance: VrrpInstance) -> None:
+        """Remove VIPs that keepalived did not release, because it died before it read its new file."""
         try:
-            self._inner.run(stale_vips.take_away, pair)
+            self._inner.run(stale_vips.remove_stale_vips, instance)
         except NetlinkError as error:
-            _log.warning("Taking former VIPs away: %s", error)
+            _log.warning("stale VIPs not removed: %s", error)
 
     def _run(self) -> None:
-        patience: float | None = 0.0
+        timeout: float | None = 0.0
         while True:
-            select.select([self._announcements], [], [], patience)
+            select.select([self._announcements], [], [], timeout)
             try:
                 _drain(self._announcements)
-                self.look()
-                patience = None
+                self.refresh()
+                timeout = None
             except (AgentError, OSError, NetlinkError) as error:
-                _log.warning("Looking for the VIPs: %s", error)
-                patience = _RETRY_SECONDS
+                _log.warning("state of the VIPs unknown, retrying in %.0f s: %s", _RETRY_SECONDS, error)
+                timeout = _RETRY_SECONDS
 
 
-def _listen() -> socket.socket:
+def _subscribe() -> socket.socket:
     opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE)
     opened.bind((0, _LINK | _IPV4_ADDRESS | _IPV6_ADDRESS))
     return opened
@@ -97,18 +100,20 @@ def _drain(announcements: socket.socket) -> None:
             try:
                 announcements.recv(65536)
             except OSError as error:
-                if error.errno != errno.ENOBUFS:  # some were lost: whoever looks now sees more than they would say
+                # ENOBUFS: announcements were lost. The state is read afterwards in any case.
+                if error.errno != errno.ENOBUFS:
                     raise
 
 
-def _has(pair: Pair) -> bool:
-    family, attribute = (socket.AF_INET, "IFA_LOCAL") if pair.first.version == 4 else (socket.AF_INET6, "IFA_ADDRESS")
+def _has_first_vip(instance: VrrpInstance) -> bool:
+    vip = instance.first_vip
+    family, attribute = (socket.AF_INET, "IFA_LOCAL") if vip.version == 4 else (socket.AF_INET6, "IFA_ADDRESS")
     try:
-        index = socket.if_nametoindex(pair.vrrp.interface)
+        index = socket.if_nametoindex(instance.vrrp.interface)
     except OSError:
-        return False  # the interface is not there yet, or not any more
+        return False  # the interface does not exist yet, or was removed
     with IPRoute() as route:
         return any(
-            message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == pair.first
+            message["index"] == index and ipaddress.ip_address(message.get_attr(attribute)) == vip
             for message in route.get_addr(family=family, index=index)
         )

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way that packets of a connection take to the amphora that has it, after its VIP has moved to another one.
+"""Tunnel to the former holder of the VIPs, for packets of connections that it accepted.
 
-Invariant: what belongs to no connection of this amphora's own goes to the partner, unchanged, in a tunnel that only the
-two use; what begins a connection stays. Everything here is one interface and two nftables tables, and gone with them.
-Called in the inner namespace.
+Invariant: a packet of a connection that this amphora does not know goes to the partner unchanged, in a tunnel that only
+the two amphorae use. A new connection stays here. The state is one interface and two nftables tables. Called in the
+inner namespace.
 
     client ── VIP ──▶ new holder ── VXLAN (RFC 7348) ──▶ former holder ── as the VIP ──▶ client
 
-A tunnel, because networks drop packets whose sender is not one of the machine's own addresses. Both have the VIPs on
-the tunnel's interface: they are the machine's own, and it answers no neighbour's question for them. So the former
-holder keeps them when keepalived takes them off the other interface; and the new one takes the first packet to them,
-where the kernel needs a while with an address of IPv6 that keepalived has added, and has announced already.
+A tunnel is necessary, because networks drop packets with a source address of another machine. Both amphorae have
+the VIPs on the tunnel's interface: the kernel accepts packets for them and answers no ARP or neighbour request for
+them. So the former holder keeps the addresses when keepalived removes them from the other interface. The new holder
+accepts the first packet to an IPv6 VIP, which keepalived has announced before the kernel is ready for the address.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from amphora_agent.bundle import Host
-from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.bundle import Host, VrrpInstance
 from amphora_agent.network import nft_apply
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 NAME = "handover0"
 PORT = 4789
-# Both ends have it: who sends does not have to learn whom he sends to. Locally administered.
+# MAC address of both ends, so that no end has to learn it. Locally administered.
 _MAC = "0a:00:00:00:00:01"
 _TABLE = "amphora_handover"
-# Connections that are known to be here; and those of which there was a SYN and no more, with the seconds for which more
-# of them is waited for. Anybody can send a SYN in anybody's name: a flood must not take the room of those that go on.
+# Limits for known connections, and for connections of which only the SYN was seen, with their time-out. They are apart,
+# because a flood of SYNs with forged sources must not displace established connections.
 _MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 # linux/if_addr.h
@@ -45,13 +44,13 @@ _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 _WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
-# "Too large for the way": RFC 1191 and RFC 4443, 3.2
+# Path MTU messages: RFC 1191 and RFC 4443, 3.2
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection of a client's to a VIP."""
+    """A connection of a client to a VIP."""
 
     client: Host
     client_port: int
@@ -59,14 +58,14 @@ class Connection:
     port: int
 
 
-def connections(pair: Pair) -> list[Connection]:
-    """Those that this amphora has."""
-    vips = {vip.ip for vip in pair.vips}
+def list_connections(instance: VrrpInstance) -> list[Connection]:
+    """Return the open connections to VIPs of this amphora."""
+    vips = {vip.ip for vip in instance.vips}
     return [found for version in (4, 6) for found in _sockets(version, {vip for vip in vips if vip.version == version})]
 
 
 def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
-    """From proc(5), /proc/net/tcp."""
+    """Read /proc/net/tcp (proc(5))."""
     if not vips:
         return
     with Path(f"/proc/thread-self/net/tcp{'' if version == 4 else '6'}").open(encoding="ascii") as lines:
@@ -74,8 +73,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # One that no process has any more, and whose client has received everything, has nothing to lose: it waits
-            # for a minute for an end that may have got lost when the VIPs moved.
+            # FIN_WAIT_2 without a process: the client has received everything. The kernel only waits for the FIN, for
+            # a minute, because the FIN may have been lost when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -83,7 +82,7 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
 
 
 def _endpoint(text: str) -> tuple[Host, int]:
-    """An address as the kernel prints it: words of 32 bits in the machine's own order."""
+    """Parse an address of /proc/net/tcp: words of 32 bits in host byte order."""
     address, _, port = text.partition(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     return ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16)
@@ -92,21 +91,21 @@ def _endpoint(text: str) -> tuple[Host, int]:
 # -- the tunnel -----------------------------------------------------------------------------------------------------
 
 
-def dig(pair: Pair) -> None:
-    """Have the tunnel to the partner; one to somebody else goes, with the rules that lead into it.
+def create_tunnel(instance: VrrpInstance) -> None:
+    """Create the tunnel to the partner. A tunnel to another peer is removed, with its redirect rules.
 
     Raises:
         NetlinkError: the kernel has no VXLAN, for example.
-        FirewallError: the rules cannot be taken away.
+        FirewallError: the redirect rules cannot be removed.
     """
-    local, remote = pair.vrrp.local.address, pair.vrrp.peers[0].address
+    local, remote = instance.vrrp.local.address, instance.vrrp.peers[0].address
     more = {"vxlan_local": str(local), "vxlan_group": str(remote)}
     if local.version == 6:
         more = {f"{key}6": value for key, value in more.items()}
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
-        if found and _end(route, found[0]) != remote:
-            stop_leading()  # the rules know it by its number, and the next one has another
+        if found and _peer(route, found[0]) != remote:
+            stop_redirect()  # the rules contain the interface index, which changes with the new tunnel
             route.link("del", index=found[0])
             found = ()
         if not found:
@@ -114,50 +113,50 @@ def dig(pair: Pair) -> None:
                 "add",
                 ifname=NAME,
                 kind="vxlan",
-                vxlan_id=pair.vrrp.router_id,
+                vxlan_id=instance.vrrp.router_id,
                 vxlan_port=PORT,
                 vxlan_learning=0,
                 address=_MAC,
-                mtu=pair.mtu,
+                mtu=instance.mtu,
                 **more,
             )
         route.link("set", index=_index(route), state="up")
 
 
-def keep(pair: Pair) -> None:
-    """Have the VIPs as addresses of the tunnel; returns when packets to them are taken.
+def add_vips(instance: VrrpInstance) -> None:
+    """Add the VIPs to the tunnel's interface; returns when the kernel accepts packets to them.
 
     Raises:
-        NetlinkError: the kernel refused it, or is not done in time.
+        NetlinkError: the kernel refused an address, or an address was not ready in time.
     """
     with IPRoute() as route:
         index = _index(route)
-        for vip in pair.vips:
+        for vip in instance.vips:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # Also without a search for duplicates an address of IPv6 begins in a queue of the kernel's.
+        # An IPv6 address is tentative for a moment, even without duplicate address detection.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
-                raise NetlinkError(errno.ETIMEDOUT, "an address of IPv6 is not ready")
+                raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")
             time.sleep(_POLL_SECONDS)
 
 
-def leads_to() -> Host | None:
-    """Where the tunnel ends; None without one."""
+def tunnel_peer() -> Host | None:
+    """Return the address of the far end of the tunnel; None without a tunnel."""
     with IPRoute() as route:
         indexes = route.link_lookup(ifname=NAME)
-        return _end(route, indexes[0]) if indexes else None
+        return _peer(route, indexes[0]) if indexes else None
 
 
-def _end(route: IPRoute, index: int) -> Host | None:
+def _peer(route: IPRoute, index: int) -> Host | None:
     data = route.get_links(index)[0].get_nested("IFLA_LINKINFO", "IFLA_INFO_DATA")
-    end = data and (data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6"))
-    return ipaddress.ip_address(end) if end else None
+    peer = data and (data.get_attr("IFLA_VXLAN_GROUP") or data.get_attr("IFLA_VXLAN_GROUP6"))
+    return ipaddress.ip_address(peer) if peer else None
 
 
-def fill_in() -> None:
-    """Without the tunnel, and the VIPs on it."""
+def remove_tunnel() -> None:
+    """Remove the tunnel, and with it the VIPs on its interface."""
     with IPRoute() as route:
         for index in route.link_lookup(ifname=NAME):
             route.link("del", index=index)
@@ -170,55 +169,56 @@ def _index(route: IPRoute) -> int:
 # -- the rules ------------------------------------------------------------------------------------------------------
 
 
-def guard(pair: Pair) -> None:
-    """Take nothing out of the tunnel that does not come from the partner."""
-    nft_apply.execute(_without("inet") + guard_rules(pair))
+def add_guard(instance: VrrpInstance) -> None:
+    """Drop tunnel packets that do not come from the partner."""
+    nft_apply.execute(_delete_table("inet") + guard_rules(instance))
 
 
-def lead(pair: Pair) -> None:
-    """Send to the partner what belongs to no connection that this amphora has now, or that begins from now on."""
-    nft_apply.execute(_without("netdev") + rules(pair, connections(pair)))
+def start_redirect(instance: VrrpInstance) -> None:
+    """Redirect packets to the partner, except those of connections that are open or begin here."""
+    nft_apply.execute(_delete_table("netdev") + redirect_rules(instance, list_connections(instance)))
 
 
-def stop_leading() -> None:
-    """Keep every packet."""
+def stop_redirect() -> None:
+    """Redirect nothing any more."""
     _remove("netdev")
 
 
-def stop_guarding() -> None:
-    """Without the guard: the tunnel is gone."""
+def remove_guard() -> None:
+    """Remove the guard of the tunnel. Called after the tunnel is removed."""
     _remove("inet")
 
 
 def _remove(family: str) -> None:
-    """A kernel that has no such table needs no library, and no nf_tables, to be without it."""
+    """Delete the table if it exists. Without a table neither libnftables nor nf_tables is needed."""
     if nft_apply.exists(family, _TABLE):
-        nft_apply.execute(_without(family))
+        nft_apply.execute(_delete_table(family))
 
 
-def _without(family: str) -> str:
+def _delete_table(family: str) -> str:
     return f"table {family} {_TABLE}\ndelete table {family} {_TABLE}\n"
 
 
-def guard_rules(pair: Pair) -> str:
-    """Pure: the table that guards the tunnel's end."""
-    word = _WORDS[pair.vrrp.local.address.version][0]
+def guard_rules(instance: VrrpInstance) -> str:
+    """Return the table that accepts tunnel packets from the partner only. Pure."""
+    word = _WORDS[instance.vrrp.local.address.version][0]
     return (
         f"table inet {_TABLE} {{\n chain arriving {{\n  type filter hook input priority -1; policy accept;\n"
-        f"  udp dport {PORT} {word} saddr {pair.vrrp.peers[0].address} accept\n  udp dport {PORT} drop\n }}\n}}\n"
+        f"  udp dport {PORT} {word} saddr {instance.vrrp.peers[0].address} accept\n  udp dport {PORT} drop\n }}\n}}\n"
     )
 
 
-def rules(pair: Pair, known: Collection[Connection]) -> str:
-    """Pure: the table that leads packets. No connection is tracked: that it began here is all that is remembered.
+def redirect_rules(instance: VrrpInstance, known: Collection[Connection]) -> str:
+    """Return the table that redirects packets. Pure.
 
-    Its SYN is remembered for some seconds, and it itself when its client has said more. One whose SYN finds no room is
-    led as a whole, to who serves it as long as it is there. Were the SYN alone taken here, what comes after it would be
-    led all the same, and be answered with a reset. One that finds no room later stays as long as it is not silent.
+    There is no connection tracking; the table remembers only that a connection began here. It remembers a SYN for some
+    seconds, and the connection when the client has sent a second packet. If there is no room for a SYN, the partner
+    gets the whole connection and serves it while it can: if only the SYN stayed here, later packets would be redirected
+    and answered with a reset. A connection that finds no room later stays here until it is silent.
     """
     sets, chain = [], []
     for version, (word, kind) in _WORDS.items():
-        vips = ", ".join(str(vip.ip) for vip in pair.vips if vip.version == version)
+        vips = ", ".join(str(vip.ip) for vip in instance.vips if vip.version == version)
         if not vips:
             continue
         elements = ", ".join(
@@ -240,8 +240,9 @@ def rules(pair: Pair, known: Collection[Connection]) -> str:
             f"  {to_vip} meta l4proto tcp {flow} {begun} add {own} {{ {flow} }} accept\n",
             f"  {to_vip} meta l4proto tcp {flow} {begun} update {begun} {{ {flow} }} accept\n",
             f'  {to_vip} meta l4proto tcp ether daddr set {_MAC} fwd to "{NAME}"\n',
-            # It may be about a connection of either: both are told.
+            # The message may belong to a connection of either amphora, so both get it.
             f'  {to_vip} {_TOO_LARGE[version]} ether daddr set {_MAC} dup to "{NAME}"\n',
         ]
-    head = f' chain arriving {{\n  type filter hook ingress device "{pair.vrrp.interface}" priority 0; policy accept;\n'
+    device = instance.vrrp.interface
+    head = f' chain arriving {{\n  type filter hook ingress device "{device}" priority 0; policy accept;\n'
     return f"table netdev {_TABLE} {{\n{''.join(sets)}{head}{''.join(chain)} }}\n}}\n"

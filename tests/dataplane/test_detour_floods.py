@@ -14,7 +14,7 @@ import pytest
 from amphora_lab import eventually
 from wire import PAIR, VIP, VIP6, bundle, eth1, mac
 
-from amphora_agent.keepalived.configuration import Pair
+from amphora_agent.bundle import VrrpInstance
 from amphora_agent.network import connection_tunnel
 
 pytestmark = pytest.mark.root
@@ -51,7 +51,7 @@ def begun(version, wire):
         "link set away up",
         f"link set {connection_tunnel.NAME} up",
     )
-    wire.inner.run(connection_tunnel.lead, Pair(PAIR, tuple(VIPS.values()), 1500))
+    wire.inner.run(connection_tunnel.start_redirect, VrrpInstance(PAIR, tuple(VIPS.values()), 1500))
     made = Led(wire, version)
     yield made
     made.close()

@@ -8,21 +8,20 @@ from ipaddress import ip_address, ip_interface
 
 import pytest
 
-from amphora_agent.bundle import Partner, Vrrp
-from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.network.connection_tunnel import Connection, _endpoint, guard_rules, rules
+from amphora_agent.bundle import Partner, Vrrp, VrrpInstance
+from amphora_agent.network.connection_tunnel import Connection, _endpoint, guard_rules, redirect_rules
 
 VIP, VIP6 = ip_interface("198.51.100.5/32"), ip_interface("2001:db8::5/128")
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
 HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))
 
 
-def pair(*vips, local=HERE, peer=THERE) -> Pair:
-    return Pair(Vrrp("eth1", 1, 254, 1.0, local, (peer,)), vips, 1500)
+def pair(*vips, local=HERE, peer=THERE) -> VrrpInstance:
+    return VrrpInstance(Vrrp("eth1", 1, 254, 1.0, local, (peer,)), vips, 1500)
 
 
 def test_what_is_unknown_goes_and_what_begins_stays():
-    lines = [line.strip() for line in rules(pair(VIP), ()).splitlines()]
+    lines = [line.strip() for line in redirect_rules(pair(VIP), ()).splitlines()]
     flow = "ip saddr . tcp sport . ip daddr . tcp dport"
     vip = "ip daddr { 198.51.100.5 }"
     known = f"{vip} meta l4proto tcp {flow} @own4 accept"
@@ -34,7 +33,7 @@ def test_what_is_unknown_goes_and_what_begins_stays():
 
 
 def test_both_learn_that_a_packet_was_too_large():
-    text = rules(pair(VIP, VIP6), ())
+    text = redirect_rules(pair(VIP, VIP6), ())
     there = 'ether daddr set 0a:00:00:00:00:01 dup to "handover0"'
     assert f"ip daddr {{ 198.51.100.5 }} icmp type destination-unreachable icmp code 4 {there}" in text
     assert f"ip6 daddr {{ 2001:db8::5 }} icmpv6 type packet-too-big {there}" in text
@@ -45,7 +44,7 @@ def test_connections_of_its_own_are_known_from_the_start():
         Connection(ip_address("192.0.2.7"), 4711, VIP.ip, 80),
         Connection(ip_address("2001:db8:7::7"), 4712, VIP6.ip, 443),
     ]
-    text = rules(pair(VIP, VIP6), own)
+    text = redirect_rules(pair(VIP, VIP6), own)
     assert "elements = { 192.0.2.7 . 4711 . 198.51.100.5 . 80 }" in text
     assert "elements = { 2001:db8:7::7 . 4712 . 2001:db8::5 . 443 }" in text
 

@@ -12,21 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from amphora_agent.bundle import Partner, Vrrp
+from amphora_agent.bundle import Partner, Vrrp, VrrpInstance
 from amphora_agent.errors import FirewallError, InterfaceError, NotElected
-from amphora_agent.keepalived.configuration import Pair
-from amphora_agent.keepalived.vip_handover import Handover, Until, _given_up
+from amphora_agent.keepalived.vip_handover import HandoverDeadlines, VipHandover, _expire_new
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.services.health_file import ALIVE
 
 THERE = ip_address("198.51.100.12")
-PAIR = Pair(
+PAIR = VrrpInstance(
     Vrrp("eth1", 1, 254, 1.0, Partner("a", ip_address("198.51.100.11")), (Partner("b", THERE),)),
     (ip_interface("198.51.100.5/32"),),
     1500,
 )
 REFUSED = NetlinkError(errno.EPERM, "refused")
-CLEAN = ["fill_in", "stop_guarding"]
+CLEAN = ["remove_tunnel", "remove_guard"]
 
 
 class Kernel:
@@ -43,7 +42,7 @@ class Kernel:
         self.known.append(json.loads(self.kept.read_text()) if self.kept.exists() else {})
         for error in self.refused.pop(function.__name__, ()):
             raise error
-        return {"connections": ["one"], "leads_to": THERE}.get(function.__name__)
+        return {"list_connections": ["one"], "tunnel_peer": THERE}.get(function.__name__)
 
 
 @pytest.fixture
@@ -56,37 +55,37 @@ def kernel(paths):
     return Kernel(paths.handover)
 
 
-def handover(paths, kernel, *, holds=False) -> Handover:
-    made = Handover(paths, kernel, SimpleNamespace(holds_vip=holds), lambda: PAIR)
+def handover(paths, kernel, *, holds=False) -> VipHandover:
+    made = VipHandover(paths, kernel, SimpleNamespace(holds_vip=holds), lambda: PAIR)
     made._thread = SimpleNamespace(start=lambda: None)  # it is called by hand
     return made
 
 
 def test_it_is_kept_before_the_kernel_is_changed(paths, kernel):
-    handover(paths, kernel).expect(30)
-    assert kernel.done == ["guard", "dig", "keep", "lead"]
+    handover(paths, kernel).expect_vips(30)
+    assert kernel.done == ["add_guard", "create_tunnel", "add_vips", "start_redirect"]
     assert all(known["expecting"] > time.monotonic() for known in kernel.known)
 
 
 @pytest.mark.parametrize(
     ("step", "error", "raised"),
-    [("keep", REFUSED, InterfaceError), ("lead", FirewallError("lead", "refused"), FirewallError)],
+    [("add_vips", REFUSED, InterfaceError), ("start_redirect", FirewallError("lead", "refused"), FirewallError)],
 )
 def test_what_failed_is_taken_away(paths, kernel, step, error, raised):
     made = handover(paths, kernel)
     kernel.refused = {step: [error]}
     with pytest.raises(raised):
-        made.expect(30)
-    assert kernel.done[-3:] == ["stop_leading", *CLEAN]
+        made.expect_vips(30)
+    assert kernel.done[-3:] == ["stop_redirect", *CLEAN]
     assert made.describe()["expecting"] is None
     assert json.loads(paths.handover.read_text()) == {"expecting": None, "draining": None}
 
 
 def test_a_release_that_failed_is_taken_away(paths, kernel):
     made = handover(paths, kernel, holds=True)
-    kernel.refused = {"keep": [REFUSED]}
+    kernel.refused = {"add_vips": [REFUSED]}
     with pytest.raises(InterfaceError):
-        made.release(30)
+        made.release_vips(30)
     assert kernel.done[-2:] == CLEAN
     assert made.describe()["draining"] is None
 
@@ -97,12 +96,12 @@ def test_several_partners(paths, kernel):
     three = replace(PAIR, vrrp=replace(PAIR.vrrp, peers=others))
     role = SimpleNamespace(holds_vip=True)
     for pair, drain, why in ((three, 30, "2 partners"), (replace(three, vrrp=replace(three.vrrp, peers=())), 0, "no")):
-        made = Handover(paths, kernel, role, lambda pair=pair: pair)
+        made = VipHandover(paths, kernel, role, lambda pair=pair: pair)
         with pytest.raises(NotElected, match=why):
-            made.release(drain)
+            made.release_vips(drain)
         assert not paths.released.exists()
-    made = Handover(paths, kernel, Gone(paths), lambda: three)
-    made.release(0)
+    made = VipHandover(paths, kernel, Gone(paths), lambda: three)
+    made.release_vips(0)
     assert paths.released.read_text() == ALIVE
     assert kernel.done == [], "nothing is dug"
 
@@ -121,28 +120,28 @@ class Gone:
 def test_the_other_half_keeps_its_tunnel(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": None, "draining": time.monotonic() + 60}))
     made = handover(paths, kernel)
-    kernel.refused = {"lead": [FirewallError("lead", "refused")]}
+    kernel.refused = {"start_redirect": [FirewallError("lead", "refused")]}
     with pytest.raises(FirewallError):
-        made.expect(30)
-    assert "stop_leading" in kernel.done
-    assert "fill_in" not in kernel.done
+        made.expect_vips(30)
+    assert "stop_redirect" in kernel.done
+    assert "remove_tunnel" not in kernel.done
     assert made.describe()["draining"] > 0
 
 
 def test_what_cannot_be_taken_away_is_tried_again(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": 0.0, "draining": None}))
     made = handover(paths, kernel)
-    kernel.refused = {"fill_in": [REFUSED]}
+    kernel.refused = {"remove_tunnel": [REFUSED]}
     with pytest.raises(NetlinkError):
-        made._look()
-    made._look()
+        made._end_expired()
+    made._end_expired()
     assert kernel.done[-2:] == CLEAN
     assert made.describe()["expecting"] is None
 
 
 def test_an_agent_that_knows_of_none_leaves_none(paths, kernel):
     handover(paths, kernel).start()
-    assert kernel.done == ["stop_leading", *CLEAN]
+    assert kernel.done == ["stop_redirect", *CLEAN]
 
 
 def test_an_agent_that_knows_of_one_leaves_it(paths, kernel):
@@ -154,10 +153,10 @@ def test_an_agent_that_knows_of_one_leaves_it(paths, kernel):
 @pytest.mark.parametrize(
     ("before", "begun", "left"),
     [
-        (Until(), Until(9.0, None), Until(1.0, None)),
-        (Until(5.0, None), Until(9.0, None), Until(5.0, None)),
-        (Until(None, 5.0), Until(9.0, 5.0), Until(1.0, 5.0)),
+        (HandoverDeadlines(), HandoverDeadlines(9.0, None), HandoverDeadlines(1.0, None)),
+        (HandoverDeadlines(5.0, None), HandoverDeadlines(9.0, None), HandoverDeadlines(5.0, None)),
+        (HandoverDeadlines(None, 5.0), HandoverDeadlines(9.0, 5.0), HandoverDeadlines(1.0, 5.0)),
     ],
 )
-def test_only_what_was_begun_is_given_up(before, begun, left):
-    assert _given_up(before, begun, 1.0) == left
+def test_only_what_was_begun_is_expire_new(before, begun, left):
+    assert _expire_new(before, begun, 1.0) == left

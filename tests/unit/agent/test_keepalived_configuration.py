@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address, ip_interface
 from pathlib import Path
 
 import pytest
+from test_agent_firewall import bundle
 
-from amphora_agent.bundle import Interface, Partner, Vrrp
-from amphora_agent.keepalived.configuration import Pair, pair, render
-from amphora_agent.keepalived.stale_vips import unwanted
+from amphora_agent.bundle import Interface, Partner, Vrrp, VrrpInstance
+from amphora_agent.keepalived.configuration import render
+from amphora_agent.keepalived.stale_vips import stale_addresses
 
 HERE, THERE = Partner("a", ip_address("198.51.100.11")), Partner("b", ip_address("198.51.100.12"))
 HERE6, THERE6 = Partner("a", ip_address("2001:db8::11")), Partner("b", ip_address("2001:db8::12"))
@@ -22,7 +24,7 @@ def vrrp(local=HERE, peers=(THERE,), interval=0.2):
 
 
 def text(*vips, **more) -> str:
-    return render(Pair(vrrp(**more), vips, 1500), Path("/run/health"), Path("/run/released"))
+    return render(VrrpInstance(vrrp(**more), vips, 1500), Path("/run/health"), Path("/run/released"))
 
 
 def block(rendered: str, name: str) -> list[str]:
@@ -78,13 +80,13 @@ def test_what_a_bundle_says():
         Interface("02:00:00:00:00:01", "eth2", 9000, (), (), ()),
         Interface("02:00:00:00:00:02", "eth1", 1450, (), (VIP,), ()),
     )
-    assert pair(None, interfaces) is None
-    assert pair(vrrp(), interfaces) == Pair(vrrp(), (VIP,), 1450)
-    assert pair(vrrp(), interfaces[:1]) is None
+    assert replace(bundle(), interfaces=interfaces).vrrp_instance is None
+    assert replace(bundle(vrrp=vrrp()), interfaces=interfaces).vrrp_instance == VrrpInstance(vrrp(), (VIP,), 1450)
+    assert replace(bundle(vrrp=vrrp()), interfaces=interfaces[:1]).vrrp_instance is None
 
 
 def test_what_a_dead_keepalived_left():
     fixed = ip_interface("198.51.100.11/24"), ip_interface("198.51.100.12/32")
-    mine = Pair(vrrp(), (VIP, VIP6), 1500, fixed)
+    mine = VrrpInstance(vrrp(), (VIP, VIP6), 1500, fixed)
     former, former6 = ip_interface("198.51.100.6/32"), ip_interface("2001:db8::6/128")
-    assert unwanted(mine, (VIP, former, *fixed, VIP6, former6)) == [former, former6]
+    assert stale_addresses(mine, (VIP, former, *fixed, VIP6, former6)) == [former, former6]
