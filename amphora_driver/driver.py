@@ -35,7 +35,7 @@ from amphora_driver.errors import (
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, without_addresses
-from amphora_driver.model.secret_refs import Material, SecretName
+from amphora_driver.model.secret_refs import SecretMaterial, SecretName
 from amphora_driver.network.interface import NotYet, VipRequest
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
@@ -106,13 +106,13 @@ class _Shared:
         oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
         if isinstance(node, Listener) and tls.terminates(node):
             tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
-        elif isinstance(node, Listener) and node.virtual and (pool := balancer.pool(node.default_pool_id)) is not None:
+        elif isinstance(node, Listener) and node.uses_l4 and (pool := balancer.pool(node.default_pool_id)) is not None:
             udp.check_families(pool, balancer.vips)
         elif isinstance(node, Pool) and node.tls_enabled:
             tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
-        elif isinstance(node, Pool) and node.virtual:
+        elif isinstance(node, Pool) and node.uses_l4:
             udp.check_algorithm(node)
-            if balancer.has_in_front(node):
+            if balancer.is_default_pool(node):
                 udp.check_families(node, balancer.vips)
         elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
             name = chosen.network or str(self.conf.network.driver)
@@ -247,14 +247,14 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         from Octavia once that has committed it.
         """
         shared = _shared()
-        network, answered = shared.vip_network(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+        network, answered = shared.vip_network(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
         try:
-            flavor, zone = (from_octavia.given(loadbalancer, name) for name in ("flavor", "availability_zone"))
+            flavor, zone = (from_octavia.get_value(loadbalancer, name) for name in ("flavor", "availability_zone"))
             chosen = profile.choose(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
             # Looked at only: they are read back with everything else.
-            certificates.contents(from_octavia.secrets(Kind.LOAD_BALANCER, loadbalancer))
+            certificates.contents(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_vips(zone, tree.vips)
             shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
@@ -262,14 +262,14 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             raise
         except AmphoraDriverError:
             # Octavia forgets the load balancer; its addresses must not stay taken.
-            shared.catalogue.network(network).release_vip(from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer))
+            shared.catalogue.network(network).release_vip(from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer))
             raise
         _ring(tree.id)
 
     @_answering
     def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
         """The load balancer goes, with all children: without `cascade`, Octavia itself made sure that it has none."""
-        load_balancer_id = from_octavia.identifier(Kind.LOAD_BALANCER, loadbalancer)
+        load_balancer_id = from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
         _shared().intents.delete_load_balancer(load_balancer_id)
         _ring(load_balancer_id)
 
@@ -317,7 +317,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def pool_create(self, pool: data_models.Pool) -> None:
         """A new pool; given a listener, it becomes its default pool (Octavia makes no other call for that)."""
-        self._create(Kind.POOL, pool, for_listener=from_octavia.given(pool, "listener_id") or None)
+        self._create(Kind.POOL, pool, for_listener=from_octavia.get_value(pool, "listener_id") or None)
 
     @_answering
     def pool_update(self, old_pool: data_models.Pool, new_pool: data_models.Pool) -> None:
@@ -353,9 +353,9 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             pool_id,
             [
                 (
-                    from_octavia.identifier(Kind.MEMBER, one),
+                    from_octavia.get_id(Kind.MEMBER, one),
                     functools.partial(_member_of, pool_id, one),
-                    from_octavia.changes(Kind.MEMBER, one),
+                    from_octavia.changed_fields(Kind.MEMBER, one),
                 )
                 for one in members
             ],
@@ -439,20 +439,20 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
         # References are the user's here, contents come in the database's order.
-        contents = _sealed(from_octavia.secrets(kind, source, paired=False))
+        contents = _sealed(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _ring(_shared().intents.create(kind, node, for_listener=for_listener, contents=contents))
 
     def _update(self, kind: Kind, new: object) -> None:
-        contents = _sealed(from_octavia.secrets(kind, new))
-        fields = from_octavia.changes(kind, new)
-        _ring(_shared().intents.update(kind, from_octavia.identifier(kind, new), fields, contents=contents))
+        contents = _sealed(from_octavia.read_secrets(kind, new))
+        fields = from_octavia.changed_fields(kind, new)
+        _ring(_shared().intents.update(kind, from_octavia.get_id(kind, new), fields, contents=contents))
 
     def _delete(self, kind: Kind, source: object) -> None:
-        _ring(_shared().intents.delete(kind, from_octavia.identifier(kind, source)))
+        _ring(_shared().intents.delete(kind, from_octavia.get_id(kind, source)))
 
 
-def _sealed(given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
+def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Sealed]:
     """What a table may hold of these secrets, after a look at what is in them."""
     if not given:
         return {}

@@ -272,7 +272,11 @@ class Certificates:
         found = self._database.read(see)
         if found.moves:
             # A step that lasts for some time by a clock that was set since has perhaps just begun.
-            found = self._database.write(move) if self._database.even_for() >= self._settle else ca_rotation.Phase()
+            found = (
+                self._database.write(move)
+                if self._database.seconds_since_clock_jump() >= self._settle
+                else ca_rotation.Phase()
+            )
         if found.moves:
             failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())

@@ -24,10 +24,10 @@ class DatabaseStatus(ShowOne):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
         found = self.app.recorded_schema()
-        wrong = schema_check.mismatch(found)
+        wrong = schema_check.describe_mismatch(found)
         happened, remedy = wrong or ("", "")
         names = ("Schema", "Wanted", "Fits", "Reason", "What to do")
-        return names, (" ".join(found), schema_check.revisions()[-1], wrong is None, happened, remedy)
+        return names, (" ".join(found), schema_check.known_revisions()[-1], wrong is None, happened, remedy)
 
 
 class UpgradeDatabase(ShowOne):
@@ -49,7 +49,7 @@ class UpgradeDatabase(ShowOne):
             StoreError: somebody works with it, or the database said no.
         """
         if not parsed_args.force:
-            _nobody_works(migrate.working(self.app.conf.store.connection))
+            _nobody_works(migrate.active_processes(self.app.conf.store.connection))
         done = migrate.upgrade(self.app.conf.store.connection)
         if done.before and done.before < _BOUND_SINCE:
             self.app.stderr.write("Run before the services start: amphoractl secrets reseal --bind (docs/secrets.md)\n")

@@ -24,7 +24,7 @@ from sqlalchemy.exc import DBAPIError
 from amphora_driver import config
 from amphora_driver.cli.terminal_escape import screened
 from amphora_driver.database import schema_check
-from amphora_driver.database.engine import Database, parsed
+from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import ConfigurationError, StoreError
 
 COMMANDS = "amphoractl.commands"
@@ -105,7 +105,7 @@ class Amphoractl(App):
         """
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
-                return schema_check.recorded(connection)
+                return schema_check.read_revisions(connection)
         except DBAPIError as error:
             raise StoreError("read from the database", str(error.orig or error)) from error
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _database(url: str) -> Database:
-    found = parsed(url)
+    found = parse_url(url)
     path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
         # SQLite would make an empty one: a reader must not.

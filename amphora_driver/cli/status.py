@@ -87,14 +87,14 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 def _schema(app: Any) -> Check:
     try:
-        wrong = schema_check.mismatch(app.recorded_schema())
+        wrong = schema_check.describe_mismatch(app.recorded_schema())
         if wrong is None:
-            app.database.read(schema_check.check_text)
+            app.database.read(schema_check.require_utf8mb4)
     except AmphoraDriverError as error:
         return failure("Database", str(error))
     if wrong is not None:
         return failure("Database", f"{wrong[0]}. {wrong[1]}")
-    return well("Database", f"schema {schema_check.revisions()[-1]}, the one of this version")
+    return well("Database", f"schema {schema_check.known_revisions()[-1]}, the one of this version")
 
 
 def _rows(connection: sa.Connection) -> Rows:

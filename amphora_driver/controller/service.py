@@ -363,7 +363,7 @@ def main() -> int:
     """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     log_context.setup(conf, ControllerService.name)
-    if not schema_check.fits(Database(conf.store.connection)):
+    if not schema_check.is_usable(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(ControllerService, workers=1, args=(conf,))

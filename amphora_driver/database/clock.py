@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What time it is.
+"""The clock that all processes with one database share.
 
-Invariant: whoever shares a database shares its clock. A lease that one host takes and another one finds run out is
-measured by the same clock, whatever the hosts' own clocks say. One machine with SQLite has one clock anyway.
+Invariant: leases, deadlines and ages use the database server's clock, so the hosts' own clocks do not matter. With
+SQLite the clock of the one machine is used.
 
-That clock may be set (by somebody who corrects it, by a host that comes back with a wrong one), and then says of what
-is written down that it is old, or of tomorrow. Old is believed only by who has seen the clock go evenly for as long
-(`Pace`); what ends later than anything could is not believed at all (`queue/jobs.py`).
+An operator or a time service may set that clock, forwards or backwards. Row ages are then wrong. A caller relies on an
+age only if `ClockJumpMonitor` has seen no jump for that long. `queue/jobs.py` clamps due times in the far future.
 """
 
 from __future__ import annotations
@@ -24,14 +23,17 @@ if TYPE_CHECKING:
     from sqlalchemy.sql.compiler import SQLCompiler
 
 LOG = logging.getLogger(__name__)
-# Seconds for which a look at the database's clock is believed: two clocks drift apart by microseconds meanwhile.
-BELIEVED_SECONDS = 30.0
-# A clock that is this many seconds off from where it should be was set; one that is slewed is not (500 ppm).
-_SET = 2.0
+# Seconds for which a measured clock offset stays valid: two clocks drift apart by microseconds in this time.
+OFFSET_VALID_SECONDS = 30.0
+# A larger change of the offset is a jump. A slewed clock changes by at most 500 ppm, which is far less.
+_JUMP_SECONDS = 2.0
 
 
 class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a function in a statement
-    """Seconds since 1970 when the statement began, as the database sees it; stable within it, so indexes serve."""
+    """Database time in seconds since 1970 at the start of the statement.
+
+    It is constant during the statement, so indexes apply.
+    """
 
     type = sa.Double()
     inherit_cache = True
@@ -40,7 +42,7 @@ class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a 
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # The session's time zone is UTC (engine.py): in others an hour comes twice a year.
+    # engine.py sets the session's time zone to UTC: other zones repeat an hour once a year.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 
@@ -52,31 +54,31 @@ def _postgresql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
 _SERVER_TIME: sa.ColumnElement[float] = server_time()
 
 
-class Pace:
-    """How evenly a clock goes, beside one that only goes forward. For any thread."""
+class ClockJumpMonitor:
+    """Detects jumps of a clock relative to `time.monotonic()`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._ahead: float | None = None
-        self._set_at: float | None = None
+        self._offset: float | None = None
+        self._jumped_at: float | None = None
 
-    def note(self, ahead: float, doubt: float = 0.0) -> None:
-        """Take in a look at it.
+    def record_offset(self, offset: float, uncertainty: float = 0.0) -> None:
+        """Record a measurement of the clock and log a jump.
 
         Args:
-            ahead: seconds that it is ahead of `time.monotonic()`.
-            doubt: how wrong that may be, because looking took so long.
+            offset: seconds that the clock is ahead of `time.monotonic()`.
+            uncertainty: possible error in seconds, caused by the duration of the measurement.
         """
-        before, self._ahead = self._ahead, ahead
-        if before is None or abs(ahead - before) <= _SET + doubt:
+        before, self._offset = self._offset, offset
+        if before is None or abs(offset - before) <= _JUMP_SECONDS + uncertainty:
             return
-        self._set_at = time.monotonic()
-        LOG.warning("the clock was set by %+.1f s: nothing is old for some time that is so by it alone", ahead - before)
+        self._jumped_at = time.monotonic()
+        LOG.warning("database clock jumped by %+.1f s; ignoring row ages that cross the jump", offset - before)
 
-    def even_for(self) -> float:
-        """Seconds since it was seen to be set; without end if it never was."""
-        return math.inf if self._set_at is None else time.monotonic() - self._set_at
+    def seconds_since_clock_jump(self) -> float:
+        """Seconds since the last observed jump; infinity if there was none."""
+        return math.inf if self._jumped_at is None else time.monotonic() - self._jumped_at
 
 
 def now(connection: sa.Connection) -> sa.ColumnElement[float]:
-    """The time (seconds since 1970), for a statement on this connection."""
+    """Expression for the current time (seconds since 1970) in a statement on this connection."""
     return sa.literal(time.time(), sa.Double) if connection.dialect.name == "sqlite" else _SERVER_TIME

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bringing a database to the schema this version needs.
+"""Upgrade a database to the schema of this version.
 
-Invariant: the schema of a running database is only ever made by the migrations, one after the other; the tables in
-`tables.py` describe where they end, and a test compares the two. An upgrade may be ended anywhere and run again, and
-run twice at once: one at a time works, and each step of a migration looks whether it was done (migrations/
-repeatable.py), because MariaDB commits in the middle of it. A database that a newer version upgraded is left alone.
+Invariant: only migrations change the schema of a deployed database. `tables.py` describes the result of the last one,
+and a test compares the two. An upgrade may be interrupted at any point and repeated. Each migration step checks whether
+it is done (migrations/repeatable.py), because MariaDB commits in the middle of a migration. A lock lets one upgrade run
+at a time. The upgrade does not change a database that a newer version upgraded.
 
-Who works with a database while its schema is changed writes what the next version does not know of, and overlooks what
-it has begun (the rotation of an authority, say): so nobody is to work then, and who does anyway is told (`working`).
+A process of the old version must not use the database during an upgrade: it writes data the new version does not
+expect, and ignores operations the new version has begun (a CA rotation, for example). `active_processes` lists such
+processes.
 
-Where the lock that lets one at a time work does not reach (two nodes of a Galera cluster) the second one fails, looks
-again, and finds the work done.
+The lock does not cover two nodes of a Galera cluster. The second upgrade then fails, retries, and finds the work done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from alembic.util import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from amphora_driver.database import clock, schema_check
-from amphora_driver.database.engine import Database, parsed
+from amphora_driver.database.engine import Database, parse_url
 from amphora_driver.errors import SchemaMismatch, StoreError
 
 if TYPE_CHECKING:
@@ -37,84 +37,84 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-_WANTED = "upgrade the database"
+_ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# Locks by name (MariaDB) and by number (PostgreSQL) that live as long as the connection that took them.
+# Locks by name (MariaDB) and by number (PostgreSQL), held until their connection ends.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# Seconds to wait for another upgrade: adding a column to a large table takes its time.
+# Seconds to wait for another upgrade: adding a column to a large table takes minutes.
 _LOCK_SECONDS = 600
-# Seconds after its last sign of life for which a process is taken for alive: it gives one every two.
-_SILENT = 7.0
+# Seconds after its last heartbeat for which a process counts as alive: it sends one every two seconds.
+_PROCESS_ALIVE_SECONDS = 7.0
 
 
 class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
-    """From where to where a database was brought; `before` is empty where it had no schema."""
+    """Revisions before and after an upgrade; `before` is empty if there was no schema."""
 
     before: str
     after: str
 
 
 def upgrade(url: str) -> Upgrade:
-    """Bring the database at this URL to the newest schema; harmless when it is there already.
+    """Upgrade the database at this URL to the newest schema. Idempotent.
 
     Raises:
-        ConfigurationError: the URL is none, or its driver is not installed.
-        SchemaMismatch: it is newer than this version.
-        StoreError: the database said no. What was done until then is found again the next time.
+        ConfigurationError: the URL is invalid, or its driver is not installed.
+        SchemaMismatch: the schema is newer than this version.
+        StoreError: the database refused a step. The next upgrade continues after the completed steps.
     """
-    engine = _engine(url)
+    engine = _upgrade_engine(url)
     try:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with _turn(engine):
-                    return _bring(engine)
+                with _upgrade_lock(engine):
+                    return _run_migrations(engine)
             except (DBAPIError, CommandError) as error:
-                words = str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error)
+                text = str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error)
                 if attempt == _ATTEMPTS:
-                    raise StoreError(_WANTED, words, "Mend that and run it again.") from error
-                LOG.info("upgrading again, attempt %d: %s", attempt, words)
-                # Somebody else may be at it, on another node of a cluster.
+                    raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
+                LOG.info("database upgrade attempt %d failed, retrying: %s", attempt, text)
+                # Another upgrade may run on another node of the Galera cluster.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
         engine.dispose()
 
 
-def working(url: str) -> tuple[str, ...]:
-    """The processes, of whatever version, that work with a database whose schema is to be changed by an upgrade.
+def active_processes(url: str) -> tuple[str, ...]:
+    """Return the processes, of any version, that use a database with an outdated schema.
 
-    Whoever died without a word counts until his leases and duties have run out.
+    A crashed process counts until its leases and duties expire.
 
     Raises:
-        ConfigurationError: the URL is none, or its driver is not installed.
-        StoreError: the database said no.
+        ConfigurationError: the URL is invalid, or its driver is not installed.
+        StoreError: the database refused a query.
     """
-    engine = _engine(url)
+    engine = _upgrade_engine(url)
     try:
         with engine.connect() as connection:
-            if schema_check.recorded(connection) in {(), (schema_check.revisions()[-1],)}:
+            if schema_check.read_revisions(connection) in {(), (schema_check.known_revisions()[-1],)}:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
-            # In every version these have had these columns.
-            moments = {"work": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
-            moments["process"] = ("name", "seen_at", -_SILENT)
+            # These columns exist in every schema revision.
+            columns = {"work": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
+            columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()
-            for table, (who, until, lead) in moments.items():
+            for table, (name, until, grace) in columns.items():
                 if table in there:
-                    rows = sa.table(table, sa.column(who), sa.column(until, sa.Double))
-                    alive = rows.c[who].is_not(None), rows.c[until] > now + lead
-                    found.update(connection.scalars(sa.select(rows.c[who]).where(*alive)))
+                    rows = sa.table(table, sa.column(name), sa.column(until, sa.Double))
+                    alive = rows.c[name].is_not(None), rows.c[until] > now + grace
+                    found.update(connection.scalars(sa.select(rows.c[name]).where(*alive)))
             return tuple(sorted(found))
     except DBAPIError as error:
-        raise StoreError("see who works with the database", str(error.orig or error)) from error
+        raise StoreError("list the processes that use the database", str(error.orig or error)) from error
     finally:
         engine.dispose()
 
 
-def configuration(connection: sa.Connection) -> Config:
-    """Alembic's view of our migrations on an open connection."""
+def alembic_config(connection: sa.Connection) -> Config:
+    """Return the Alembic configuration that runs the migrations on an open connection."""
     config = Config()
     config.set_main_option("script_location", str(schema_check.MIGRATIONS))
     config.set_main_option("path_separator", "os")
@@ -122,56 +122,58 @@ def configuration(connection: sa.Connection) -> Config:
     return config
 
 
-def _engine(url: str) -> sa.Engine:
-    # A statement of an upgrade may take minutes; what `Database` asks of a server is that it answers in seconds.
-    found = parsed(url)
+def _upgrade_engine(url: str) -> sa.Engine:
+    # A statement of an upgrade may take minutes; `Database` limits an answer to seconds.
+    found = parse_url(url)
     return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
 
-def _bring(engine: sa.Engine) -> Upgrade:
-    newest = schema_check.revisions()[-1]
+def _run_migrations(engine: sa.Engine) -> Upgrade:
+    newest = schema_check.known_revisions()[-1]
     with engine.connect() as connection:
-        found = schema_check.recorded(connection)
-        if any(one not in schema_check.revisions() for one in found):
-            happened, remedy = schema_check.mismatch(found) or ("", "")
-            raise SchemaMismatch(_WANTED, happened, remedy)
+        found = schema_check.read_revisions(connection)
+        if any(one not in schema_check.known_revisions() for one in found):
+            happened, remedy = schema_check.describe_mismatch(found) or ("", "")
+            raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two upgrades at once on two nodes: every step may be repeated, so the later place is as good.
+            # Two concurrent upgrades on two Galera nodes. Every step is repeatable, so the later revision is correct.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
-            command.upgrade(configuration(connection), "head")
+            command.upgrade(alembic_config(connection), "head")
         connection.commit()
     return Upgrade(before=found[-1] if found else "", after=newest)
 
 
 @contextmanager
-def _turn(engine: sa.Engine) -> Iterator[None]:
-    """Be the only one that upgrades. SQLite's writers queue anyway (engine.py)."""
+def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
+    """Hold the lock that lets one upgrade run at a time. SQLite needs none: its writers take a file lock."""
     name = engine.dialect.name
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # On a connection of its own: statements that change a schema would end the transaction.
+    # On a separate connection: statements that change a schema end the transaction of theirs.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
             connection.commit()
-        elif not _named_lock(connection):
-            raise StoreError(_WANTED, f"another upgrade has been running for {_LOCK_SECONDS} s", "Look at that one.")
+        elif not _take_mariadb_lock(connection):
+            raise StoreError(
+                _ATTEMPT, f"another upgrade has been running for {_LOCK_SECONDS} s", "Check the other upgrade."
+            )
         try:
             yield
         finally:
-            # The lock goes with the connection, also if nobody is there to give it back.
+            # Closing the connection releases the lock, also after a crash.
             connection.invalidate()
 
 
-def _named_lock(connection: sa.Connection) -> bool:
-    """Take MariaDB's lock; True as well where there is none to be had, as on some nodes of Galera."""
+def _take_mariadb_lock(connection: sa.Connection) -> bool:
+    """Take MariaDB's named lock. Return True also on servers without named locks, as some Galera nodes."""
     try:
         taken = connection.execute(sa.select(sa.func.get_lock(_LOCK_NAME, _LOCK_SECONDS))).scalar()
         connection.commit()
     except DBAPIError as error:
-        LOG.info("this database has no lock for upgrades: %s", error.orig)
+        LOG.info("database has no named locks, upgrading without one: %s", error.orig)
         return True
     return taken == 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to PostgreSQL that do not wait for ever.
+"""PostgreSQL connections with a limit on the time for an answer.
 
-Invariant: an answer that does not come within the connection's patience ends the connection. The server's own limits
-(statement_timeout) help only while the server runs, and TCP's only while its host is away: a server that is stopped
-has a kernel that acknowledges everything.
+Invariant: an answer that takes longer than the connection's time-out ends the connection. The server's own limits
+(statement_timeout) need a running server process. TCP time-outs need a host that does not answer: the kernel of a host
+with a stopped server process still acknowledges every packet.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ if TYPE_CHECKING:
     from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
-# Seconds between two looks at the clock while an answer is awaited.
-_LOOK_EVERY = 0.5
+# Seconds between two checks of the deadline while an answer is awaited.
+_POLL_SECONDS = 0.5
 
 
 class Connection(psycopg.Connection[Any]):
-    """A connection with a limit to its patience.
+    """A connection that fails if an answer takes longer than `answer_timeout` seconds.
 
-    All of psycopg's waiting goes through `wait`: it is given a generator that says what it waits for, and is told
-    whether that has come.
+    psycopg waits in `wait` only. Its generator yields the event to wait for, and receives whether the event came.
     """
 
-    patience = 10.0
+    answer_timeout = 10.0
 
     def wait(
-        self, gen: Generator[Wait, Ready | int, T], interval: float = _LOOK_EVERY, timeout: float | None = None
+        self, gen: Generator[Wait, Ready | int, T], interval: float = _POLL_SECONDS, timeout: float | None = None
     ) -> T:
-        return super().wait(self._limited(gen), min(interval, _LOOK_EVERY), timeout)
+        return super().wait(self._limited(gen), min(interval, _POLL_SECONDS), timeout)
 
     def _limited(self, gen: Generator[Wait, Ready | int, T]) -> Generator[Wait, Ready | int, T]:
-        until = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.answer_timeout
         try:
-            wanted = next(gen)
+            event = next(gen)
             while True:
-                ready = yield wanted
-                if not ready and time.monotonic() > until:
-                    # What comes later belongs to a question nobody remembers.
+                ready = yield event
+                if not ready and time.monotonic() > deadline:
+                    # A late answer must not be taken for the answer to the next statement.
                     self.pgconn.finish()
-                    raise psycopg.OperationalError(f"no answer in {self.patience:.0f} s")
-                wanted = gen.send(ready)
+                    raise psycopg.OperationalError(f"no answer in {self.answer_timeout:.0f} s")
+                event = gen.send(ready)
         except StopIteration as ended:
             return cast("T", ended.value)
 
 
-def connect(patience: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> Connection:
-    """Connect as psycopg would, to be patient for so many seconds."""
+def connect_with_timeout(answer_timeout: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> Connection:
+    """Connect as psycopg does, with a limit in seconds on the time for an answer."""
     connection = Connection.connect(*arguments, **options)
-    connection.patience = patience
+    connection.answer_timeout = answer_timeout
     return connection

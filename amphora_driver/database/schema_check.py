@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a database has the schema this version works with.
+"""Check that a database has the schema of this version.
 
-Invariant: no statement of ours reaches a database with another schema: `Database` has a look before its first
-transaction, and again every few seconds, so that a process that was not stopped before an upgrade does nothing more;
-and an upgrade is refused while somebody works (`migrate.working`). Migrations follow one another in a line, so that
-where a database stands is one number; the file of each is called by it.
+Invariant: no statement of this version reaches a database with another schema. `Database` checks the schema before its
+first transaction and every few seconds, so a process that runs across an upgrade stops its work. An upgrade is refused
+while processes use the database (`migrate.active_processes`). Migrations are linear: one number, which is also part of
+the migration's file name, identifies the state of a database.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-# Alembic's own table: where the database stands.
+# Alembic's own table, with the revision of the database.
 VERSION_TABLE = "alembic_version"
 _VERSIONS = sa.table(VERSION_TABLE, sa.column("version_num"))
-_WANTED = "use the database"
+_ATTEMPT = "use the database"
 
 
 @lru_cache(maxsize=1)
-def revisions() -> tuple[str, ...]:
-    """The revisions this version knows, oldest first. The last one is what it works with."""
+def known_revisions() -> tuple[str, ...]:
+    """Return the revisions this version knows, oldest first. It requires the last one."""
     return tuple(sorted(path.name.partition("_")[0] for path in MIGRATIONS.glob("versions/[0-9]*.py")))
 
 
-def recorded(connection: sa.Connection) -> tuple[str, ...]:
-    """Where the database says it stands: one revision, and none before the first upgrade."""
+def read_revisions(connection: sa.Connection) -> tuple[str, ...]:
+    """Return the revision recorded in the database: one element, or none before the first upgrade."""
     if not sa.inspect(connection).has_table(VERSION_TABLE):
         return ()
     return tuple(sorted(connection.scalars(sa.select(_VERSIONS.c.version_num))))
 
 
-def check(connection: sa.Connection) -> None:
-    """Return if this version works with the database.
+def require_known_schema(connection: sa.Connection) -> None:
+    """Raise an error unless the database has the schema of this version.
 
     Raises:
-        SchemaMismatch: it does not; the sentence says what to do.
+        SchemaMismatch: the schema differs; the text says what to do.
     """
-    reason = mismatch(recorded(connection))
+    reason = describe_mismatch(read_revisions(connection))
     if reason is not None:
-        raise SchemaMismatch(_WANTED, *reason)
+        raise SchemaMismatch(_ATTEMPT, *reason)
 
 
-def check_text(connection: sa.Connection) -> None:
-    """Return if the database can hold every character that users and amphorae may send.
+def require_utf8mb4(connection: sa.Connection) -> None:
+    """Raise an error unless the database can store every Unicode character.
 
-    MariaDB refuses a transaction with a character beyond the BMP where a table is in utf8mb3, its default for long. The
-    other databases always hold them.
+    MariaDB refuses a transaction that writes a character beyond the BMP to a table in utf8mb3, its former default. The
+    other databases store all characters.
 
     Raises:
-        SchemaMismatch: tables are not in utf8mb4; the sentence says what to do.
+        SchemaMismatch: tables are not in utf8mb4; the text says what to do.
     """
     if connection.dialect.name != "mysql":
         return
@@ -75,44 +75,45 @@ def check_text(connection: sa.Connection) -> None:
         .order_by(tables.c.table_name)
     ).all()
     if narrow:
-        happened = f"its tables {', '.join(narrow)} are not in utf8mb4"
+        happened = f"the tables {', '.join(narrow)} are not in utf8mb4"
         remedy = "Run for each of them: ALTER TABLE name CONVERT TO CHARACTER SET utf8mb4."
-        raise SchemaMismatch(_WANTED, happened, remedy)
+        raise SchemaMismatch(_ATTEMPT, happened, remedy)
 
 
-def mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
-    """What is wrong with a database that stands there, and what to do; None if nothing is.
+def describe_mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return what is wrong with a schema, and what to do; None if this version works with it.
 
     Args:
-        found: what `recorded` says.
+        found: the result of `read_revisions`.
     """
-    wanted = revisions()[-1]
+    required = known_revisions()[-1]
     command = "Stop the controllers and health managers and run: amphoractl database upgrade."
-    if found == (wanted,):
+    if found == (required,):
         return None
     if not found:
-        return "it has no schema yet", "Run: amphoractl database upgrade."
-    newer = [one for one in found if one not in revisions()]
+        return "the database has no schema", "Run: amphoractl database upgrade."
+    newer = [one for one in found if one not in known_revisions()]
     if newer:
-        happened = f"its schema is {newer[-1]}, newer than {wanted}, the newest this version knows"
-        return happened, "Install the version that upgraded it on this host too."
+        happened = f"the schema is {newer[-1]}, newer than {required}, the newest revision this version knows"
+        return happened, "Install the version that upgraded the database on this host too."
     if len(found) > 1:
-        return f"an upgrade left it between {' and '.join(found)}", command
-    return f"its schema is {found[0]}, this version works with {wanted}", command
+        return f"an interrupted upgrade left the schema between {' and '.join(found)}", command
+    return f"the schema is {found[0]}, this version requires {required}", command
 
 
-def fits(database: Database) -> bool:
-    """Whether a service may start with this database; why not is in the log. Connections are closed again.
+def is_usable(database: Database) -> bool:
+    """Return whether a service may start with this database; a reason against it is logged.
 
-    A database that is away is no reason: its schema is looked at when it is back.
+    An unreachable database does not prevent the start: `Database` checks the schema once it answers. All connections
+    are closed before the return.
     """
     try:
-        database.read(check_text)
+        database.read(require_utf8mb4)
     except (SchemaMismatch, ConfigurationError) as error:
         LOG.critical("%s", error)
         return False
     except StoreError as error:
-        LOG.warning("starting without the database: %s", error)
+        LOG.warning("starting although the database does not answer: %s", error)
     finally:
         database.dispose()
     return True

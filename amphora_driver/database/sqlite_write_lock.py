@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One SQLite file, and the writers who take turns with it.
+"""A write lock for one SQLite file.
 
-Two writers would fight: a reader cannot become a writer, and the busy handler starves. So a file lock beside the
-database lets them queue, those of all processes; who has the turn begins with BEGIN IMMEDIATE.
+SQLite's own locking starves writers: a reader cannot become a writer, and the busy handler is not fair. Therefore a
+file lock beside the database queues the writers of all processes. The lock holder starts its transaction with BEGIN
+IMMEDIATE.
 
-Invariant: nobody waits for a turn without limit. Whoever has it may stand still (a debugger, a frozen host, SIGSTOP),
-and then it is better to hear no, and who it is, than to hang with him.
+Invariant: a writer never waits without a limit. The lock holder may be stopped (debugger, frozen host, SIGSTOP). The
+waiting writer then fails with an error that names the holder.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ from amphora_driver.errors import StoreError
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-_TURN = "amphora_turn"
+_LOCK_KEY = "amphora_write_lock"
+_ATTEMPT = "write to the database"
 
 
-class Queue:
-    """Lets the writers of one file go one after the other.
+class SqliteWriteLock:
+    """Serializes the writers of one SQLite file.
 
     Args:
-        path: the file.
-        durable: whether a commit must survive a power cut.
-        patience: seconds to wait for one's turn.
+        path: the database file.
+        durable: whether a commit must survive a power failure.
+        timeout: seconds a writer waits for the lock.
     """
 
-    def __init__(self, path: str, *, durable: bool, patience: float) -> None:
-        self._turns = Turns(f"{path}.lock")
+    def __init__(self, path: str, *, durable: bool, timeout: float) -> None:
+        self._lock_file = LockFile(f"{path}.lock")
         self._durable = durable
-        self._patience = patience
+        self._timeout = timeout
         Path(path).parent.mkdir(parents=True, exist_ok=True)
 
-    def listen(self, engine: sa.Engine) -> None:
-        """Have all that an engine writes wait for its turn."""
+    def attach(self, engine: sa.Engine) -> None:
+        """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # A connection goes back to the pool right after its COMMIT or ROLLBACK: the turn of the next writer.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK: release the lock then.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions of its own: _begin does.
+        # The driver must not begin transactions itself: `_begin` does.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -63,121 +65,121 @@ class Queue:
         if connection.get_execution_options().get("amphora_read_only"):
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
-        if _TURN not in connection.info:
-            # Several transactions of one connection, one after the other (a migration each), are one turn.
-            connection.info[_TURN] = self._turns.take(self._patience)
+        if _LOCK_KEY not in connection.info:
+            # Consecutive transactions of one connection (one per migration) share one lock.
+            connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     def _checkin(self, _dbapi_connection: Any, record: Any) -> None:
-        turn = record.info.pop(_TURN, None)
-        if turn is not None:
-            os.close(turn)
+        descriptor = record.info.pop(_LOCK_KEY, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-class Turns:
-    """Turns to write, as locks of one file: a turn is a descriptor, and over when that is closed."""
+class LockFile:
+    """An exclusive file lock with a time-out. Closing the descriptor releases the lock."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._changing = threading.Lock()
-        # Of those who stopped waiting: the kernel takes nobody out of its queue. Who comes next waits there.
-        self._given_up: list[_Place] = []
+        self._mutex = threading.Lock()
+        # Waiters after their caller's time-out. flock() cannot be cancelled, so the next caller reuses the waiter.
+        self._abandoned: list[_Waiter] = []
 
-    def take(self, patience: float) -> int:
-        """Wait for a turn.
+    def acquire(self, timeout: float) -> int:
+        """Wait for the lock and return its descriptor.
 
         Args:
-            patience: seconds.
+            timeout: seconds.
 
         Raises:
-            StoreError: it did not come, or the file system has none.
+            StoreError: the time-out passed, or the file system does not support locks.
         """
         try:
-            return self._take(patience)
+            return self._acquire(timeout)
         except OSError as error:
-            raise StoreError("write to the database", f"{self._path}: {error.strerror}") from error
+            raise StoreError(_ATTEMPT, f"{self._path}: {error.strerror}") from error
 
-    def _take(self, patience: float) -> int:
+    def _acquire(self, timeout: float) -> int:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return self._wait(descriptor, patience)
+            return self._wait(descriptor, timeout)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
-    def _wait(self, descriptor: int, patience: float) -> int:
-        """The lock can be waited for with a limit only by somebody else."""
-        with self._changing:
-            place = self._given_up.pop() if self._given_up else None
-        if place is None:
-            place = _Place(descriptor)
+    def _wait(self, descriptor: int, timeout: float) -> int:
+        """Wait with a limit: flock() has none, so a thread calls it."""
+        with self._mutex:
+            waiter = self._abandoned.pop() if self._abandoned else None
+        if waiter is None:
+            waiter = _Waiter(descriptor)
             try:
-                threading.Thread(target=self._stand, args=(place,), name="turn to write", daemon=True).start()
+                threading.Thread(target=self._block, args=(waiter,), name="database write lock", daemon=True).start()
             except BaseException:
                 os.close(descriptor)
                 raise
         else:
             os.close(descriptor)
         try:
-            came = place.over.wait(patience)
+            acquired = waiter.done.wait(timeout)
         except BaseException:
-            if not self._leave(place):
-                os.close(place.descriptor)
+            if not self._abandon(waiter):
+                os.close(waiter.descriptor)
             raise
-        if not came and self._leave(place):
-            raise StoreError("write to the database", self._why_not(patience))
-        if place.error is not None:
-            os.close(place.descriptor)
-            raise place.error
-        return place.descriptor
+        if not acquired and self._abandon(waiter):
+            raise StoreError(_ATTEMPT, self._timeout_text(timeout))
+        if waiter.error is not None:
+            os.close(waiter.descriptor)
+            raise waiter.error
+        return waiter.descriptor
 
-    def _leave(self, place: _Place) -> bool:
-        """Stop waiting; False if the turn has come in the last moment."""
-        with self._changing:
-            if place.over.is_set():
+    def _abandon(self, waiter: _Waiter) -> bool:
+        """Stop waiting. Return False if the waiter got the lock in the meantime."""
+        with self._mutex:
+            if waiter.done.is_set():
                 return False
-            self._given_up.append(place)
+            self._abandoned.append(waiter)
             return True
 
-    def _stand(self, place: _Place) -> None:
-        """In line, until it is our turn; and let the next one go if nobody wants it any more."""
+    def _block(self, waiter: _Waiter) -> None:
+        """Block until the lock is free; release it at once if the waiter was abandoned."""
         try:
-            fcntl.flock(place.descriptor, fcntl.LOCK_EX)
+            fcntl.flock(waiter.descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            place.error = error
-        with self._changing:
-            if place in self._given_up:
-                self._given_up.remove(place)
-                os.close(place.descriptor)
+            waiter.error = error
+        with self._mutex:
+            if waiter in self._abandoned:
+                self._abandoned.remove(waiter)
+                os.close(waiter.descriptor)
             else:
-                place.over.set()
+                waiter.done.set()
 
-    def _why_not(self, patience: float) -> str:
-        holder = _holder(self._path)
-        who = "another process has it" if holder is None else f"process {holder} has it"
-        return f"in {patience:.0f} s our turn did not come: {who}, and may stand still"
+    def _timeout_text(self, timeout: float) -> str:
+        holder = _lock_holder(self._path)
+        name = "another process" if holder is None else f"process {holder}"
+        return f"the write lock was not free within {timeout:.0f} s: {name} holds it and may be stopped"
 
 
-class _Place:
-    """A place in the queue."""
+class _Waiter:
+    """A descriptor on which a thread waits for the lock."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.over = threading.Event()
+        self.done = threading.Event()
         self.error: OSError | None = None
 
 
-def _holder(path: str) -> str | None:
-    """Who has a file locked, as "number (name)"; None where the kernel does not tell (proc_locks(5))."""
+def _lock_holder(path: str) -> str | None:
+    """Return the process that holds a file's lock as "number (name)"; None if unknown (proc_locks(5))."""
     with suppress(OSError):
         inode = str(Path(path).stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF; who waits has an arrow after the number.
-            words = line.split()
-            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:
-                name = Path("/proc", words[4], "comm").read_text(encoding="utf-8", errors="replace").strip()
-                return f"{words[4]} ({name})"
+            # 1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF; a waiting process has an arrow after the number.
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
+                name = Path("/proc", fields[4], "comm").read_text(encoding="utf-8", errors="replace").strip()
+                return f"{fields[4]} ({name})"
     return None

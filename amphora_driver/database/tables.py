@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every table, in one place.
+"""The tables of load balancers and amphorae.
 
-Invariant: the rows are the truth. Whatever a process keeps in memory, a message says or a flow remembers may be lost
-at any moment; what these tables say may not. Times are seconds since 1970 (UTC) as floating point numbers: the same
-on every database.
+Invariant: the rows are authoritative. The memory of a process, a message or a cache may be lost at any moment; these
+rows must not. Times are seconds since 1970 (UTC) as floating point numbers, equal on every database.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ metadata = MetaData(
 )
 
 Id = String(36)
-# A load balancer with a thousand nested objects in one body must fit: MySQL's TEXT stops at 64 KiB.
+# A load balancer with a thousand nested objects must fit: MySQL's TEXT is limited to 64 KiB.
 Body = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-# A chain of certificates or a bundle of authorities may be longer than MySQL's BLOB.
+# A certificate chain or a CA bundle may be longer than MySQL's BLOB.
 Sealed = LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
-# SQLite counts up by itself only for INTEGER primary keys.
+# SQLite increments automatically only INTEGER primary keys.
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 
-# In `work.free_at`: at once and before all others, and whoever works on it just now is not to forget it. A job that
-# gives its lease back writes when it is due next: what it has not seen may not get lost by that.
+# Value of `work.free_at`: due at once and before all other rows. A job that releases its lease writes the next due
+# time, but never overwrites this value: it may have been written after the job read the row.
 URGENT = -1.0
 
-# --- what users want ------------------------------------------------------------------------------------------------
+# --- desired state --------------------------------------------------------------------------------------------------
 
-# One row per object of a load balancer, its own attributes only (JSON of the model class, children left out).
-# `refers_to` is the pool a listener or L7 policy points at, so that the listeners of a pool are found without reading
-# bodies. `removed` rows wait for the removal to be confirmed by every amphora and reported to Octavia.
+# One row per object of a load balancer; `body` is the JSON of the model class without children. `refers_to` is the pool
+# of a listener or L7 policy: a query finds the listeners of a pool without reading bodies. A `removed` row stays until
+# every amphora has confirmed the removal and Octavia has received it.
 wanted_object = Table(
     "wanted_object",
     metadata,
@@ -69,16 +68,16 @@ wanted_object = Table(
     Index("ix_wanted_object_refers_to", "refers_to"),
 )
 
-# One row per load balancer: what generation is wanted and served, and which controller works on it.
-# `committed` is the newest generation of which Octavia's own transaction is known to have ended;
-# `read_back` asks for something to be read from Octavia after that, because it arrived incomplete: the listeners and
-# pools in `reread` (JSON, [kind, id] each), or the whole tree where that is empty.
+# One row per load balancer: its desired and applied generation, and the lease of a controller. `committed`: the newest
+# generation for which Octavia's own transaction has ended. `read_back`: some objects arrived incomplete and must be
+# read from Octavia after its commit: the listeners and pools in `reread` (JSON, [kind, id] each), or the complete tree
+# if `reread` is NULL.
 work = Table(
     "work",
     metadata,
     Column("load_balancer_id", Id, primary_key=True),
     Column("project_id", String(64), nullable=True),
-    # Chosen at creation, for good: the topology, and the backends (entry points) its amphorae and ports are with.
+    # Fixed at creation: the topology, and the compute and network backends (entry points).
     Column("topology", String(32), nullable=False, default="SINGLE"),
     Column("compute", String(64), nullable=True),
     Column("network", String(64), nullable=True),
@@ -88,35 +87,35 @@ work = Table(
     Column("applied", BigInteger, nullable=False, default=0),
     Column("read_back", Boolean, nullable=False, default=False),
     Column("reread", Body, nullable=True),
-    # What the VIPs' port was given last besides addresses (JSON: QoS policy, security groups); empty if never anything.
+    # The last applied options of the VIP port (JSON: QoS policy, security groups); NULL if none were ever applied.
     Column("vip_applied", Body, nullable=True),
-    # What a generation that is not confirmed yet is served without (JSON: the generation, reasons by object id).
+    # Objects that an unconfirmed generation omits (JSON: the generation, reasons by object id).
     Column("left_out", Body, nullable=True),
-    # The pool of warm spares it takes amphorae from (the id of another row); of such a pool itself: how many of what
-    # (JSON).
+    # `spare_pool`: the row id of the pool of warm spares that this load balancer uses. `spares`: set in the row of such
+    # a pool, its specification (JSON).
     Column("spare_pool", Id, nullable=True),
     Column("spares", Body, nullable=True),
     Column("dirty", Boolean, nullable=False, default=True),
-    # How often its TLS ticket keys were made or rotated, and when that is due again; both empty until it needs some.
+    # Number of the current TLS ticket keys, and the time of their next rotation; NULL until the first keys.
     Column("tickets", BigInteger, nullable=True),
     Column("tickets_due", Double, nullable=True),
     Column("owner", String(128), nullable=True),
     Column("epoch", BigInteger, nullable=False, default=0),
-    # Every write under the lease adds one. MariaDB replicates no row whose values stay the same, and without the row
-    # Galera notices no collision with a claim on another node.
+    # Every write under the lease increments this. MariaDB does not replicate an update that changes no value. Galera
+    # would then miss a collision with a claim on another node.
     Column("writes", BigInteger, nullable=False, default=0, server_default="0"),
     Column("leased_until", Double, nullable=True),
     Column("free_at", Double, nullable=False, default=0.0),
     Column("attempts", Integer, nullable=False, default=0),
-    # How many processes have ended, or lost their lease, while they worked on it; since one of them has got somewhere.
+    # Crashes and lost leases of processes that worked on this row, since the last progress.
     Column("deaths", Integer, nullable=False, default=0, server_default="0"),
     Column("error", Text, nullable=True),
     Index("ix_work_dirty_free_at", "dirty", "free_at"),
 )
-# What makes a row due writes this into `free_at`: at once, and what is urgent already stays so.
-AT_ONCE = case((work.c.free_at < 0.0, URGENT), else_=0.0)
+# Value for `free_at` that makes a row due now and keeps URGENT.
+DUE_NOW = case((work.c.free_at < 0.0, URGENT), else_=0.0)
 
-# One row per accepted call: the history of a load balancer, and the proof that nothing accepted was lost.
+# One row per accepted call: the history of a load balancer, and the commit marker of the call.
 request = Table(
     "request",
     metadata,
@@ -131,9 +130,9 @@ request = Table(
     Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
 )
 
-# One row per secret an object uses: sealed by the vault, never shared between objects, gone with the last use.
-# `purpose` says what it is for (certificate, ca, crl, tickets); `ref` is the name Octavia's users know it by. `reason`
-# says why nothing is in it, where Octavia could not hand it over or what came cannot be served.
+# One row per secret of an object: encrypted by the vault, never shared between objects, deleted with the last use.
+# `purpose`: certificate, ca, crl or tickets. `ref`: the reference in Octavia's API. `reason`: why `sealed` is NULL:
+# Octavia did not deliver the secret, or HAProxy cannot use it.
 secret = Table(
     "secret",
     metadata,
@@ -146,11 +145,11 @@ secret = Table(
     Index("ix_secret_load_balancer_id", "load_balancer_id"),
 )
 
-# --- what Octavia is told -------------------------------------------------------------------------------------------
+# --- reports to Octavia ---------------------------------------------------------------------------------------------
 
-# One row per object: the newest provisioning and operating status. `pending` is the generation whose confirmation the
-# object's PENDING_* waits for. `version` grows with every change, `settled` is the version at which the provisioning
-# status changed last, `reported` is the version Octavia has taken.
+# One row per object: the newest provisioning and operating status. `pending`: the object is PENDING_* in Octavia until
+# this generation is confirmed. `version` grows with every change. `settled`: the version of the last change of the
+# provisioning status. `reported`: the version Octavia has received.
 status = Table(
     "status",
     metadata,
@@ -168,8 +167,8 @@ status = Table(
     Index("ix_status_load_balancer_id", "load_balancer_id"),
 )
 
-# One row per listener and amphora that ever served it: absolute counters, summed up for Octavia. Rows of amphorae
-# that are gone stay, so that totals never fall. `version`/`reported` as above.
+# One row per listener and amphora that ever served it: absolute counters; Octavia receives the sums. Rows of deleted
+# amphorae stay, so that totals never decrease. `version` and `reported` as above.
 listener_statistics = Table(
     "listener_statistics",
     metadata,
@@ -188,7 +187,7 @@ listener_statistics = Table(
 
 # --- amphorae -------------------------------------------------------------------------------------------------------
 
-# `confirmed` is the newest generation the agent itself said it serves; `heartbeat_key` is encrypted.
+# `confirmed`: the newest generation that the agent reports to serve. `heartbeat_key` is encrypted.
 amphora = Table(
     "amphora",
     metadata,
@@ -199,39 +198,39 @@ amphora = Table(
     Column("compute_id", String(128), nullable=True),
     Column("management_address", String(64), nullable=True),
     Column("confirmed", BigInteger, nullable=False, default=0),
-    # When it confirmed that: one of a pair that begins takes the VIPs a while later.
+    # Time of that confirmation: a new amphora of a pair takes the VIPs some seconds later.
     Column("confirmed_at", Double, nullable=True),
     Column("heartbeat_key", LargeBinary, nullable=False),
-    # The ports the machine has, with their subnets (JSON), as network and compute backends confirmed them.
+    # Ports of the machine with their subnets (JSON), confirmed by the network and compute backends.
     Column("plugged", Body, nullable=True),
-    # Those it knew to be its partners when it confirmed (JSON).
+    # Its VRRP peers at the confirmation (JSON).
     Column("partners", Body, nullable=True),
-    # It was asked to give the VIPs to its partner, because it is about to go.
+    # The controller has asked it to hand the VIPs over to its partner, before its removal.
     Column("handed_over", Boolean, nullable=False, default=False),
-    # It did, and connections it still has may go on until then; empty while its VIPs may still be there.
+    # End of the connection drain after the handover; NULL while it may still hold VIPs.
     Column("drains_until", Double, nullable=True),
     Column("certificate_expires_at", Double, nullable=True),
-    # When that was issued, by which authority (empty: the one of the files), and whose client certificates it accepts.
+    # Time of issue; the issuing CA (NULL: the configured files); the CAs of client certificates it accepts.
     Column("certificate_issued_at", Double, nullable=True),
     Column("certificate_authority", BigInteger, nullable=True),
     Column("trusts", String(255), nullable=True),
-    # What it was booted from, as the compute backend names it.
+    # The image it was booted from, in the compute backend's notation.
     Column("image", String(255), nullable=True),
-    # When it was compared with what is wanted last, and what differed: history, which stays. Whether it still does.
+    # Time of the last drift audit; the last drift found, kept as history; whether the drift still exists.
     Column("audited_at", Double, nullable=True),
     Column("drift", Text, nullable=True),
     Column("drifts", Boolean, nullable=True, default=False),
     Column("created_at", Double, nullable=False),
-    # When its machine was ordered: its agent is waited for from then on.
+    # Time of the boot request: the boot time-out starts here.
     Column("booted_at", Double, nullable=True),
     Column("ready_at", Double, nullable=True),
     Column("reason", Text, nullable=True),
     Index("ix_amphora_load_balancer_id", "load_balancer_id"),
 )
 
-# Written in bulk by the health managers and read by everybody: kept apart from `amphora`, which changes seldom.
-# (epoch, sequence) is the place of the last heartbeat taken in: what comes before it is a replay, also after a restart.
-# `holds_vip` is what it said of itself; empty where that is no question.
+# Written in bulk by the health managers, separate from `amphora`, which changes rarely. (epoch, sequence) identify the
+# last accepted heartbeat: older ones are replays, also after a restart. `holds_vip`: reported by the amphora; NULL
+# where it does not apply.
 amphora_seen = Table(
     "amphora_seen",
     metadata,
@@ -244,9 +243,9 @@ amphora_seen = Table(
     Column("agent_version", String(64), nullable=True),
 )
 
-# --- who does what --------------------------------------------------------------------------------------------------
+# --- duties, claims, orphans ----------------------------------------------------------------------------------------
 
-# A named duty that one process at a time performs (reporting to Octavia, for example).
+# A named duty that one process at a time performs (reports to Octavia, for example).
 duty = Table(
     "duty",
     metadata,
@@ -256,23 +255,23 @@ duty = Table(
     Column("leased_until", Double, nullable=False),
 )
 
-# Addresses taken for a load balancer whose creation Octavia has not asked us for yet, and perhaps never will: it may
-# refuse the rest of the request, or die, after `create_vip_port`.
+# Addresses allocated for a load balancer before Octavia requests its creation. The request may never come: after
+# `create_vip_port`, Octavia may refuse the user's request or crash.
 vip_claim = Table(
     "vip_claim",
     metadata,
     Column("load_balancer_id", Id, primary_key=True),
-    # The network backend (entry point) they were taken from.
+    # The network backend (entry point) of the addresses.
     Column("network", String(64), nullable=True),
     Column("claimed_at", Double, nullable=False),
     Column("project_id", String(64), nullable=True),
-    # Where the backend needs time: what was asked of it (JSON), until it has answered; and what has kept it so far.
+    # A slow backend: the pending request (JSON) until its answer, and the reason for the delay.
     Column("wanted", Body, nullable=True),
     Column("reason", Text, nullable=True),
 )
 
-# What a backend has and no row of ours owns: a machine, a port. When it was noticed first, because a crash between two
-# systems looks the same as a step that is being taken.
+# Machines and ports of a backend that no row owns, with the time of discovery. A recent one may belong to a step in
+# progress, because a step writes to two systems.
 orphan = Table(
     "orphan",
     metadata,
@@ -313,12 +312,12 @@ local_port = Table(
     # An amphora's id, "lb-<load balancer id>" for VIPs, or the name of a sandbox host.
     Column("owner", String(64), nullable=False),
     Column("mac", String(17), nullable=False, unique=True),
-    # False for a port a user brought: it is never deleted by us.
+    # False for a port of the user: the driver never deletes it.
     Column("ours", Boolean, nullable=False, default=True),
     UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
 )
 
-# What a VIP may have besides its address. Rates in kilobits (1000 bits) per second; rules as JSON.
+# Options of a VIP. Rates in kilobits (1000 bits) per second; rules as JSON.
 local_qos_policy = Table(
     "local_qos_policy",
     metadata,
@@ -336,7 +335,7 @@ local_security_group = Table(
     Column("rules", Body, nullable=False),
 )
 
-# What the VIPs of a load balancer obey, and on which ports (JSON).
+# Applied options of a load balancer's VIPs, and their ports (JSON).
 local_vip_option = Table(
     "local_vip_option",
     metadata,

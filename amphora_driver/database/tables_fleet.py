@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables about the fleet: why amphorae were replaced, who keeps silent, what is rolled out, and which processes live.
+"""Tables about the fleet: fail-overs, silent amphorae, image rotations, processes, CAs.
 
-Invariant: as in `tables`, rows are the truth. What is only a finding (who is silent, a zombie, the breaker) may be
-lost and is found again; what somebody asked for, or what has happened, may not.
+Invariant: as in `tables`, the rows are authoritative. Findings (`silence`, `zombie`, `breaker`) may be lost, because
+they are detected again. Requests and history must not be lost.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = [
     "zombie",
 ]
 
-# One row per replacement of an amphora (`amphora_id`; empty where all of a load balancer are meant), with its cause:
-# silent, never_spoke, mute, asked (Octavia), operator, rotation, drift, machine. `silent_since` is when it was heard
-# last, `served_at` when users were served again by all that is wanted, `ended_at` when nothing of it is left to do.
-# `outcome`: done, gone (the load balancer went), superseded, recovered.
+# One row per replacement of an amphora (`amphora_id`; NULL: all amphorae of the load balancer).
+# `cause`: silent, never_spoke, mute, asked (by Octavia), operator, rotation, drift, machine.
+# `silent_since`: time of the last heartbeat. `served_at`: time from which all desired amphorae served users again.
+# `ended_at`: time of the end of all work. `outcome`: done, gone (load balancer deleted), superseded, recovered.
 failover = Table(
     "failover",
     metadata,
@@ -50,7 +50,7 @@ failover = Table(
     Index("ix_failover_begun_at", "begun_at"),
 )
 
-# Its time line: what happened when, and to which amphora.
+# The time line of a fail-over: time, event (`word`), amphora.
 failover_event = Table(
     "failover_event",
     metadata,
@@ -63,8 +63,8 @@ failover_event = Table(
     Index("ix_failover_event_failover_id", "failover_id"),
 )
 
-# Amphorae that are not heard, as the detector sees it now. `kind`: silent, mute (its agent answers), never_spoke.
-# `verdict` says in words what follows from that, and why nothing does where nothing does.
+# Amphorae without heartbeats, as the failure detector sees them now. `kind`: silent, mute (its agent answers),
+# never_spoke. `verdict`: the action that follows, or the reason for no action, as text.
 silence = Table(
     "silence",
     metadata,
@@ -75,7 +75,7 @@ silence = Table(
     Column("verdict", Text, nullable=True),
 )
 
-# Who sends heartbeats under an id that nobody has. Not signed by a key of ours: hints for an operator, never proof.
+# Senders of heartbeats with an unknown amphora id. No known key signs them: hints for an operator, never proof.
 zombie = Table(
     "zombie",
     metadata,
@@ -86,7 +86,7 @@ zombie = Table(
     Column("verdict", Text, nullable=True),
 )
 
-# Whether amphorae are replaced unasked. `state`: closed, open, trial.
+# The circuit breaker of automatic fail-overs. `state`: closed, open, trial.
 breaker = Table(
     "breaker",
     metadata,
@@ -99,7 +99,7 @@ breaker = Table(
     Column("reason", Text, nullable=True),
 )
 
-# A roll-out over many load balancers. `wanted` (JSON) says which, and why; `state`: running, paused, aborted, done.
+# An image rotation over many load balancers. `wanted` (JSON): the selection. `state`: running, paused, aborted, done.
 rotation = Table(
     "rotation",
     metadata,
@@ -114,8 +114,8 @@ rotation = Table(
     Column("reason", Text, nullable=True),
 )
 
-# Its load balancers, in their order. `state`: waiting, running, done, failed, skipped. `amphorae` (JSON) are those that
-# were not as wanted when it was asked for; `operating` is the load balancer's status when its turn came.
+# The load balancers of a rotation, in order of `place`. `state`: waiting, running, done, failed, skipped. `amphorae`
+# (JSON): amphorae to replace, selected at the request. `operating`: the load balancer's status at its start.
 rotation_item = Table(
     "rotation_item",
     metadata,
@@ -130,8 +130,8 @@ rotation_item = Table(
     Column("reason", Text, nullable=True),
 )
 
-# Processes of the control plane, written by themselves each few seconds. `beat` grows only while the process does its
-# duty: a health manager's while it hears itself. `draining`: it is to take up nothing new.
+# Processes of the control plane; each updates its own row every few seconds. `beat` grows only while the process works:
+# a health manager's while it receives its own test heartbeats. `draining`: it accepts no new jobs.
 process = Table(
     "process",
     metadata,
@@ -146,7 +146,7 @@ process = Table(
     Column("jobs", Integer, nullable=False, default=0),
 )
 
-# Hosts whose controllers take up nothing new, those that start there later too.
+# Drained hosts: their controllers accept no new jobs, also controllers that start later.
 drained_host = Table(
     "drained_host",
     metadata,
@@ -155,9 +155,9 @@ drained_host = Table(
     Column("asked_by", String(128), nullable=True),
 )
 
-# Authorities that vouch for amphorae (`kind` amphora) or for controllers (controller), once one was rotated; before
-# that the files of the configuration are the only ones. `state`: next (trusted, signs nothing yet), current (signs),
-# former (still trusted), gone.
+# CAs for amphorae (`kind` amphora) or for controllers (controller). Before the first rotation of a kind there is no
+# row, and the configured files are used. `state`: next (trusted, signs nothing), current (signs), former (still
+# trusted), leaving (being removed from the amphorae's trust stores), gone.
 authority = Table(
     "authority",
     metadata,
@@ -171,9 +171,9 @@ authority = Table(
     Column("expires_at", Double, nullable=False),
 )
 
-# Load balancers that are to be read from Octavia as a whole and told to it as a whole, one row for each, of the last
-# time it was asked for. `outcome` (done, unread, unknown, adopted, removed, nowhere) is empty until it was done;
-# `detail` says what differed, or what it waits for. `remove_unknown`: if Octavia does not know it, it is removed here.
+# The last resynchronization of each load balancer: read it from Octavia completely, report all statuses to Octavia.
+# `outcome` (store/resyncs.py) is NULL until the end. `detail`: the differences, or the reason for waiting.
+# `remove_unknown`: remove a load balancer that Octavia does not know.
 resync = Table(
     "resync",
     metadata,

@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-_WANTED = "read the encryption keys"
+_READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line."
 # What a fingerprint is made from besides the key: it is the hash of nothing else that anybody may have.
-_FINGERPRINT_OF = b"amphora-driver encryption key "
+_FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
 # Seconds for which a key still opens after it was taken out of the file: writing one takes less.
-_DROPPED_SECONDS = 60.0
+_REMOVED_KEY_SECONDS = 60.0
 # File, time of change in nanoseconds, length: what tells one version of a key file from the next.
-_Version = tuple[int, int, int, int]
+_FileVersion = tuple[int, int, int, int]
 # What is encrypted is this, a digest of the place, and the secret. Neither PEM texts nor random keys begin so.
-_BOUND = b"amphora-sealed-1"
+_BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
 
-class Place(msgspec.Struct, frozen=True):
+class SecretLocation(msgspec.Struct, frozen=True):
     """Where a sealed secret belongs.
 
     Attributes:
@@ -68,9 +68,9 @@ class Place(msgspec.Struct, frozen=True):
 class Binding(Enum):
     """What a sealed value is bound to: the place it is in, another one, or none."""
 
-    HERE = "here"
-    ELSEWHERE = "elsewhere"
-    NOWHERE = "nowhere"
+    THIS_ROW = "this row"
+    OTHER_ROW = "other row"
+    UNBOUND = "unbound"
 
 
 class Vault:
@@ -85,9 +85,9 @@ class Vault:
 
     def __init__(self, keys: list[bytes]) -> None:
         self._path: Path | None = None
-        self._version: _Version | None = None
+        self._version: _FileVersion | None = None
         self._loading = threading.Lock()
-        self._ring = _Ring(keys)
+        self._ring = _KeyRing(keys)
 
     @classmethod
     def load(cls, path: str) -> Vault:
@@ -97,8 +97,8 @@ class Vault:
             ConfigurationError: the file is missing, empty, readable by everybody, or holds something else.
         """
         # Looked at first: a change between looking and reading is then noticed the next time.
-        version = _version(Path(path))
-        vault = cls(_keys(Path(path)))
+        version = _file_version(Path(path))
+        vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
         return vault
 
@@ -107,11 +107,11 @@ class Vault:
         """What the keys are called, the one that seals first. Nothing about a key follows from it."""
         return self._current().fingerprints
 
-    def seal(self, secret: Secret, place: Place) -> bytes:
+    def seal(self, secret: Secret, place: SecretLocation) -> bytes:
         """What may be written to this place, and to no other."""
-        return self._current().cipher.encrypt(_BOUND + place.digest() + secret.reveal())
+        return self._current().cipher.encrypt(_BOUND_PREFIX + place.digest() + secret.reveal())
 
-    def open(self, sealed: bytes, place: Place) -> Secret:
+    def open(self, sealed: bytes, place: SecretLocation) -> Secret:
         """What was sealed.
 
         Args:
@@ -121,16 +121,16 @@ class Vault:
         Raises:
             StoreError: no key of ours opens it, or it was sealed for another place.
         """
-        return _bound_to(place, self._decrypted(sealed))
+        return _require_bound_to(place, self._decrypted(sealed))
 
-    def binding(self, sealed: bytes, place: Place) -> Binding | None:
+    def binding(self, sealed: bytes, place: SecretLocation) -> Binding | None:
         """What a value found in this place is bound to; None if no key of ours opens it."""
         try:
             return _binding(place, self._decrypted(sealed))
         except StoreError:
             return None
 
-    def sealed_with(self, sealed: bytes) -> int | None:
+    def key_index(self, sealed: bytes) -> int | None:
         """The place of the key this was sealed with, counted from 0; None if it is none of ours. Opens nothing."""
         for place, one in enumerate(self._current().ciphers):
             with contextlib.suppress(InvalidToken):
@@ -139,7 +139,7 @@ class Vault:
                 return place
         return None
 
-    def reseal(self, sealed: bytes, place: Place, *, bind: bool = False) -> bytes:
+    def reseal(self, sealed: bytes, place: SecretLocation, *, bind: bool = False) -> bytes:
         """The same secret sealed with the first key; the same bytes where it is already.
 
         Args:
@@ -151,10 +151,10 @@ class Vault:
             StoreError: no key of ours opens it, or it was sealed for another place, or for none.
         """
         content = self._decrypted(sealed)
-        if bind and _binding(place, content) is Binding.NOWHERE:
+        if bind and _binding(place, content) is Binding.UNBOUND:
             return self.seal(Secret(content), place)
-        secret = _bound_to(place, content)
-        return sealed if self.sealed_with(sealed) == 0 else self.seal(secret, place)
+        secret = _require_bound_to(place, content)
+        return sealed if self.key_index(sealed) == 0 else self.seal(secret, place)
 
     def _decrypted(self, sealed: bytes) -> bytes:
         with contextlib.suppress(InvalidToken):
@@ -165,9 +165,9 @@ class Vault:
             "Put the key it was sealed with back into the file.",
         )
 
-    def _current(self) -> _Ring:
+    def _current(self) -> _KeyRing:
         """The keys, read again if their file is another one: a look at it costs microseconds."""
-        if self._path is not None and _version(self._path) != self._version:
+        if self._path is not None and _file_version(self._path) != self._version:
             with self._loading:
                 self._load_again(self._path)
         ring = self._ring
@@ -175,40 +175,40 @@ class Vault:
             with self._loading:
                 # Another thread may have put a newer one there meanwhile.
                 if self._ring is ring:
-                    self._ring = _Ring(ring.keys)
+                    self._ring = _KeyRing(ring.keys)
         return self._ring
 
     def _load_again(self, path: Path) -> None:
-        version = _version(path)
+        version = _file_version(path)
         if version == self._version:
             return
         # Whatever comes of it, this version is not tried again: one warning is enough.
         self._version = version
         try:
-            keys = _keys(path)
+            keys = _read_keys(path)
         except ConfigurationError as error:
             LOG.warning("the encryption keys in use are kept: %s", error)
             return
         before = self._ring
         dropped = [key for key in (*before.keys, *before.dropped) if key not in keys]
-        self._ring = _Ring(keys, dropped)
+        self._ring = _KeyRing(keys, dropped)
         LOG.info("encryption keys were read again; %s seals", self._ring.fingerprints[0])
         if dropped:
-            LOG.info("%d that are not there any more open for another %.0f s", len(dropped), _DROPPED_SECONDS)
+            LOG.info("%d that are not there any more open for another %.0f s", len(dropped), _REMOVED_KEY_SECONDS)
 
 
-def _binding(place: Place, content: bytes) -> Binding:
-    if not content.startswith(_BOUND):
-        return Binding.NOWHERE
-    found = content[len(_BOUND) :][:_DIGEST_LENGTH]
-    return Binding.HERE if hmac.compare_digest(found, place.digest()) else Binding.ELSEWHERE
+def _binding(place: SecretLocation, content: bytes) -> Binding:
+    if not content.startswith(_BOUND_PREFIX):
+        return Binding.UNBOUND
+    found = content[len(_BOUND_PREFIX) :][:_DIGEST_LENGTH]
+    return Binding.THIS_ROW if hmac.compare_digest(found, place.digest()) else Binding.OTHER_ROW
 
 
-def _bound_to(place: Place, content: bytes) -> Secret:
+def _require_bound_to(place: SecretLocation, content: bytes) -> Secret:
     binding = _binding(place, content)
-    if binding is Binding.HERE:
-        return Secret(content[len(_BOUND) + _DIGEST_LENGTH :])
-    if binding is Binding.NOWHERE:
+    if binding is Binding.THIS_ROW:
+        return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
+    if binding is Binding.UNBOUND:
         happened = f"a value in table {place.table} is not bound to its row"
         raise StoreError(_OPEN, happened, "Run: amphoractl secrets reseal --bind (docs/secrets.md).")
     raise StoreError(
@@ -218,7 +218,7 @@ def _bound_to(place: Place, content: bytes) -> Secret:
     )
 
 
-class _Ring:
+class _KeyRing:
     """Keys that belong together; never changed, so that a thread sees the old ones or the new ones.
 
     Args:
@@ -228,16 +228,16 @@ class _Ring:
 
     def __init__(self, keys: list[bytes], dropped: Sequence[bytes] = ()) -> None:
         self.keys, self.dropped = keys, dropped
-        self.until = time.monotonic() + _DROPPED_SECONDS
+        self.until = time.monotonic() + _REMOVED_KEY_SECONDS
         self.ciphers = [Fernet(key) for key in keys]
         self.cipher = MultiFernet(self.ciphers)
         self.opening = MultiFernet([*self.ciphers, *map(Fernet, dropped)])
         self.fingerprints = tuple(
-            hashlib.sha256(_FINGERPRINT_OF + key).hexdigest()[:_FINGERPRINT_DIGITS] for key in keys
+            hashlib.sha256(_FINGERPRINT_PREFIX + key).hexdigest()[:_FINGERPRINT_DIGITS] for key in keys
         )
 
 
-def _version(path: Path) -> _Version | None:
+def _file_version(path: Path) -> _FileVersion | None:
     try:
         found = path.stat()
     except OSError:
@@ -245,24 +245,24 @@ def _version(path: Path) -> _Version | None:
     return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
-def _keys(path: Path) -> list[bytes]:
+def _read_keys(path: Path) -> list[bytes]:
     try:
         mode = path.stat().st_mode
         if mode & stat.S_IRWXO:
             raise ConfigurationError(
-                _WANTED,
+                _READ_KEYS,
                 f"everybody on this machine has access to {path} (mode {stat.S_IMODE(mode):04o})",
                 f"Run chmod o-rwx {path}; if others could read it, replace the keys (docs/secrets.md).",
             )
         keys = path.read_bytes().split()
     except OSError as error:
-        raise ConfigurationError(_WANTED, str(error), _REMEDY) from error
+        raise ConfigurationError(_READ_KEYS, str(error), _REMEDY) from error
     if not keys:
-        raise ConfigurationError(_WANTED, f"{path} is empty", _REMEDY)
+        raise ConfigurationError(_READ_KEYS, f"{path} is empty", _REMEDY)
     for line, key in enumerate(keys, start=1):
         try:
             Fernet(key)
         except ValueError:
             # Not what was raised: a traceback would lead through a frame with the key.
-            raise ConfigurationError(_WANTED, f"line {line} of {path} is no Fernet key", _REMEDY) from None
+            raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is no Fernet key", _REMEDY) from None
     return keys

@@ -204,7 +204,7 @@ def main() -> int:
     """Console entry: hear heartbeats until told to end; 1 if the database is not one for this version."""
     conf = config.load()
     log_context.setup(conf, HealthManagerService.name)
-    if not schema_check.fits(Database(conf.store.connection)):
+    if not schema_check.is_usable(Database(conf.store.connection)):
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(HealthManagerService, workers=1, args=(conf,))

@@ -28,7 +28,7 @@ from amphora_driver.database.tables import status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
-from amphora_driver.model.secret_refs import used_in
+from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.desired_bundle import Recorded, bodies
@@ -108,7 +108,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
     if not vip_allocation.known(tree):
         return None
     needed, failed = networks(tree, everyone, catalogue.network(row.network))
-    uses_some = next(used_in(tree), None) is not None
+    uses_some = next(secrets_of_tree(tree), None) is not None
     return Recorded(
         tree=tree,
         generation=row.generation,

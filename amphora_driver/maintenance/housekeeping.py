@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from amphora_driver.certificates.renewal import attended
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
-from amphora_driver.model.secret_refs import tickets as tickets_of
+from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.reconcile import tls_tickets
 from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
@@ -99,7 +99,7 @@ class Housekeeping:
     def sweep(self) -> None:
         """Release what has waited long enough, and not only by a clock that was set since."""
         before = self._database.now() - self._patience
-        if self._database.even_for() < self._patience:
+        if self._database.seconds_since_clock_jump() < self._patience:
             return
         orphans, served = self._database.read(lambda connection: vip_claims.settled(connection, before))
         done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]

@@ -91,7 +91,7 @@ class Sweeper:
             LOG.warning("%s %s (%s) belongs to nobody; it goes in %.0f s", thing.value, one, backend, self._grace)
         now = self._database.now()
         due = self._database.write(lambda connection: orphans.note(connection, thing, backend, found, now, self._grace))
-        if self._database.even_for() < self._grace:
+        if self._database.seconds_since_clock_jump() < self._grace:
             # By a clock that was set since, what was found a moment ago is old.
             return []
         if _believable(len(due), len(there)):

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amphora_driver.database.engine import Database
-    from amphora_driver.database.vault import Place, Vault
+    from amphora_driver.database.vault import SecretLocation, Vault
 
 LOG = logging.getLogger(__name__)
 # What a column's values are sealed for, and the columns beside the primary key that say it.
-_PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], Place]]] = {
+_PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
         lambda row: sealed_secrets.place(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
@@ -80,8 +80,8 @@ def count(database: Database, vault: Vault) -> list[Count]:
         for batch in _batches(database, column):
             for row in batch:
                 bound = vault.binding(row[-1], _PLACES[column][1](row))
-                rows.setdefault(vault.sealed_with(row[-1]), []).append(bound)
-                if bound is Binding.ELSEWHERE:
+                rows.setdefault(vault.key_index(row[-1]), []).append(bound)
+                if bound is Binding.OTHER_ROW:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
                     LOG.warning("%s of row %s was sealed for another row or purpose", column, key)
         found += [
@@ -90,8 +90,8 @@ def count(database: Database, vault: Vault) -> list[Count]:
                 key=key,
                 fingerprint=names[key] if key is not None and key < len(names) else "",
                 rows=len(bindings),
-                unbound=bindings.count(Binding.NOWHERE),
-                misplaced=bindings.count(Binding.ELSEWHERE),
+                unbound=bindings.count(Binding.UNBOUND),
+                misplaced=bindings.count(Binding.OTHER_ROW),
             )
             for key, bindings in rows.items()
         ]

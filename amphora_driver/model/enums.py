@@ -8,14 +8,14 @@ Source: Octavia API reference v2 and `octavia_lib.common.constants`.
 from enum import Enum
 
 
-class Word(str, Enum):
+class StringEnum(str, Enum):
     """A string enumeration that formats as its value on every supported Python."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-class Kind(Word):
+class Kind(StringEnum):
     """The object kinds of a load balancer; values are the keys of the status interface."""
 
     LOAD_BALANCER = "loadbalancers"
@@ -27,7 +27,7 @@ class Kind(Word):
     L7RULE = "l7rules"
 
 
-class ListenerProtocol(Word):
+class ListenerProtocol(StringEnum):
     """What a listener speaks with its clients."""
 
     TCP = "TCP"
@@ -39,7 +39,7 @@ class ListenerProtocol(Word):
     PROMETHEUS = "PROMETHEUS"
 
 
-class PoolProtocol(Word):
+class PoolProtocol(StringEnum):
     """What a pool speaks with its members."""
 
     TCP = "TCP"
@@ -51,7 +51,7 @@ class PoolProtocol(Word):
     SCTP = "SCTP"
 
 
-class Algorithm(Word):
+class Algorithm(StringEnum):
     """How a pool chooses a member."""
 
     ROUND_ROBIN = "ROUND_ROBIN"
@@ -60,7 +60,7 @@ class Algorithm(Word):
     SOURCE_IP_PORT = "SOURCE_IP_PORT"
 
 
-class MonitorType(Word):
+class MonitorType(StringEnum):
     """How a health monitor asks a member whether it is well."""
 
     HTTP = "HTTP"
@@ -72,7 +72,7 @@ class MonitorType(Word):
     SCTP = "SCTP"
 
 
-class PersistenceType(Word):
+class PersistenceType(StringEnum):
     """What keeps a client on its member."""
 
     SOURCE_IP = "SOURCE_IP"
@@ -80,7 +80,7 @@ class PersistenceType(Word):
     APP_COOKIE = "APP_COOKIE"
 
 
-class ClientAuthentication(Word):
+class ClientAuthentication(StringEnum):
     """Whether a TLS listener asks its clients for certificates."""
 
     NONE = "NONE"
@@ -88,7 +88,7 @@ class ClientAuthentication(Word):
     MANDATORY = "MANDATORY"
 
 
-class L7Action(Word):
+class L7Action(StringEnum):
     """What an L7 policy does with a request that matches."""
 
     REJECT = "REJECT"
@@ -97,7 +97,7 @@ class L7Action(Word):
     REDIRECT_PREFIX = "REDIRECT_PREFIX"
 
 
-class L7RuleType(Word):
+class L7RuleType(StringEnum):
     """What an L7 rule looks at."""
 
     HOST_NAME = "HOST_NAME"
@@ -110,7 +110,7 @@ class L7RuleType(Word):
     SSL_DN_FIELD = "SSL_DN_FIELD"
 
 
-class L7Compare(Word):
+class L7Compare(StringEnum):
     """How an L7 rule compares what it looks at with its value."""
 
     REGEX = "REGEX"
@@ -120,7 +120,7 @@ class L7Compare(Word):
     EQUAL_TO = "EQUAL_TO"
 
 
-class Provisioning(Word):
+class Provisioning(StringEnum):
     """Provisioning statuses a provider reports."""
 
     ACTIVE = "ACTIVE"
@@ -128,7 +128,7 @@ class Provisioning(Word):
     ERROR = "ERROR"
 
 
-class Operating(Word):
+class Operating(StringEnum):
     """Operating statuses a provider reports."""
 
     ONLINE = "ONLINE"
@@ -139,7 +139,7 @@ class Operating(Word):
     NO_MONITOR = "NO_MONITOR"
 
 
-class Topology(Word):
+class Topology(StringEnum):
     """How many amphorae serve one load balancer, and how."""
 
     SINGLE = "SINGLE"

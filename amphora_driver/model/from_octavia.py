@@ -19,7 +19,7 @@ from amphora_driver.errors import ModelError
 from amphora_driver.model import l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import (
-    SHAPES,
+    MODEL_CLASSES,
     HealthMonitor,
     L7Policy,
     L7Rule,
@@ -29,7 +29,7 @@ from amphora_driver.model.loadbalancer import (
     Node,
     Pool,
 )
-from amphora_driver.model.secret_refs import FIELDS, Material, Purpose, SecretName
+from amphora_driver.model.secret_refs import SECRET_FIELDS, Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -54,7 +54,7 @@ _VIP_FIELDS = {
 }
 
 
-def _understanding(read: F) -> F:
+def _type_errors_as_model_errors(read: F) -> F:
     """Something of another type than Octavia's documentation says is an error of the request, not of ours."""
 
     @functools.wraps(read)
@@ -67,25 +67,25 @@ def _understanding(read: F) -> F:
     return cast("F", call)
 
 
-def identifier(kind: Kind, source: Any) -> str:
+def get_id(kind: Kind, source: Any) -> str:
     """The id of an object Octavia handed over."""
     return str(_get(source, ID_NAMES[kind]))
 
 
-def given(source: Any, name: str) -> Any:
+def get_value(source: Any, name: str) -> Any:
     """One attribute as Octavia gave it; None where it said nothing."""
     value = _get(source, name)
     return None if value is data_models.Unset else value
 
 
-@_understanding
-def changes(kind: Kind, new: Any) -> dict[str, Any]:
+@_type_errors_as_model_errors
+def changed_fields(kind: Kind, new: Any) -> dict[str, Any]:
     """The fields an update really names, by the model's own names.
 
     A value of None means "back to the default", which for a field without one means "leave it".
     """
     named: dict[str, Any] = {}
-    for field in msgspec.structs.fields(SHAPES[kind]):
+    for field in msgspec.structs.fields(MODEL_CLASSES[kind]):
         if field.name in _CHILDREN or field.name in ("id", "vip", "additional_vips", "profile"):
             continue
         value = _get(new, field.name)
@@ -99,17 +99,17 @@ def changes(kind: Kind, new: Any) -> dict[str, Any]:
     return named
 
 
-def changed(node: S, named: Mapping[str, Any]) -> S:
+def apply_changes(node: S, named: Mapping[str, Any]) -> S:
     """The object with these fields changed, checked against its shape."""
     known = {field: getattr(node, field) for field in node.__struct_fields__}
     children = {name: known.pop(name) for name in list(known) if name in _CHILDREN}
-    built = _shape(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
+    built = _convert(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
     whole: S = msgspec.structs.replace(built, **children)
-    return cast("S", l7policy_positions.without_leftovers(whole)) if isinstance(whole, L7Policy) else whole
+    return cast("S", l7policy_positions.clear_unused_redirects(whole)) if isinstance(whole, L7Policy) else whole
 
 
-@_understanding
-def secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName, Material]:
+@_type_errors_as_model_errors
+def read_secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName, SecretMaterial]:
     """The secrets that came with an object, and with the listeners and pools of a load balancer.
 
     Not every reference comes with its content: Octavia leaves out what it happens not to have loaded.
@@ -122,45 +122,45 @@ def secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName,
             database's.
     """
     if kind is Kind.LOAD_BALANCER:
-        found: dict[SecretName, Material] = {}
+        found: dict[SecretName, SecretMaterial] = {}
         for name, child_kind in (("listeners", Kind.LISTENER), ("pools", Kind.POOL)):
             for child in _items(source, name):
-                found |= secrets(child_kind, child, paired=paired)
+                found |= read_secrets(child_kind, child, paired=paired)
         return found
-    return _own_secrets(kind, source, paired=paired)
+    return _read_own_secrets(kind, source, paired=paired)
 
 
-def _own_secrets(kind: Kind, source: Any, *, paired: bool) -> dict[SecretName, Material]:
-    found: dict[SecretName, Material] = {}
-    for field, purpose in FIELDS.get(SHAPES[kind], ()):
-        refs, contents = given(source, field), given(source, f"{field.rpartition('_')[0]}_data")
+def _read_own_secrets(kind: Kind, source: Any, *, paired: bool) -> dict[SecretName, SecretMaterial]:
+    found: dict[SecretName, SecretMaterial] = {}
+    for field, purpose in SECRET_FIELDS.get(MODEL_CLASSES[kind], ()):
+        refs, contents = get_value(source, field), get_value(source, f"{field.rpartition('_')[0]}_data")
         if field.endswith("_ref"):
             refs, contents = [refs], [contents]
         if not refs or not contents or len(refs) != len(contents) or (len(refs) > 1 and not paired):
             continue
         for ref, content in zip(refs, contents, strict=True):
             if ref and content:
-                name = SecretName(identifier(kind, source), purpose, str(ref))
-                found.setdefault(name, _material(f"{kind.value[:-1]} option {field}", purpose, content))
+                name = SecretName(get_id(kind, source), purpose, str(ref))
+                found.setdefault(name, _read_material(f"{kind.value[:-1]} option {field}", purpose, content))
     return found
 
 
-def _material(option: str, purpose: Purpose, content: Any) -> Material:
+def _read_material(option: str, purpose: Purpose, content: Any) -> SecretMaterial:
     if purpose is not Purpose.CERTIFICATE:
-        return Material(option=option, text=_secret(option, content))
+        return SecretMaterial(option=option, text=_to_secret(option, content))
     if not isinstance(content, Mapping):
         raise ModelError(f"read what {option} names", f"a dictionary was expected, not {type(content).__name__}")
     key, passphrase = content.get("private_key"), content.get("passphrase")
-    return Material(
+    return SecretMaterial(
         option=option,
-        text=_secret(option, content.get("certificate")),
-        private_key=_secret(option, key) if key else None,
-        passphrase=_secret(option, passphrase) if passphrase else None,
-        intermediates=tuple(_secret(option, one) for one in content.get("intermediates") or ()),
+        text=_to_secret(option, content.get("certificate")),
+        private_key=_to_secret(option, key) if key else None,
+        passphrase=_to_secret(option, passphrase) if passphrase else None,
+        intermediates=tuple(_to_secret(option, one) for one in content.get("intermediates") or ()),
     )
 
 
-def _secret(option: str, value: Any) -> Secret:
+def _to_secret(option: str, value: Any) -> Secret:
     if isinstance(value, str):
         return Secret(value.encode("utf-8", "replace"))
     if not isinstance(value, bytes):
@@ -168,24 +168,24 @@ def _secret(option: str, value: Any) -> Secret:
     return Secret(value)
 
 
-@_understanding
+@_type_errors_as_model_errors
 def load_balancer(source: Any) -> LoadBalancer:
     """A load balancer with all children that were given."""
-    fields = _fields(Kind.LOAD_BALANCER, source)
-    fields["vip"] = {name: _text(given(source, theirs)) for name, theirs in _VIP_FIELDS.items()}
+    fields = _given_fields(Kind.LOAD_BALANCER, source)
+    fields["vip"] = {name: _text_or_empty(get_value(source, theirs)) for name, theirs in _VIP_FIELDS.items()}
     fields["additional_vips"] = [
         {
-            "address": _text(vip.get("ip_address")),
-            "network_id": _text(vip.get("network_id")),
-            "port_id": _text(vip.get("port_id")),
-            "subnet_id": _text(vip.get("subnet_id")),
+            "address": _text_or_empty(vip.get("ip_address")),
+            "network_id": _text_or_empty(vip.get("network_id")),
+            "port_id": _text_or_empty(vip.get("port_id")),
+            "subnet_id": _text_or_empty(vip.get("subnet_id")),
         }
-        for vip in given(source, "additional_vips") or ()
+        for vip in get_value(source, "additional_vips") or ()
     ]
     # Read back, the zone is a name; handed over, a dictionary. Only the dictionary says something to us.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
-    whole = _shape(LoadBalancer, fields)
+    whole = _convert(LoadBalancer, fields)
     return msgspec.structs.replace(
         whole,
         listeners=tuple(listener(child) for child in _items(source, "listeners")),
@@ -193,18 +193,18 @@ def load_balancer(source: Any) -> LoadBalancer:
     )
 
 
-@_understanding
+@_type_errors_as_model_errors
 def listener(source: Any) -> Listener:
     """A listener with its L7 policies, where they were given."""
-    built = _shape(Listener, _fields(Kind.LISTENER, source))
+    built = _convert(Listener, _given_fields(Kind.LISTENER, source))
     return msgspec.structs.replace(built, l7policies=tuple(l7policy(child) for child in _items(source, "l7policies")))
 
 
-@_understanding
+@_type_errors_as_model_errors
 def pool(source: Any) -> Pool:
     """A pool with its members and health monitor, where they were given."""
-    built = _shape(Pool, _fields(Kind.POOL, source))
-    monitor = given(source, "healthmonitor")
+    built = _convert(Pool, _given_fields(Kind.POOL, source))
+    monitor = get_value(source, "healthmonitor")
     return msgspec.structs.replace(
         built,
         members=tuple(member(child) for child in _items(source, "members")),
@@ -212,30 +212,30 @@ def pool(source: Any) -> Pool:
     )
 
 
-@_understanding
+@_type_errors_as_model_errors
 def member(source: Any) -> Member:
     """A member."""
-    return _shape(Member, _fields(Kind.MEMBER, source))
+    return _convert(Member, _given_fields(Kind.MEMBER, source))
 
 
 def healthmonitor(source: Any) -> HealthMonitor:
     """A health monitor."""
-    return _shape(HealthMonitor, _fields(Kind.HEALTH_MONITOR, source))
+    return _convert(HealthMonitor, _given_fields(Kind.HEALTH_MONITOR, source))
 
 
-@_understanding
+@_type_errors_as_model_errors
 def l7policy(source: Any) -> L7Policy:
     """An L7 policy with its rules, where they were given."""
-    built = l7policy_positions.without_leftovers(_shape(L7Policy, _fields(Kind.L7POLICY, source)))
+    built = l7policy_positions.clear_unused_redirects(_convert(L7Policy, _given_fields(Kind.L7POLICY, source)))
     return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
 
 
 def l7rule(source: Any) -> L7Rule:
     """An L7 rule."""
-    return _shape(L7Rule, _fields(Kind.L7RULE, source))
+    return _convert(L7Rule, _given_fields(Kind.L7RULE, source))
 
 
-@_understanding
+@_type_errors_as_model_errors
 def node(kind: Kind, source: Any) -> Node:
     """Any object by its kind."""
     return cast("Node", _BUILDERS[kind](source))
@@ -259,16 +259,16 @@ def _get(source: Any, name: str) -> Any:
 
 
 def _items(source: Any, name: str) -> Iterable[Any]:
-    return given(source, name) or ()
+    return get_value(source, name) or ()
 
 
-def _fields(kind: Kind, source: Any) -> dict[str, Any]:
+def _given_fields(kind: Kind, source: Any) -> dict[str, Any]:
     """The fields that were given with a value; for a whole object None and Unset both mean the default."""
-    fields = {"id": identifier(kind, source)}
-    for field in SHAPES[kind].__struct_fields__:
+    fields = {"id": get_id(kind, source)}
+    for field in MODEL_CLASSES[kind].__struct_fields__:
         if field in _CHILDREN or field in ("id", "vip", "additional_vips", "profile"):
             continue
-        value = given(source, field)
+        value = get_value(source, field)
         if value is not None:
             fields[field] = _value(field, value)
     return fields
@@ -276,13 +276,13 @@ def _fields(kind: Kind, source: Any) -> dict[str, Any]:
 
 def _value(field: str, value: Any) -> Any:
     if field == "insert_headers":
-        return sorted(str(name) for name, wanted in value.items() if _switch(name, wanted))
+        return sorted(str(name) for name, wanted in value.items() if _parse_header_flag(name, wanted))
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items() if item is not None}
     return value
 
 
-def _switch(header: str, value: Any) -> bool:
+def _parse_header_flag(header: str, value: Any) -> bool:
     """Octavia says "true" and "false" in words."""
     word = str(value).lower()
     if word not in ("true", "false"):
@@ -290,11 +290,11 @@ def _switch(header: str, value: Any) -> bool:
     return word == "true"
 
 
-def _text(value: Any) -> str:
+def _text_or_empty(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _shape(shape: type[S], fields: Mapping[str, Any]) -> S:
+def _convert(shape: type[S], fields: Mapping[str, Any]) -> S:
     try:
         # Not strict: numbers sometimes arrive as text ("redirect_http_code"), which is no reason to refuse them.
         return msgspec.convert(fields, shape, strict=False)

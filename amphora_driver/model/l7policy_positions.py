@@ -15,7 +15,7 @@ import msgspec
 from amphora_driver.model.enums import L7Action
 from amphora_driver.model.loadbalancer import L7Policy
 
-_LEFTOVERS: dict[L7Action, tuple[str, ...]] = {
+_UNUSED_REDIRECTS: dict[L7Action, tuple[str, ...]] = {
     L7Action.REJECT: ("redirect_pool_id", "redirect_url", "redirect_prefix", "redirect_http_code"),
     L7Action.REDIRECT_TO_POOL: ("redirect_url", "redirect_prefix", "redirect_http_code"),
     L7Action.REDIRECT_TO_URL: ("redirect_pool_id", "redirect_prefix"),
@@ -23,24 +23,24 @@ _LEFTOVERS: dict[L7Action, tuple[str, ...]] = {
 }
 
 
-def counted(policies: Iterable[L7Policy]) -> tuple[L7Policy, ...]:
+def renumber(policies: Iterable[L7Policy]) -> tuple[L7Policy, ...]:
     """These policies of one listener in their order, counted from 1."""
     ordered = sorted(policies, key=lambda one: (one.position, one.id))
-    return tuple(_at(one, number) for number, one in enumerate(ordered, start=1))
+    return tuple(_with_position(one, number) for number, one in enumerate(ordered, start=1))
 
 
-def placed(policies: Iterable[L7Policy], policy: L7Policy) -> tuple[L7Policy, ...]:
+def insert_at_position(policies: Iterable[L7Policy], policy: L7Policy) -> tuple[L7Policy, ...]:
     """The policies of a listener once this one, which may be one of them, stands where it says."""
-    others = [one for one in counted(policies) if one.id != policy.id]
+    others = [one for one in renumber(policies) if one.id != policy.id]
     others.insert(max(policy.position, 1) - 1, policy)
-    return tuple(_at(one, number) for number, one in enumerate(others, start=1))
+    return tuple(_with_position(one, number) for number, one in enumerate(others, start=1))
 
 
-def without_leftovers(policy: L7Policy) -> L7Policy:
+def clear_unused_redirects(policy: L7Policy) -> L7Policy:
     """The policy without what its action does not use."""
-    left = {name: None for name in _LEFTOVERS[policy.action] if getattr(policy, name) is not None}
+    left = {name: None for name in _UNUSED_REDIRECTS[policy.action] if getattr(policy, name) is not None}
     return msgspec.structs.replace(policy, **left) if left else policy
 
 
-def _at(policy: L7Policy, position: int) -> L7Policy:
+def _with_position(policy: L7Policy, position: int) -> L7Policy:
     return policy if policy.position == position else msgspec.structs.replace(policy, position=position)

@@ -25,11 +25,11 @@ from amphora_driver.model.enums import (
 )
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
+class ModelObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
     """Common behaviour of all model classes: frozen, keyword-only, small when written down, quick to look up."""
 
 
-class Vip(Shape, frozen=True):
+class Vip(ModelObject, frozen=True):
     """One address of a load balancer, on one subnet; an empty address is not known yet."""
 
     address: str
@@ -38,7 +38,7 @@ class Vip(Shape, frozen=True):
     port_id: str
 
 
-class SessionPersistence(Shape, frozen=True):
+class SessionPersistence(ModelObject, frozen=True):
     """What keeps a client on its member. Timeout in seconds and granularity (a mask) belong to UDP and SCTP."""
 
     type: PersistenceType
@@ -47,7 +47,7 @@ class SessionPersistence(Shape, frozen=True):
     persistence_granularity: str | None = None
 
 
-class Member(Shape, frozen=True):
+class Member(ModelObject, frozen=True):
     """One server behind a pool."""
 
     id: str
@@ -64,7 +64,7 @@ class Member(Shape, frozen=True):
     vnic_type: str | None = None
 
 
-class HealthMonitor(Shape, frozen=True):
+class HealthMonitor(ModelObject, frozen=True):
     """How a pool's members are checked. Delay and timeout in seconds; max_retries is rise, max_retries_down fall."""
 
     id: str
@@ -83,7 +83,7 @@ class HealthMonitor(Shape, frozen=True):
     domain_name: str | None = None
 
 
-class Pool(Shape, frozen=True):
+class Pool(ModelObject, frozen=True):
     """Members that serve the same thing, and how one of them is chosen."""
 
     id: str
@@ -104,12 +104,12 @@ class Pool(Shape, frozen=True):
     healthmonitor: HealthMonitor | None = None
 
     @property
-    def virtual(self) -> bool:
+    def uses_l4(self) -> bool:
         """Whether virtual servers serve it instead of HAProxy."""
         return self.protocol in (PoolProtocol.UDP, PoolProtocol.SCTP)
 
 
-class L7Rule(Shape, frozen=True):
+class L7Rule(ModelObject, frozen=True):
     """One condition of an L7 policy."""
 
     id: str
@@ -122,7 +122,7 @@ class L7Rule(Shape, frozen=True):
     admin_state_up: bool = True
 
 
-class L7Policy(Shape, frozen=True):
+class L7Policy(ModelObject, frozen=True):
     """What happens to requests that match all of its rules."""
 
     id: str
@@ -138,7 +138,7 @@ class L7Policy(Shape, frozen=True):
     rules: tuple[L7Rule, ...] = ()
 
 
-class Listener(Shape, frozen=True):
+class Listener(ModelObject, frozen=True):
     """One port of a load balancer.
 
     Timeouts in milliseconds; connection_limit -1 is "no limit of its own"; insert_headers names those that are on. One
@@ -174,12 +174,12 @@ class Listener(Shape, frozen=True):
     l7policies: tuple[L7Policy, ...] = ()
 
     @property
-    def virtual(self) -> bool:
+    def uses_l4(self) -> bool:
         """Whether a virtual server serves it instead of HAProxy."""
         return self.protocol in (ListenerProtocol.UDP, ListenerProtocol.SCTP)
 
 
-class Profile(Shape, frozen=True):
+class Profile(ModelObject, frozen=True):
     """What flavor, availability zone and configuration chose for a load balancer when it was created.
 
     It stays with the load balancer: a later change of flavor or configuration changes no load balancer that exists.
@@ -212,7 +212,7 @@ class Profile(Shape, frozen=True):
     client_address: str | None = None
 
 
-class LoadBalancer(Shape, frozen=True):
+class LoadBalancer(ModelObject, frozen=True):
     """The whole: addresses, listeners and pools."""
 
     id: str
@@ -239,7 +239,7 @@ class LoadBalancer(Shape, frozen=True):
         """The pool with this id, or None."""
         return next((pool for pool in self.pools if pool.id == pool_id), None)
 
-    def has_in_front(self, pool: Pool) -> bool:
+    def is_default_pool(self, pool: Pool) -> bool:
         """Whether the pool is the default pool of a listener, enabled or not."""
         return any(listener.default_pool_id == pool.id for listener in self.listeners)
 
@@ -252,7 +252,7 @@ def without_addresses(tree: LoadBalancer) -> LoadBalancer:
 
 Node = LoadBalancer | Listener | Pool | Member | HealthMonitor | L7Policy | L7Rule
 
-SHAPES: dict[Kind, type[Node]] = {
+MODEL_CLASSES: dict[Kind, type[Node]] = {
     Kind.LOAD_BALANCER: LoadBalancer,
     Kind.LISTENER: Listener,
     Kind.POOL: Pool,

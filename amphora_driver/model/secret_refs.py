@@ -2,7 +2,7 @@
 """Secrets by name: who uses them, what for, and under which reference the user knows them.
 
 Invariant: a `SecretName` says nothing about the content, so that names travel where secrets must not: through the
-rendered configuration, through comparisons and logs. Content travels as `Material` (as Octavia handed it over) or
+rendered configuration, through comparisons and logs. Content travels as `SecretMaterial` (as Octavia handed it over) or
 `Secret` (one PEM text, as HAProxy reads it), neither of which shows it.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.model.enums import Word
+from amphora_driver.model.enums import StringEnum
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
 from amphora_driver.secret import Secret
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import Node
 
 
-class Purpose(Word):
+class Purpose(StringEnum):
     """What an object uses a secret for."""
 
     # Certificate, intermediates and private key together.
@@ -41,7 +41,7 @@ class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     ref: str
 
 
-class Material(msgspec.Struct, frozen=True, kw_only=True):
+class SecretMaterial(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one secret, as it was handed over: PEM, but nobody has looked yet.
 
     Attributes:
@@ -57,7 +57,7 @@ class Material(msgspec.Struct, frozen=True, kw_only=True):
     intermediates: tuple[Secret, ...] = ()
 
 
-def tickets(load_balancer_id: str) -> SecretName:
+def ticket_secret_name(load_balancer_id: str) -> SecretName:
     """What the TLS ticket keys of a load balancer are made from: one for all of its listeners and amphorae."""
     return SecretName(load_balancer_id, Purpose.TICKETS, "")
 
@@ -74,30 +74,30 @@ _POOL_FIELDS = (
     ("crl_container_ref", Purpose.CRL),
 )
 # The fields that name secrets, by the kind of object that has them.
-FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
+SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 
-def used_by(node: Node) -> dict[SecretName, str]:
+def secrets_of_object(node: Node) -> dict[SecretName, str]:
     """The secrets an object itself refers to, with the field that does; its children's are theirs."""
-    return named(node, (field for field, _ in FIELDS.get(type(node), ())))
+    return secrets_in_fields(node, (field for field, _ in SECRET_FIELDS.get(type(node), ())))
 
 
-def named(node: Node, fields: Iterable[str]) -> dict[SecretName, str]:
+def secrets_in_fields(node: Node, fields: Iterable[str]) -> dict[SecretName, str]:
     """The secrets that these fields of an object refer to."""
     wanted = set(fields)
     found: dict[SecretName, str] = {}
-    for field, purpose in FIELDS.get(type(node), ()):
+    for field, purpose in SECRET_FIELDS.get(type(node), ()):
         if field in wanted:
             for ref in _refs(getattr(node, field)):
                 found.setdefault(SecretName(node.id, purpose, ref), field)
     return found
 
 
-def used_in(tree: LoadBalancer) -> Iterator[SecretName]:
+def secrets_of_tree(tree: LoadBalancer) -> Iterator[SecretName]:
     """Every secret a load balancer uses."""
     nodes: tuple[Node, ...] = (*tree.listeners, *tree.pools)
     for node in nodes:
-        yield from used_by(node)
+        yield from secrets_of_object(node)
 
 
 def _refs(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

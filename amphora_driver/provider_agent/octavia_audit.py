@@ -180,7 +180,7 @@ class Auditor:
         differing = differences(recorded, tree)
         if not differing:
             return False
-        contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
+        contents = self._reader.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
         gone = nodes(recorded).keys() - nodes(tree).keys()
         corrected = self._database.write(
             lambda connection: sync_transactions.correct(connection, row, tree, contents, gone)
@@ -201,7 +201,7 @@ def remaining(tree: LoadBalancer, leaving: Collection[str]) -> LoadBalancer:
         return replace(one, rules=rules, redirect_pool_id=_unless(one.redirect_pool_id, leaving))
 
     def listener(one: Listener) -> Listener:
-        policies = l7policy_positions.counted(policy(each) for each in one.l7policies if each.id not in leaving)
+        policies = l7policy_positions.renumber(policy(each) for each in one.l7policies if each.id not in leaving)
         return replace(one, l7policies=policies, default_pool_id=_unless(one.default_pool_id, leaving))
 
     def pool(one: Pool) -> Pool:

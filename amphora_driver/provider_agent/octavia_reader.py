@@ -21,7 +21,7 @@ from amphora_driver.errors import AmphoraDriverError, UnsupportedOption
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.secret_refs import used_by
+from amphora_driver.model.secret_refs import secrets_of_object
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, pending_rereads
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import LoadBalancer
-    from amphora_driver.model.secret_refs import Material, SecretName
+    from amphora_driver.model.secret_refs import SecretMaterial, SecretName
 
     _Object = LoadBalancer | Listener | Pool
 
@@ -158,7 +158,7 @@ class Reader:
         self._unknown.pop(row.load_balancer_id, None)
         if row.read_back:
             tree = from_octavia.load_balancer(found)
-            contents = self.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found))
+            contents = self.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found))
             failpoints.reach(failpoints.Point.TREE_READ)
             return self._taken(lambda connection: sync_transactions.take_tree(connection, row, tree, contents))
         self._mark(row)
@@ -196,7 +196,7 @@ class Reader:
         if found is None:
             return None, {}
         node = from_octavia.listener(found) if kind is Kind.LISTENER else from_octavia.pool(found)
-        return node, self.sealed(from_octavia.secrets(kind, found))
+        return node, self.sealed(from_octavia.read_secrets(kind, found))
 
     # --- what Octavia does not hand over ------------------------------------------------------------------------------
 
@@ -240,13 +240,13 @@ class Reader:
                 node, given = self._one(kind, recorded.id)
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
-                    closed = closed or bool(used_by(recorded))
+                    closed = closed or bool(secrets_of_object(recorded))
                     # It is left out for want of its secrets.
-                    return recorded if used_by(recorded) else None
+                    return recorded if secrets_of_object(recorded) else None
                 if again and not recorded.unread:
                     return recorded
                 # It may have policies that keep somebody out, and that nobody knows here.
-                explained = used_by(recorded) or (closed and not recorded.virtual)
+                explained = secrets_of_object(recorded) or (closed and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(given)
             return node
@@ -266,7 +266,7 @@ class Reader:
 
     # --- secrets ------------------------------------------------------------------------------------------------------
 
-    def sealed(self, given: Mapping[SecretName, Material]) -> dict[SecretName, Sealed]:
+    def sealed(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Sealed]:
         """What a table may hold of these secrets; the user's request is over, so what is wrong with one is noted."""
         found: dict[SecretName, Sealed] = {}
         if not given:

@@ -23,7 +23,7 @@ import msgspec
 import sqlalchemy as sa
 from octavia_lib.api.drivers import exceptions as octavia_errors
 
-from amphora_driver.database.tables import AT_ONCE, status, work
+from amphora_driver.database.tables import DUE_NOW, status, work
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind, Provisioning
@@ -197,7 +197,7 @@ class Resyncer:
         try:
             tree = octavia_audit.remaining(from_octavia.load_balancer(found), leaving)
             differing = tuple(octavia_audit.differences(recorded, tree))
-            contents = self._reader.sealed(from_octavia.secrets(Kind.LOAD_BALANCER, found)) if differing else {}
+            contents = self._reader.sealed(from_octavia.read_secrets(Kind.LOAD_BALANCER, found)) if differing else {}
         except StoreError:
             raise
         except Exception as error:
@@ -315,5 +315,5 @@ def _expect_unsaid(connection: sa.Connection, load_balancer_id: str, generation:
         generations.renew(connection, load_balancer_id, generation)
     waiting = {"pending": generation + 1}
     connection.execute(status.update().where(status.c.object_id.in_([*found, load_balancer_id])).values(**waiting))
-    due = {"dirty": True, "free_at": AT_ONCE}
+    due = {"dirty": True, "free_at": DUE_NOW}
     connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import AT_ONCE, request, status, wanted_object, work
+from amphora_driver.database.tables import DUE_NOW, request, status, wanted_object, work
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Member
-from amphora_driver.model.secret_refs import tickets, used_by, used_in
+from amphora_driver.model.secret_refs import secrets_of_object, secrets_of_tree, ticket_secret_name
 from amphora_driver.store import desired_objects, generations, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import Sealed
@@ -96,8 +96,8 @@ def take_tree(
     lost = Sealed(reason=reason)
     recorded = sealed_secrets.of_load_balancer(connection, tree.id)
     known = {name: one for name, one in recorded.items() if one.content is not None}
-    used = dict.fromkeys(used_in(tree))
-    sealed_secrets.drop(connection, recorded.keys() - used.keys() - {tickets(tree.id)})
+    used = dict.fromkeys(secrets_of_tree(tree))
+    sealed_secrets.drop(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
     sealed_secrets.put(connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used})
     pending_rereads.done(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
@@ -116,11 +116,11 @@ def take_objects(
         return False
     for node in nodes:
         if desired_objects.refresh(connection, row.generation, node):
-            used = used_by(node)
+            used = secrets_of_object(node)
             sealed_secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
     tree = desired_objects.load_tree(connection, row.load_balancer_id)
     recorded = sealed_secrets.of_load_balancer(connection, row.load_balancer_id)
-    lost = {name: Sealed(reason=reason) for name in dict.fromkeys(used_in(tree)) if name not in recorded}
+    lost = {name: Sealed(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded}
     sealed_secrets.put(connection, row.load_balancer_id, lost)
     pending_rereads.done(connection, row.load_balancer_id)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
@@ -144,7 +144,7 @@ def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id)
-        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=AT_ONCE)
+        .values(op=Op.DELETE, generation=generation + 1, committed=generation + 1, dirty=True, free_at=DUE_NOW)
     )
 
 
@@ -180,9 +180,9 @@ def correct(
         connection.execute(status.delete().where(status.c.object_id == one))
     sealed_secrets.drop_objects(connection, sorted(gone))
     kept, lost = sealed_secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
-    missing = [name for name in dict.fromkeys(used_in(tree)) if name not in kept or kept[name].content is None]
+    missing = [name for name in dict.fromkeys(secrets_of_tree(tree)) if name not in kept or kept[name].content is None]
     sealed_secrets.put(connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing})
-    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=AT_ONCE))
+    connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
     return True
 
 
@@ -249,7 +249,7 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == row.load_balancer_id)
-        .values(generation=generation, committed=generation, dirty=True, free_at=AT_ONCE)
+        .values(generation=generation, committed=generation, dirty=True, free_at=DUE_NOW)
     )
     for one in sorted(removed):
         changed = wanted_object.update().where(wanted_object.c.id == one)

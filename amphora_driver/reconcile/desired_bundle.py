@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.errors import ModelError
-from amphora_driver.model.secret_refs import tickets as ticket_seed
+from amphora_driver.model.secret_refs import ticket_secret_name as ticket_seed
 from amphora_driver.reconcile import secret_files, vrrp_peers
 from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
 from amphora_driver.render.bundle import Served, bundle

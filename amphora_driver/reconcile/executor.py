@@ -330,7 +330,11 @@ class Steps:
         most, now = float(self._conf.controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
             self._write(lambda connection: amphorae.change(connection, amphora.id, booted_at=now))
-        if amphora.booted_at is None or now < amphora.booted_at + most or self._database.even_for() < most:
+        if (
+            amphora.booted_at is None
+            or now < amphora.booted_at + most
+            or self._database.seconds_since_clock_jump() < most
+        ):
             return
         self._turn.check()
         self._compute.destroy(amphora.id)

@@ -21,7 +21,7 @@ from amphora_driver import log_context, metrics
 from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreError
 from amphora_driver.health.initial_status import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.model.secret_refs import tickets
+from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
 from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
 from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
@@ -301,7 +301,7 @@ class Pushing:
         It is made when it is asked for the first time, and anew if no key of ours opens it any more: that costs
         clients a handshake, and nothing else.
         """
-        name = tickets(wanted.load_balancer_id)
+        name = ticket_secret_name(wanted.load_balancer_id)
         asked = any(file.secret == name for file in files)
         if not asked or (wanted.tickets is not None and self._usable(name, wanted.secrets.get(name))):
             return wanted.secrets

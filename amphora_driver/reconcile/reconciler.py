@@ -26,7 +26,7 @@ from amphora_driver.errors import (
     Superseded,
     UnsupportedOption,
 )
-from amphora_driver.model.secret_refs import used_in
+from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
@@ -203,7 +203,7 @@ class Reconciler:
         )
         failed |= vip_allocation.refusals(connection, load_balancer_id, given)
         # Only in a snapshot of one moment do references and contents belong together.
-        uses_some = tree is not None and next(used_in(tree), None) is not None
+        uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
             return self._observe(connection, turn, steps, now)
@@ -228,7 +228,7 @@ class Reconciler:
             patience=_MISSED_HEARTBEATS * self._backends.conf.health.interval,
             tickets=row.tickets,
             now=now,
-            clock_set=self._database.even_for() < self._backends.conf.controller.drain_timeout,
+            clock_set=self._database.seconds_since_clock_jump() < self._backends.conf.controller.drain_timeout,
             taking_vips=(_ADVERTS * advert, _MOST_ADVERTS * advert + _VIP_PATIENCE),
             absent=steps.absent,
             vips_taken=steps.vips_taken,

@@ -182,7 +182,7 @@ def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
 
 
 def _transport(listener: Listener) -> str:
-    return listener.protocol.value.lower() if listener.virtual else _TCP
+    return listener.protocol.value.lower() if listener.uses_l4 else _TCP
 
 
 def _in_clear(value: object) -> str:

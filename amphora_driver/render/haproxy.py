@@ -82,12 +82,12 @@ def render(
         if render_errors.attempt(partial(_vip, vip.address, load_balancer.id), load_balancer.id, refused)
     )
     chosen = settings(load_balancer.profile, defaults)
-    pools = _pools([pool for pool in load_balancer.pools if not pool.virtual], left_out, chosen, refused)
-    strangers = {pool.id: pool.protocol for pool in load_balancer.pools if pool.virtual}
+    pools = _pools([pool for pool in load_balancer.pools if not pool.uses_l4], left_out, chosen, refused)
+    strangers = {pool.id: pool.protocol for pool in load_balancer.pools if pool.uses_l4}
     served: list[Made] = []
     ports: set[int] = set()
     for listener in once(load_balancer.listeners, refused):
-        if listener.virtual or listener.id in left_out:
+        if listener.uses_l4 or listener.id in left_out:
             continue
         surroundings = Surroundings(
             load_balancer_id=load_balancer.id,

@@ -13,7 +13,7 @@ import msgspec
 
 from amphora_driver.model.enums import ClientAuthentication
 from amphora_driver.model.loadbalancer import Listener, Pool
-from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
+from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.render import quoting
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.quoting import Quoted
@@ -97,7 +97,7 @@ def bind(listener: Listener, settings: Defaults, shared_tickets: str | None = No
             words += [_WORD["crl-file"], _name(revoked)]
             files.append(revoked)
     elif shared_tickets is not None:
-        keys = File(name=f"tls/{shared_tickets}/ticket.keys", secret=tickets(shared_tickets))
+        keys = File(name=f"tls/{shared_tickets}/ticket.keys", secret=ticket_secret_name(shared_tickets))
         words += [_WORD["tls-ticket-keys"], _name(keys)]
         files.append(keys)
     words += _negotiated(agreed)

@@ -118,8 +118,8 @@ def virtual_servers(
             out, and not listed again.
         defaults: what applies where neither an object nor the profile says anything.
     """
-    listeners = [one for one in load_balancer.listeners if one.virtual]
-    pools = [one for one in load_balancer.pools if one.virtual]
+    listeners = [one for one in load_balancer.listeners if one.uses_l4]
+    pools = [one for one in load_balancer.pools if one.uses_l4]
     if not listeners and not pools:
         return Made()
     refused: list[ModelError] = []
@@ -127,7 +127,7 @@ def virtual_servers(
     for pool in once(pools, refused):
         known = pool.id not in failed
         # Members of any family may be in a pool that no listener serves.
-        met = load_balancer.vips if load_balancer.has_in_front(pool) else None
+        met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.attempt(examine, pool.id, refused) if known else None
     vips = tuple(_known(load_balancer.vips))

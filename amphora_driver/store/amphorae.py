@@ -17,9 +17,9 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from amphora_driver.database.tables import AT_ONCE, amphora, amphora_seen, status, work
+from amphora_driver.database.tables import DUE_NOW, amphora, amphora_seen, status, work
 from amphora_driver.database.tables_fleet import failover
-from amphora_driver.database.vault import Place
+from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import StoreError
 from amphora_driver.network.interface import Port, Subnet
 
@@ -306,7 +306,7 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves
         .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
     ).rowcount
     if changed:
-        connection.execute(work.update().where(mine).values(dirty=True, free_at=AT_ONCE))
+        connection.execute(work.update().where(mine).values(dirty=True, free_at=DUE_NOW))
     return bool(changed)
 
 
@@ -316,9 +316,9 @@ def forget(connection: sa.Connection, amphora_id: str) -> None:
     connection.execute(amphora.delete().where(amphora.c.id == amphora_id))
 
 
-def key_place(amphora_id: str) -> Place:
+def key_place(amphora_id: str) -> SecretLocation:
     """What the heartbeat key of this amphora is sealed for."""
-    return Place("amphora", (amphora_id, "heartbeat_key"))
+    return SecretLocation("amphora", (amphora_id, "heartbeat_key"))
 
 
 def heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> Secret | None:

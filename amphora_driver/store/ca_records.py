@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.tables_fleet import authority
-from amphora_driver.database.vault import Place
+from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import Conflict
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ class Expiries(msgspec.Struct, frozen=True, kw_only=True):
     expired: int
 
 
-def key_place(kind: Kind, certificate: bytes) -> Place:
+def key_place(kind: Kind, certificate: bytes) -> SecretLocation:
     """What the key of this authority is sealed for: its certificate tells it from all others before it has an id."""
-    return Place("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
+    return SecretLocation("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
 def every(connection: sa.Connection, *, gone: bool = False) -> tuple[Recorded, ...]:

@@ -20,14 +20,14 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import wanted_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import SHAPES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
+from amphora_driver.model.loadbalancer import MODEL_CLASSES, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from amphora_driver.model.loadbalancer import HealthMonitor, Node
 
-_KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in SHAPES.items()}
+_KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in MODEL_CLASSES.items()}
 _PARENT_FIELD: dict[Kind, str] = {
     Kind.LISTENER: "loadbalancer_id",
     Kind.POOL: "loadbalancer_id",
@@ -39,7 +39,7 @@ _PARENT_FIELD: dict[Kind, str] = {
 _REFERENCE_FIELD: dict[Kind, str] = {Kind.LISTENER: "default_pool_id", Kind.L7POLICY: "redirect_pool_id"}
 _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(cast("type[Any]", shape)) for kind, shape in SHAPES.items()
+    kind: msgspec.json.Decoder(cast("type[Any]", shape)) for kind, shape in MODEL_CLASSES.items()
 }
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
@@ -272,10 +272,10 @@ def around(
     """
     found: LoadBalancer = load(connection, Kind.LOAD_BALANCER, load_balancer_id)
     if isinstance(node, Pool):
-        users = users_of_pool(connection, node.id) if node.virtual and node.members else []
+        users = users_of_pool(connection, node.id) if node.uses_l4 and node.members else []
         fronts = [load(connection, kind, one) for kind, one, _ in users if kind is Kind.LISTENER]
         return msgspec.structs.replace(found, listeners=tuple(fronts))
-    if not node.virtual or node.default_pool_id in (None, known_pool):
+    if not node.uses_l4 or node.default_pool_id in (None, known_pool):
         return found
     body = connection.execute(_ONE, {"of": node.default_pool_id, "of_kind": Kind.POOL.value}).scalar()
     if body is None:

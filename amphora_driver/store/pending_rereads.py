@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import AT_ONCE, work
+from amphora_driver.database.tables import DUE_NOW, work
 from amphora_driver.model.enums import Kind
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def objects_of(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
 
 def done(connection: sa.Connection, load_balancer_id: str) -> None:
     """All that can be known is known: the load balancer may be worked on."""
-    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=AT_ONCE)
+    _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=DUE_NOW)
 
 
 def forget(connection: sa.Connection, load_balancer_id: str) -> None:

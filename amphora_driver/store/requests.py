@@ -16,13 +16,13 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.database.engine import recognise_by
-from amphora_driver.database.tables import AT_ONCE, request, work
+from amphora_driver.database.engine import set_commit_marker
+from amphora_driver.database.tables import DUE_NOW, request, work
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
-from amphora_driver.model.secret_refs import FIELDS, SecretName, named, used_by
+from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
 from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.sealed_secrets import Sealed
 
@@ -192,12 +192,12 @@ class Intents:
         if kind is Kind.L7RULE:
             # The check of a regular expression must not hold the locks of the transaction, where its result is cached.
             rule = self._database.read(lambda connection: desired_objects.load(connection, kind, object_id))
-            self._check(from_octavia.changed(rule, fields))
+            self._check(from_octavia.apply_changes(rule, fields))
 
         def write(connection: sa.Connection) -> str:
             load_balancer_id, generation = _advance_of(connection, object_id)
             before = desired_objects.load(connection, kind, object_id)
-            after = from_octavia.changed(before, fields)
+            after = from_octavia.apply_changes(before, fields)
             self._check(after)
             self._check_fit(connection, load_balancer_id, after, getattr(before, "default_pool_id", None))
             if isinstance(after, L7Policy) and after.position != before.position:
@@ -227,7 +227,7 @@ class Intents:
             desired_objects.remove(connection, generation, [one for _, one in gone])
             if isinstance(node, L7Policy):
                 _close_up(connection, generation, node.listener_id)
-            if type(node) in FIELDS:
+            if type(node) in SECRET_FIELDS:
                 sealed_secrets.drop_objects(connection, [object_id])
                 _read_the_unread(connection, load_balancer_id, node)
             self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
@@ -252,7 +252,7 @@ class Intents:
             for member_id, build, fields in members:
                 if member_id not in before:
                     added.append(build())
-                elif (after := from_octavia.changed(before[member_id], fields)) != before[member_id]:
+                elif (after := from_octavia.apply_changes(before[member_id], fields)) != before[member_id]:
                     changed.append(after)
             for node in (*added, *changed):
                 self._check(node)
@@ -294,7 +294,7 @@ class Intents:
 
     def _check_virtual(self, connection: sa.Connection, load_balancer_id: str, pool: Pool) -> None:
         """Members that packets reach unchanged depend on the VIPs: only their calls read the load balancer."""
-        if pool.virtual:
+        if pool.uses_l4:
             self._check_fit(connection, load_balancer_id, pool)
 
     def _check_fit(
@@ -337,7 +337,7 @@ _ADVANCE = (
         generation=sa.bindparam("new_generation"),
         op=sa.bindparam("new_op"),
         dirty=True,
-        free_at=AT_ONCE,
+        free_at=DUE_NOW,
         attempts=0,
         error=None,
     )
@@ -397,7 +397,7 @@ def _remember(connection: sa.Connection, load_balancer_id: str, generation: int,
     )
     # No two calls ever have the same row.
     (row,) = added.inserted_primary_key or (None,)
-    recognise_by(connection, _REMEMBERED_AS, {"row": row, "of": load_balancer_id})
+    set_commit_marker(connection, _REMEMBERED_AS, {"row": row, "of": load_balancer_id})
     if generation % _TIDIED_EVERY == 0:
         # A generation is one request.
         connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
@@ -452,15 +452,15 @@ def _keep_secrets(
         before: the object as it was; None for a new one.
         fields: those an update names: the user may have changed the content and named the same reference again.
     """
-    if type(after) not in FIELDS:
+    if type(after) not in SECRET_FIELDS:
         return
-    used, used_before = used_by(after), used_by(before) if before is not None else {}
+    used, used_before = secrets_of_object(after), secrets_of_object(before) if before is not None else {}
     if not used and not used_before:
         return
     missing = sealed_secrets.settle(connection, load_balancer_id, after.id, used, contents)
     # Octavia does not say so when the last SNI certificate is taken away: an update that names none may be that.
     unsaid = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
-    if missing or unsaid or named(after, fields).keys() - contents.keys():
+    if missing or unsaid or secrets_in_fields(after, fields).keys() - contents.keys():
         pending_rereads.ask_for(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
 
 
@@ -473,7 +473,7 @@ def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: 
     listeners: Collection[Any] = ()
     if isinstance(changed, Listener):
         listeners = (changed,)
-    elif isinstance(changed, Pool) and used_by(changed):
+    elif isinstance(changed, Pool) and secrets_of_object(changed):
         listeners = desired_objects.children(connection, load_balancer_id, Kind.LISTENER).values()
     if any(one.unread for one in listeners):
         pending_rereads.ask_for_all(connection, load_balancer_id)
@@ -482,7 +482,7 @@ def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: 
 def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
     """Shift the policies of the same listener as Octavia does; returns the one they make room for, at its place."""
     before: dict[str, L7Policy] = desired_objects.children(connection, policy.listener_id, Kind.L7POLICY)
-    now = {one.id: one for one in l7policy_positions.placed(before.values(), policy)}
+    now = {one.id: one for one in l7policy_positions.insert_at_position(before.values(), policy)}
     own = now.pop(policy.id)
     desired_objects.update(connection, generation, [one for one in now.values() if one != before[one.id]])
     return own
@@ -492,7 +492,7 @@ def _close_up(connection: sa.Connection, generation: int, listener_id: str) -> N
     """Close the gap a policy has left."""
     before: dict[str, L7Policy] = desired_objects.children(connection, listener_id, Kind.L7POLICY)
     desired_objects.update(
-        connection, generation, [one for one in l7policy_positions.counted(before.values()) if one != before[one.id]]
+        connection, generation, [one for one in l7policy_positions.renumber(before.values()) if one != before[one.id]]
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import secret
-from amphora_driver.database.vault import Place
+from amphora_driver.database.vault import SecretLocation
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def place(name: SecretName) -> Place:
+def place(name: SecretName) -> SecretLocation:
     """What the content of this secret is sealed for."""
-    return Place("secret", (name.object_id, name.purpose.value, name.ref))
+    return SecretLocation("secret", (name.object_id, name.purpose.value, name.ref))
 
 
 def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, Sealed]:

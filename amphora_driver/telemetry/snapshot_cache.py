@@ -49,7 +49,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_only(url: str) -> Database:
     """A database on which nothing of this process can write."""
-    database = Database(url, durable=False, patience=_PATIENCE)
+    database = Database(url, durable=False, answer_timeout=_PATIENCE)
     engine = database.engine
     sa.event.listen(engine, "connect", _FORBIDDING.get(engine.dialect.name, _forbid_writing))
     return database

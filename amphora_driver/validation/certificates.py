@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.secret_refs import Material, Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
 # What OpenSSL's security level 2 refuses, the level Debian and Ubuntu build with: HAProxy would not start.
@@ -50,7 +50,7 @@ _Served = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519Privat
 _T = TypeVar("_T")
 
 
-def contents(given: Mapping[SecretName, Material]) -> dict[SecretName, Secret]:
+def contents(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Secret]:
     """What is in all of these secrets, as HAProxy reads them, each checked for itself and with those it belongs to.
 
     Raises:
@@ -64,7 +64,7 @@ def contents(given: Mapping[SecretName, Material]) -> dict[SecretName, Secret]:
     return found
 
 
-def pem(purpose: Purpose, material: Material) -> Secret:
+def pem(purpose: Purpose, material: SecretMaterial) -> Secret:
     """What is in a secret, as HAProxy reads it.
 
     Args:
@@ -99,7 +99,7 @@ def check_revocations(option: str, revocations: Secret, authorities: Secret) -> 
             _refuse(option, "a revocation list in it was not signed by any of the certificate authorities given")
 
 
-def _server(option: str, material: Material) -> Secret:
+def _server(option: str, material: SecretMaterial) -> Secret:
     """Certificate, intermediates in order, and key."""
     key = _key(option, material)
     mine = _public(key)
@@ -115,7 +115,7 @@ def _server(option: str, material: Material) -> Secret:
     return Secret(text + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
-def _key(option: str, material: Material) -> _Served:
+def _key(option: str, material: SecretMaterial) -> _Served:
     # Some keep the key in the same text as the certificate.
     text = material.private_key or material.text
     block = next(_blocks(text, *_KEYS), None)

@@ -129,7 +129,7 @@ def check_listener(listener: Listener) -> None:
     _check_hsts(listener)
     if protocol is ListenerProtocol.PROMETHEUS:
         absent("listener option default_pool_id", listener.default_pool_id, "a PROMETHEUS listener serves itself")
-    if listener.virtual:
+    if listener.uses_l4:
         udp.check_listener(listener)
     tls.check_listener(listener)
 
@@ -166,7 +166,7 @@ def check_pool(pool: Pool) -> None:
     one_of("pool protocol", pool.protocol, POOL_PROTOCOLS)
     one_of("pool option lb_algorithm", pool.lb_algorithm, ALGORITHMS)
     if pool.session_persistence is not None:
-        check = udp.check_persistence if pool.virtual else _check_persistence
+        check = udp.check_persistence if pool.uses_l4 else _check_persistence
         check(pool, pool.session_persistence)
     tls.check_pool(pool)
 

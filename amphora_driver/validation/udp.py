@@ -130,10 +130,10 @@ def check_monitor(pool: Pool) -> None:
     if pool.healthmonitor is None:
         return
     kind = pool.healthmonitor.type
-    if pool.virtual and kind not in MONITORS:
+    if pool.uses_l4 and kind not in MONITORS:
         reason = f"members of {pool.protocol} pools are not checked so"
         refuse("health monitor type", str(kind), reason, f"Use one of {', '.join(map(str, MONITORS))}.")
-    if not pool.virtual and kind in ONLY_HERE:
+    if not pool.uses_l4 and kind in ONLY_HERE:
         reason = f"only members of UDP and SCTP pools are checked so, and pool {pool.id} is {pool.protocol}"
         refuse("health monitor type", str(kind), reason, "Use TCP, HTTP, HTTPS, TLS-HELLO or PING.")
 
@@ -146,7 +146,7 @@ def check_algorithm(pool: Pool) -> None:
     Raises:
         UnsupportedOption: the pool has both.
     """
-    if not pool.virtual or pool.lb_algorithm is not Algorithm.LEAST_CONNECTIONS or pool.session_persistence is None:
+    if not pool.uses_l4 or pool.lb_algorithm is not Algorithm.LEAST_CONNECTIONS or pool.session_persistence is None:
         return
     refuse(
         "pool option lb_algorithm",
@@ -172,7 +172,7 @@ def check_families(pool: Pool, vips: Iterable[Vip]) -> None:
         UnsupportedOption: naming the first member whose family no VIP has.
     """
     known = [vip.address for vip in vips]
-    if not pool.virtual or not pool.members or not all(known):
+    if not pool.uses_l4 or not pool.members or not all(known):
         return
     families = {":" in one for one in known}
     for member in pool.members:

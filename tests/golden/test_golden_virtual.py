@@ -89,7 +89,7 @@ def test_the_agent_reads_it_as_it_was_written():
 def test_haproxy_hears_nothing_of_it():
     only_http = msgspec.structs.replace(
         CASE,
-        listeners=tuple(one for one in CASE.listeners if not one.virtual),
-        pools=tuple(one for one in CASE.pools if not one.virtual),
+        listeners=tuple(one for one in CASE.listeners if not one.uses_l4),
+        pools=tuple(one for one in CASE.pools if not one.uses_l4),
     )
     assert render(CASE) == render(only_http)

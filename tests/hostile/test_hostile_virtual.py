@@ -141,10 +141,10 @@ def objects(tree: LoadBalancer, owner: str) -> bool:
     node = next(one for one in nodes(tree) if one.id == owner)
     try:
         CHECKS[LETTERS[owner]](node)
-        if isinstance(node, Pool) and tree.has_in_front(node):
+        if isinstance(node, Pool) and tree.is_default_pool(node):
             capabilities.check_families(node, tree.vips)
         for pool in tree.pools:
-            if node in pool.members and tree.has_in_front(pool):
+            if node in pool.members and tree.is_default_pool(pool):
                 capabilities.check_families(trees.change(pool, members=(node,)), tree.vips)
     except UnsupportedOption:
         return True

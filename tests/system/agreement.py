@@ -115,7 +115,7 @@ def shown(cloud, balancer):
 
 
 def _octavias(kind, source):
-    shape = desired_objects.SHAPES[kind]
+    shape = desired_objects.MODEL_CLASSES[kind]
     fields = {name: source[name] for name in shape.__struct_fields__ if name not in _CHILDREN | _HIDDEN | {"vip"}}
     if kind is Kind.LOAD_BALANCER:
         fields |= {name: source[name] for name in ("vip_address", "vip_subnet_id", "vip_network_id", "vip_port_id")}

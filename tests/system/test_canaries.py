@@ -35,7 +35,7 @@ from amphora_driver.database.tables import amphora, metadata, secret
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused
 from amphora_driver.host import namespaces
-from amphora_driver.model.secret_refs import tickets
+from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.sandbox import configuration, demo
@@ -128,7 +128,7 @@ def canaries(cloud, authority_keys):
     users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
     vault = Vault.load(str(etc / "encryption.keys"))
     kept = cloud.database.read(lambda c: c.execute(sa.select(secret).where(secret.c.purpose == "tickets")).all())
-    seeds = [vault.open(row.sealed, sealed_secrets.place(tickets(row.object_id))) for row in kept]
+    seeds = [vault.open(row.sealed, sealed_secrets.place(ticket_secret_name(row.object_id))) for row in kept]
     assert len(seeds) == 1
     heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
     derived = base64.b64decode(ticket_keys(seeds[0]).reveal().splitlines()[1])
@@ -347,7 +347,7 @@ def rotated(cloud, balancer):
     cloud.active(balancer.id)
     vault = Vault.load(str(path))
     kept = cloud.database.read(lambda c: sealed_secrets.of_load_balancer(c, balancer.id))
-    places = {name.ref: vault.sealed_with(one.content) for name, one in kept.items()}
+    places = {name.ref: vault.key_index(one.content) for name, one in kept.items()}
     assert (places["sni"], places["client"]) == (0, 1), "the API process has taken the new key up"
     assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
 

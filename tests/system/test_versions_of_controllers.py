@@ -205,7 +205,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         # Somebody insists.
         status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
         assert (status, said["After"]) == (0, new), said
-        newer = f"its schema is {new}, newer than"
+        newer = f"the schema is {new}, newer than"
         for name in ("amphora-controller", "amphora-health-manager", "octavia-driver-agent"):
             lab.cloud.until(lambda one=name: newer in log_of(lab, one), f"{name} has noticed")
         lab.disarm()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alembic's entry: runs migrations on the connection it is handed, inside that connection's transaction."""
+"""Alembic's entry point: run the migrations on the given connection, inside its transaction."""
 
 from alembic import context
 

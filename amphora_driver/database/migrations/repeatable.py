@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of migrations that may be repeated.
+"""Idempotent migration steps.
 
-Invariant: each does nothing if the database has the result. MariaDB commits before and after each such statement, so
-that an upgrade that was ended half way left some of them done; it is then run again from its beginning.
+Invariant: each step does nothing if the database already has its result. MariaDB commits before and after each
+statement that changes a schema, so an interrupted upgrade leaves some steps done. The upgrade then starts again from
+the beginning.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ if TYPE_CHECKING:
 
 
 def create_table(name: str, *columns: sa.schema.SchemaItem) -> None:
-    """A new table."""
-    if not _look().has_table(name):
+    """Create a table unless it exists."""
+    if not _inspector().has_table(name):
         op.create_table(name, *columns)
 
 
 def create_index(name: str, table: str, columns: Sequence[str]) -> None:
-    """A new index."""
-    if name not in {one["name"] for one in _look().get_indexes(table)}:
+    """Create an index unless it exists."""
+    if name not in {one["name"] for one in _inspector().get_indexes(table)}:
         op.create_index(name, table, list(columns), unique=False)
 
 
 def add_column(table: str, column: sa.Column[Any]) -> None:
-    """One more column."""
-    if column.name not in {one["name"] for one in _look().get_columns(table)}:
+    """Add a column unless it exists."""
+    if column.name not in {one["name"] for one in _inspector().get_columns(table)}:
         op.add_column(table, column)
 
 
-def _look() -> sa.Inspector:
-    # A new one each time: an inspector remembers what it saw.
+def _inspector() -> sa.Inspector:
+    # A new inspector each time: an inspector caches its results.
     return sa.inspect(op.get_bind())

@@ -11,7 +11,7 @@ from cryptography.x509.oid import NameOID
 from dataplane.pki import Authority, key
 
 from amphora_driver.errors import UnsupportedOption
-from amphora_driver.model.secret_refs import Material, Purpose, SecretName
+from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.validation import certificates
 
@@ -29,7 +29,7 @@ def secret(text):
 
 
 def server(certificate=LEAF.certificate_pem, private=LEAF.key_pem, intermediates=(), passphrase=None):
-    return Material(
+    return SecretMaterial(
         option=OPTION,
         text=secret(certificate),
         private_key=secret(private) if private else None,
@@ -184,14 +184,14 @@ def test_what_cannot_be_served_is_refused_by_name(material, word):
 
 def test_several_authorities_are_several():
     other = Authority("other")
-    text = taken(Material(option=OPTION, text=secret(f"words\n{ROOT.pem}\n{other.pem}{MIDDLE.pem}")), Purpose.CA)
+    text = taken(SecretMaterial(option=OPTION, text=secret(f"words\n{ROOT.pem}\n{other.pem}{MIDDLE.pem}")), Purpose.CA)
     assert subjects(text) == ["root", "other", "middle"]
     assert "words" not in text
 
 
 def test_a_certificate_that_signed_itself_may_vouch_for_itself():
     pinned = self_signed(key("EC"), authority=False)
-    assert subjects(taken(Material(option=OPTION, text=secret(pinned)), Purpose.CA)) == ["self"]
+    assert subjects(taken(SecretMaterial(option=OPTION, text=secret(pinned)), Purpose.CA)) == ["self"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_certificate_that_signed_itself_may_vouch_for_itself():
     ],
 )
 def test_authorities_that_are_none(text, word):
-    assert word in refusal(Material(option=OPTION, text=secret(text)), Purpose.CA)
+    assert word in refusal(SecretMaterial(option=OPTION, text=secret(text)), Purpose.CA)
 
 
 def crl_names():
@@ -214,13 +214,13 @@ def test_a_revocation_list_is_one_of_the_authorities_own():
     authority, revoked = crl_names()
     other = Authority("other")
     given = {
-        authority: Material(option="ca", text=secret(other.pem + ROOT.pem)),
-        revoked: Material(option=OPTION, text=secret(ROOT.revoke(LEAF) + other.revoke())),
+        authority: SecretMaterial(option="ca", text=secret(other.pem + ROOT.pem)),
+        revoked: SecretMaterial(option=OPTION, text=secret(ROOT.revoke(LEAF) + other.revoke())),
     }
     text = certificates.contents(given)[revoked].reveal().decode()
     assert text.count("BEGIN X509 CRL") == 2
     stranger = Authority("other")
-    given[revoked] = Material(option=OPTION, text=secret(stranger.revoke(LEAF)))
+    given[revoked] = SecretMaterial(option=OPTION, text=secret(stranger.revoke(LEAF)))
     with pytest.raises(UnsupportedOption, match="not signed by any") as caught:
         certificates.contents(given)
     assert OPTION in str(caught.value)
@@ -230,7 +230,9 @@ def test_revocation_lists_that_are_none():
     for text in (ROOT.pem, "garbage", x509.load_pem_x509_crl(ROOT.revoke().encode()).public_bytes(
         serialization.Encoding.DER
     )):  # fmt: skip
-        assert "no certificate revocation list" in refusal(Material(option=OPTION, text=secret(text)), Purpose.CRL)
+        assert "no certificate revocation list" in refusal(
+            SecretMaterial(option=OPTION, text=secret(text)), Purpose.CRL
+        )
 
 
 def test_nothing_of_a_secret_shows():
@@ -258,7 +260,7 @@ def test_a_megabyte_of_beginnings_is_looked_at_once(monkeypatch):
     monkeypatch.setattr(certificates, "_BOUNDARY", counted)
     text = b"-----BEGIN CERTIFICATE-----\n" * 36_000
     assert 1_000_000 < len(text) < 1 << 20
-    assert "no certificate" in refusal(Material(option=OPTION, text=Secret(text)), Purpose.CA)
+    assert "no certificate" in refusal(SecretMaterial(option=OPTION, text=Secret(text)), Purpose.CA)
     assert counted.octets <= 2 * len(text)
 
 

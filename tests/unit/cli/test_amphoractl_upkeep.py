@@ -207,7 +207,7 @@ def test_the_history_joins_calls_fail_overs_and_resyncs(amphoractl, place, datab
 def test_a_new_database_is_made_by_upgrading(amphoractl, place, caplog):
     assert amphoractl(place, "database", "status")[0] == 1
     assert "amphoractl database upgrade" in caplog.text
-    newest = schema_check.revisions()[-1]
+    newest = schema_check.known_revisions()[-1]
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": "", "After": newest}
     assert answer(amphoractl, place, "database", "upgrade") == {"Before": newest, "After": newest}
     assert answer(amphoractl, place, "database", "status") == {
@@ -225,12 +225,12 @@ def test_another_schema_is_told_of_and_nothing_else_works(amphoractl, place, dat
     assert (shown["Schema"], shown["Fits"]) == ("0001", False)
     assert "amphoractl database upgrade" in shown["What to do"]
     assert amphoractl(place, "work", "list")[0] == 1
-    assert "its schema is 0001, this version works with" in caplog.text
+    assert "the schema is 0001, this version requires" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "named"), [("", False), ("0003", True), ("0004", False)])
 def test_an_upgrade_names_the_command_that_binds_secrets(amphoractl, place, monkeypatch, before, named):
-    monkeypatch.setattr(migrate, "working", lambda _: ())
+    monkeypatch.setattr(migrate, "active_processes", lambda _: ())
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before=before, after="0004"))
     status, _out, err = amphoractl(place, "database", "upgrade")
     assert (status, "amphoractl secrets reseal --bind" in err) == (0, named)
@@ -247,8 +247,8 @@ def test_nothing_is_upgraded_under_who_works(amphoractl, place, database, monkey
         said = {"kind": "controller", "host": "host", "version": "1", "started_at": now, "seen_at": now - 2}
         put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
     # To the next version this one is an old one.
-    newer = (*schema_check.revisions(), "9999")
-    monkeypatch.setattr(schema_check, "revisions", lambda: newer)
+    newer = (*schema_check.known_revisions(), "9999")
+    monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
     assert amphoractl(place, "database", "upgrade")[0] == 1
     assert name in caplog.text

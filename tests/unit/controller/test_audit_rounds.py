@@ -115,7 +115,7 @@ def test_one_that_cannot_be_written_down_stops_nobody(control, audits, pool, mon
     def overflows(*_):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(drift_audit.drifts, "overtake", overflows)
+    monkeypatch.setattr(drift_audit.config_drift, "overtake", overflows)
     assert audits.audit(pool) == MANY - 1
     assert set(audits._later) == {one}
 

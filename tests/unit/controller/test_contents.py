@@ -14,7 +14,7 @@ from amphora_driver import config
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import L7Action, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Member, Pool, Profile, Vip
-from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
+from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import secret_files
@@ -100,7 +100,7 @@ OTHERS = [
     place(SecretName(LISTENER, Purpose.CERTIFICATE, "one")),
     place(SecretName(SECURE, Purpose.CA, "one")),
     place(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
-    place(tickets(LB)),
+    place(ticket_secret_name(LB)),
     amphorae.key_place("am"),
     ca_records.key_place(ca_records.Kind.AMPHORA, b"certificate"),
 ]

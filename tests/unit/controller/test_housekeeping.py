@@ -14,7 +14,7 @@ from amphora_driver.database.tables import secret, vip_claim, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
 from amphora_driver.maintenance.housekeeping import Housekeeping
-from amphora_driver.model.secret_refs import tickets
+from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
@@ -25,7 +25,7 @@ from amphora_driver.store.generations import begin_tickets
 from amphora_driver.store.sealed_secrets import Sealed
 
 VAULT = Vault([Fernet.generate_key()])
-PLACE = sealed_secrets.place(tickets("lb"))
+PLACE = sealed_secrets.place(ticket_secret_name("lb"))
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -90,10 +90,10 @@ def test_one_that_may_still_come(conf, database, network):
 def test_one_that_is_old_only_by_a_clock_that_was_set(conf, database, network, monkeypatch):
     claim(database, network, "lb-soon", 3600)
     housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
-    monkeypatch.setattr(database, "even_for", lambda: conf.controller.forget_vip_after - 1)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after - 1)
     housekeeping.sweep()
     assert len(left(database)) == 1
-    monkeypatch.setattr(database, "even_for", lambda: conf.controller.forget_vip_after)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.forget_vip_after)
     housekeeping.sweep()
     assert left(database) == []
 
@@ -131,13 +131,13 @@ SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty"
 def served_with_tickets(database, content, name="lb"):
     """A load balancer that serves its newest generation, and whose ticket keys are due."""
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id=name, **SETTLED)))
-    database.write(lambda c: sealed_secrets.put(c, name, {tickets(name): Sealed(content=content)}))
+    database.write(lambda c: sealed_secrets.put(c, name, {ticket_secret_name(name): Sealed(content=content)}))
     database.write(lambda c: begin_tickets(c, name, time.time() - 1))
 
 
 def state(database, name="lb"):
-    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))[tickets(name)].content
-    return VAULT.open(found, sealed_secrets.place(tickets(name)))
+    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))[ticket_secret_name(name)].content
+    return VAULT.open(found, sealed_secrets.place(ticket_secret_name(name)))
 
 
 def lines(kept):

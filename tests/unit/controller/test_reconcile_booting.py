@@ -150,11 +150,11 @@ def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control,
     control.work()
     most = control.conf.controller.boot_timeout
     control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - 3600))
-    monkeypatch.setattr(control.database, "even_for", lambda: most - 1)
+    monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
     control.hurry()
     control.work()
     assert (control.row().attempts, control.world.destroyed) == (0, 0)
-    monkeypatch.setattr(control.database, "even_for", lambda: most)
+    monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most)
     control.hurry()
     control.work()
     assert control.world.destroyed == 1

@@ -253,9 +253,9 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     assert not duty.advance(Kind.CONTROLLER), "each step takes its time"
     later()
     settle = control.conf.certificates.settle
-    monkeypatch.setattr(control.database, "even_for", lambda: settle - 1)
+    monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle - 1)
     assert not duty.advance(Kind.CONTROLLER), "and not only by a clock that was set meanwhile"
-    monkeypatch.setattr(control.database, "even_for", lambda: settle)
+    monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle)
     assert duty.advance(Kind.CONTROLLER)
     assert states() == {before: State.LEAVING, after: State.CURRENT}
     later()

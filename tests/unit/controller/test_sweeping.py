@@ -133,10 +133,10 @@ def test_what_is_old_only_by_a_clock_that_was_set_stays(conf, database, network,
     network.ensure_port(OWNED, "vip", ["vip-subnet"])
     sweeper.sweep()
     time_passes(database)
-    monkeypatch.setattr(database, "even_for", lambda: conf.controller.orphan_grace - 1)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace - 1)
     assert sweeper.sweep() == 0
     assert noted(database) == {LOST}
-    monkeypatch.setattr(database, "even_for", lambda: conf.controller.orphan_grace)
+    monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.controller.orphan_grace)
     assert sweeper.sweep() == 1
 
 

@@ -8,7 +8,7 @@ from cryptography.fernet import Fernet
 
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.model.secret_refs import tickets as tickets_of
+from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
 from amphora_driver.reconcile import secret_files, tls_tickets
 from amphora_driver.reconcile.tls_tickets import SEED_LENGTH, begun, rotated, ticket_keys
 from amphora_driver.render.tls import File

@@ -44,8 +44,8 @@ def test_it_is_written_down(virtual, database):
     virtual.member_create(member(1, backup=True, weight=7, monitor_address="192.0.2.9", monitor_port=80))
     virtual.health_monitor_create(monitor("HTTP", url_path="/x"))
     (found,), (front,) = tree(database).pools, tree(database).listeners
-    assert found.virtual
-    assert front.virtual
+    assert found.uses_l4
+    assert front.uses_l4
     assert front.default_pool_id == found.id
     assert found.session_persistence.persistence_granularity == "255.255.255.0"
     assert (found.members[0].backup, found.healthmonitor.url_path) == (True, "/x")

@@ -41,7 +41,7 @@ def test_secrets_of_a_listener():
         client_crl_container_ref="list",
         client_crl_container_data=b"crl",
     )
-    found = from_octavia.secrets(Kind.LISTENER, source)
+    found = from_octavia.read_secrets(Kind.LISTENER, source)
     assert texts(found) == {
         ("li", CERTIFICATE, "one"): "1",
         ("li", CERTIFICATE, "two"): "2",
@@ -63,10 +63,10 @@ def test_contents_in_another_order_than_their_references_are_not_trusted():
         "sni_container_refs": ["b", "a"],
         "sni_container_data": [container("a"), container("b")],
     }
-    assert from_octavia.secrets(Kind.LISTENER, source, paired=False) == {}
-    assert set(texts(from_octavia.secrets(Kind.LISTENER, source)).values()) == {"a", "b"}
+    assert from_octavia.read_secrets(Kind.LISTENER, source, paired=False) == {}
+    assert set(texts(from_octavia.read_secrets(Kind.LISTENER, source)).values()) == {"a", "b"}
     del source["sni_container_data"][1]
-    assert from_octavia.secrets(Kind.LISTENER, source) == {}, "one is missing, nobody knows which"
+    assert from_octavia.read_secrets(Kind.LISTENER, source) == {}, "one is missing, nobody knows which"
 
 
 def test_secrets_of_everything_in_a_load_balancer_as_it_is_read_back():
@@ -95,7 +95,7 @@ def test_secrets_of_everything_in_a_load_balancer_as_it_is_read_back():
             }
         ],
     }
-    assert set(texts(from_octavia.secrets(Kind.LOAD_BALANCER, tree))) == {
+    assert set(texts(from_octavia.read_secrets(Kind.LOAD_BALANCER, tree))) == {
         ("li", CERTIFICATE, "one"),
         ("po", CERTIFICATE, "one"),
         ("po", CA, "authority"),
@@ -153,7 +153,9 @@ SHAPES = {
 
 def after(kind, **named):
     before, source, identity = SHAPES[kind]
-    return from_octavia.changed(before, from_octavia.changes(kind, source(**{identity: before.id, **named})))
+    return from_octavia.apply_changes(
+        before, from_octavia.changed_fields(kind, source(**{identity: before.id, **named}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,5 +239,5 @@ def test_what_is_of_another_type_is_the_requests_fault(kind, source):
 )
 def test_a_secret_of_another_type_is_not_quoted(source):
     with pytest.raises(ModelError) as caught:
-        from_octavia.secrets(Kind.LISTENER, source)
+        from_octavia.read_secrets(Kind.LISTENER, source)
     assert "BEGIN" not in str(caught.value)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from amphora_driver.model.enums import L7Action
-from amphora_driver.model.l7policy_positions import counted, placed, without_leftovers
+from amphora_driver.model.l7policy_positions import clear_unused_redirects, insert_at_position, renumber
 from amphora_driver.model.loadbalancer import L7Policy
 
 ANYWHERE = 2147483647
@@ -39,7 +39,7 @@ def line(names):
     ],
 )
 def test_put_in(before, position, after):
-    assert order(placed(line(before), policy("n", position))) == after
+    assert order(insert_at_position(line(before), policy("n", position))) == after
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_put_in(before, position, after):
     [("a", 1, "abcd"), ("a", 2, "bacd"), ("a", 4, "bcda"), ("a", 99, "bcda"), ("d", 1, "dabc"), ("c", 2, "acbd")],
 )
 def test_moved(moved, position, after):
-    assert order(placed(line("abcd"), policy(moved, position))) == after
+    assert order(insert_at_position(line("abcd"), policy(moved, position))) == after
 
 
 def test_taken_out():
-    assert order(counted(one for one in line("abcd") if one.id != "b")) == "acd"
+    assert order(renumber(one for one in line("abcd") if one.id != "b")) == "acd"
 
 
 def test_in_whatever_order_they_are_read():
-    assert order(counted(reversed(line("abcd")))) == "abcd"
+    assert order(renumber(reversed(line("abcd")))) == "abcd"
 
 
 def test_as_a_list_would_have_it():
@@ -67,15 +67,15 @@ def test_as_a_list_would_have_it():
         if names and source.random() < 0.3:
             gone = source.choice(names)
             names.remove(gone)
-            policies = counted(one for one in policies if one.id != gone)
+            policies = renumber(one for one in policies if one.id != gone)
         elif names and source.random() < 0.5:
             moved = source.choice(names)
             names.remove(moved)
             names.insert(wish - 1, moved)
-            policies = placed(policies, policy(moved, wish))
+            policies = insert_at_position(policies, policy(moved, wish))
         else:
             names.insert(wish - 1, f"{number}.")
-            policies = placed(policies, policy(f"{number}.", wish))
+            policies = insert_at_position(policies, policy(f"{number}.", wish))
         assert order(policies) == "".join(names)
 
 
@@ -97,6 +97,6 @@ EVERYTHING = {
     ],
 )
 def test_an_action_keeps_what_it_uses(action, kept):
-    found = without_leftovers(policy("a", action=action, **EVERYTHING))
+    found = clear_unused_redirects(policy("a", action=action, **EVERYTHING))
     assert {name for name in EVERYTHING if getattr(found, name) is not None} == kept
-    assert without_leftovers(found) is found
+    assert clear_unused_redirects(found) is found

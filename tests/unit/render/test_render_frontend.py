@@ -6,7 +6,7 @@ import pytest
 
 from amphora_driver.model.enums import ClientAuthentication, ListenerProtocol, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, SessionPersistence, Vip
-from amphora_driver.model.secret_refs import Purpose, tickets
+from amphora_driver.model.secret_refs import Purpose, ticket_secret_name
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
 from amphora_driver.validation.insert_headers import ABOUT_CERTIFICATE, ABOUT_CONNECTION
@@ -277,7 +277,7 @@ def test_ticket_keys_are_the_load_balancers():
     whole = terminated(default_tls_container_ref="default")
     rendered = render(whole, shared_tickets=True)
     (keys,) = (file for file in rendered.files if file.secret and file.secret.purpose is Purpose.TICKETS)
-    assert (keys.name, keys.secret) == (f"tls/{whole.id}/ticket.keys", tickets(whole.id))
+    assert (keys.name, keys.secret) == (f"tls/{whole.id}/ticket.keys", ticket_secret_name(whole.id))
     assert f" tls-ticket-keys {keys.name} " in rendered.text
     assert "ticket" not in render(whole).text
     asking = terminated(

@@ -100,25 +100,25 @@ def local(tmp_path):
 def test_a_clock_that_is_set_has_gone_evenly_since(times, local, caplog, ahead):
     local.now()
     times.go(70.0)
-    assert local.even_for() == math.inf
+    assert local.seconds_since_clock_jump() == math.inf
     times.go(1.0, ahead)
-    assert local.even_for() == 0.0
-    assert f"the clock was set by {ahead:+.1f} s" in caplog.text
+    assert local.seconds_since_clock_jump() == 0.0
+    assert f"database clock jumped by {ahead:+.1f} s" in caplog.text
     times.go(40.0)
-    assert local.even_for() == 40.0
+    assert local.seconds_since_clock_jump() == 40.0
     assert len(caplog.records) == 1
 
 
 def test_one_that_is_slewed_goes_evenly(times, local):
     for _ in range(100):
         times.go(30.0, 0.015)
-        assert local.even_for() == math.inf
+        assert local.seconds_since_clock_jump() == math.inf
 
 
 def test_a_process_that_stood_still_while_it_looked_has_seen_nothing(times, local):
     local.now()
     times.took = 50.0
-    assert local.even_for() == math.inf
+    assert local.seconds_since_clock_jump() == math.inf
 
 
 def test_the_clock_of_a_server(monkeypatch, times):
@@ -129,12 +129,12 @@ def test_the_clock_of_a_server(monkeypatch, times):
     assert database.now() == times.steady + 1000.0
     ahead += HOUR
     times.go(10.0)
-    assert database.even_for() == math.inf, "nor does it say another time"
+    assert database.seconds_since_clock_jump() == math.inf, "nor does it say another time"
     times.go(25.0)
     assert database.now() == times.steady + 1000.0 + HOUR
-    assert database.even_for() == 0.0
+    assert database.seconds_since_clock_jump() == 0.0
     times.go(100.0)
-    assert database.even_for() == 100.0
+    assert database.seconds_since_clock_jump() == 100.0
 
 
 def test_now_is_not_far_from_it(local):

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import status, work
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.model.secret_refs import Purpose, SecretName, tickets
+from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.store import generations, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Intents
 from amphora_driver.store.sealed_secrets import Sealed
@@ -71,14 +71,17 @@ def rotate(database, now=1000.0, limit=10, following=b"following"):
 
 def keep(database, content=b"first", name="lb"):
     """What ticket keys are made from, beside another secret of the same object."""
-    given = {tickets(name): Sealed(content=content), SecretName(name, Purpose.CA, ""): Sealed(content=b"other")}
+    given = {
+        ticket_secret_name(name): Sealed(content=content),
+        SecretName(name, Purpose.CA, ""): Sealed(content=b"other"),
+    }
     database.write(lambda c: sealed_secrets.put(c, name, given))
 
 
 def kept(database, name="lb"):
     found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))
     assert found[SecretName(name, Purpose.CA, "")].content == b"other"
-    return found[tickets(name)].content
+    return found[ticket_secret_name(name)].content
 
 
 def test_ticket_keys_move_on_when_their_time_has_come(database, intents):

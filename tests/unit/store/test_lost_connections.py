@@ -64,7 +64,7 @@ def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, i
 def test_what_cannot_be_recognised_is_not_repeated(line, database, moment):
     database.write(lambda c: c.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0)))
     line.at_commit = moment
-    with pytest.raises(StoreError, match="learn whether"):
+    with pytest.raises(StoreError, match="determine whether"):
         database.write(lambda c: c.execute(duty.update().values(epoch=duty.c.epoch + 1)))
     counted = database.read(lambda c: c.execute(sa.select(duty.c.epoch)).scalar_one())
     assert counted == (moment == "after")
@@ -74,7 +74,7 @@ def test_a_claim_whose_commit_was_not_answered_runs_out(line, database, intents)
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     # Looking whether anything is due is a transaction too.
     line.at_commit, line.spared = "after", 1
-    with pytest.raises(StoreError, match="learn whether"):
+    with pytest.raises(StoreError, match="determine whether"):
         Jobs(database, "one", 30).claim()
     row = database.read(lambda c: c.execute(sa.select(work.c.owner, work.c.epoch)).one())
     assert tuple(row) == ("one", 1), "nobody works on it until its time is over"
@@ -103,7 +103,7 @@ def test_a_server_that_is_not_there_is_an_error_at_once():
 
 
 def test_a_server_that_hangs_is_given_up(line):
-    database = Database(line.url, patience=1.0)
+    database = Database(line.url, answer_timeout=1.0)
     database.read(lambda c: c.execute(sa.select(duty)).all())
     line.freeze()
     begun = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_postgresql_server_that_hangs_is_given_up(postgresql_url):
         # The driver looks for a socket of that name in the folder.
         folder = Path(line.path).parent
         (alias := folder / ".s.PGSQL.5432").symlink_to(line.path)
-        database = Database(str(url.update_query_dict({"host": str(folder)})), patience=1.0)
+        database = Database(str(url.update_query_dict({"host": str(folder)})), answer_timeout=1.0)
         assert database.read(lambda c: c.execute(sa.select(duty)).all()) == []
         line.freeze()
         begun = time.monotonic()
@@ -142,7 +142,7 @@ def test_all_processes_with_a_server_have_its_clock(request, name):
     own = time.time()
     assert abs(database.now() - own) < 5, "the same machine"
     # A process that takes the hour to be another one is told otherwise by the database only.
-    database._ahead = (database._ahead[0] + 3600, time.monotonic())
+    database._clock_offset = (database._clock_offset[0] + 3600, time.monotonic())
     assert database.now() > own + 3000
     jobs = Jobs(database, "one", 30)
     lb = {"load_balancer_id": "lb", "op": "apply", "generation": 1, "epoch": 0}

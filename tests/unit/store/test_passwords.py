@@ -42,7 +42,7 @@ def test_no_error_shows_it(url, caplog):
 @pytest.mark.parametrize("url", WRONG.values(), ids=WRONG)
 def test_no_service_says_it(url, caplog):
     caplog.set_level(logging.DEBUG)
-    schema_check.fits(Database(url))
+    schema_check.is_usable(Database(url))
     assert caplog.text
     assert "canary" not in caplog.text
 

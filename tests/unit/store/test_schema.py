@@ -17,22 +17,22 @@ def test_migrations_make_exactly_the_tables(database):
 
 def test_a_mariadb_that_cannot_hold_every_character_is_refused_at_the_start(mariadb_url, caplog):
     database = Database(mariadb_url)
-    assert schema_check.fits(database)
+    assert schema_check.is_usable(database)
     with database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb3")
     try:
-        assert not schema_check.fits(database)
-        assert "tables orphan are not in utf8mb4. Run for each of them: ALTER TABLE" in caplog.text
+        assert not schema_check.is_usable(database)
+        assert "the tables orphan are not in utf8mb4. Run for each of them: ALTER TABLE" in caplog.text
     finally:
         with database.engine.begin() as connection:
             connection.exec_driver_sql("ALTER TABLE orphan CONVERT TO CHARACTER SET utf8mb4")
-    assert schema_check.fits(database)
+    assert schema_check.is_usable(database)
     database.dispose()
 
 
 def test_the_other_databases_hold_every_character(database, postgresql_url):
-    assert schema_check.fits(database)
-    assert schema_check.fits(Database(postgresql_url))
+    assert schema_check.is_usable(database)
+    assert schema_check.is_usable(Database(postgresql_url))
 
 
 def test_upgrading_again_changes_nothing(database):

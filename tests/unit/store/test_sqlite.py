@@ -35,7 +35,7 @@ def taken(place):
 
 
 def waiting():
-    return [one for one in threading.enumerate() if one.name == "turn to write"]
+    return [one for one in threading.enumerate() if one.name == "database write lock"]
 
 
 def descriptors():
@@ -50,22 +50,22 @@ def nobody_waits():
 
 
 def test_a_turn_comes_at_once_where_nobody_has_it(place):
-    turns = sqlite_write_lock.Turns(str(place))
-    os.close(turns.take(0.0))
-    os.close(turns.take(0.0))
+    turns = sqlite_write_lock.LockFile(str(place))
+    os.close(turns.acquire(0.0))
+    os.close(turns.acquire(0.0))
     assert waiting() == []
 
 
 def test_a_turn_comes_when_it_is_free(place):
-    turns, got = sqlite_write_lock.Turns(str(place)), []
-    first = turns.take(0.0)
-    waiter = threading.Thread(target=lambda: got.append(turns.take(AT_ONCE)))
+    turns, got = sqlite_write_lock.LockFile(str(place)), []
+    first = turns.acquire(0.0)
+    waiter = threading.Thread(target=lambda: got.append(turns.acquire(AT_ONCE)))
     waiter.start()
     assert not got
     os.close(first)
     waiter.join(AT_ONCE)
     with pytest.raises(StoreError):
-        turns.take(0.05)
+        turns.acquire(0.05)
     os.close(got[0])
     nobody_waits()
 
@@ -75,15 +75,17 @@ def test_no_is_said_in_time_and_by_name(place):
     argv = [sys.executable, "-uc", script, str(place)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
-        with pytest.raises(StoreError, match=rf"in 0 s our turn did not come: process {holder.pid} \(python"):
-            sqlite_write_lock.Turns(str(place)).take(0.05)
+        with pytest.raises(
+            StoreError, match=rf"write lock was not free within 0 s: process {holder.pid} \(python[^)]*\) holds it"
+        ):
+            sqlite_write_lock.LockFile(str(place)).acquire(0.05)
         holder.stdin.close()
     nobody_waits()
 
 
 def test_a_file_that_cannot_be_had_is_named(tmp_path):
     with pytest.raises(StoreError, match=r"nowhere/file\.lock: No such file or directory"):
-        sqlite_write_lock.Turns(str(tmp_path / "nowhere/file.lock")).take(0.0)
+        sqlite_write_lock.LockFile(str(tmp_path / "nowhere/file.lock")).acquire(0.0)
 
 
 @pytest.mark.parametrize("contended", [False, True])
@@ -98,32 +100,32 @@ def test_a_file_system_without_locks_is_named_and_nothing_stays_open(place, monk
     monkeypatch.setattr(sqlite_write_lock.fcntl, "flock", refuse)
     before = descriptors()
     with pytest.raises(StoreError, match="No locks available"):
-        sqlite_write_lock.Turns(str(place)).take(AT_ONCE)
+        sqlite_write_lock.LockFile(str(place)).acquire(AT_ONCE)
     assert descriptors() == before
 
 
 def test_who_gave_up_takes_no_turn_from_others(place):
-    turns = sqlite_write_lock.Turns(str(place))
+    turns = sqlite_write_lock.LockFile(str(place))
     with taken(place), pytest.raises(StoreError):
-        turns.take(0.05)
+        turns.acquire(0.05)
     nobody_waits()
-    os.close(sqlite_write_lock.Turns(str(place)).take(AT_ONCE))
+    os.close(sqlite_write_lock.LockFile(str(place)).acquire(AT_ONCE))
 
 
 def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
     """However long somebody stands still: as many threads as there are writers at once, and not one for each try."""
-    turns = sqlite_write_lock.Turns(str(place))
+    turns = sqlite_write_lock.LockFile(str(place))
     with taken(place):
         for _ in range(20):
             with pytest.raises(StoreError):
-                turns.take(0.01)
+                turns.acquire(0.01)
         assert len(waiting()) == 1
         before = descriptors()
         with pytest.raises(StoreError):
-            turns.take(0.01)
+            turns.acquire(0.01)
         assert descriptors() == before
         got = []
-        waiter = threading.Thread(target=lambda: got.append(turns.take(AT_ONCE)))
+        waiter = threading.Thread(target=lambda: got.append(turns.acquire(AT_ONCE)))
         waiter.start()
     waiter.join(AT_ONCE)
     os.close(got[0])
@@ -131,13 +133,13 @@ def test_a_place_that_was_given_up_is_waited_at_by_who_comes_next(place):
 
 
 def test_a_database_whose_writer_stands_still(database, monkeypatch):
-    monkeypatch.setattr(engine, "_TURN_SECONDS", 0.1)
+    monkeypatch.setattr(engine, "_WRITE_LOCK_SECONDS", 0.1)
 
     def sign(connection):
         connection.execute(duty.insert().values(name="x", owner="", epoch=0, leased_until=0.0))
 
     with taken(Path(f"{database.engine.url.database}.lock")):
-        with pytest.raises(StoreError, match="our turn did not come"):
+        with pytest.raises(StoreError, match="write lock was not free"):
             database.write(sign)
         assert database.read(lambda c: c.execute(duty.select()).all()) == []
     database.write(sign)

@@ -68,9 +68,9 @@ def filled(empty):
 
 def fill(url):
     """Bring an empty database to revision 0001, and write into it; returns what."""
-    engine = migrate._engine(url)
+    engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
-        command.upgrade(migrate.configuration(connection), "0001")
+        command.upgrade(migrate.alembic_config(connection), "0001")
         connection.commit()
         written = old.fill(connection, Fernet(old.KEY).encrypt)
         connection.commit()
@@ -114,9 +114,9 @@ def upgraded_until_killed(url, statements):
 
 
 def check_schema(url):
-    engine = migrate._engine(url)
+    engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
-        assert schema_check.recorded(connection) == schema_check.revisions()[-1:]
+        assert schema_check.read_revisions(connection) == schema_check.known_revisions()[-1:]
         found = sa.MetaData()
         found.reflect(connection)
     engine.dispose()
@@ -128,7 +128,7 @@ def check_schema(url):
 
 def check_rows(url, written):
     """Every value of every row is what it was, and what is new is empty."""
-    engine = migrate._engine(url)
+    engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         for name, rows in written.items():
             table = metadata.tables[name]
@@ -145,7 +145,7 @@ def check_rows(url, written):
 @pytest.mark.parametrize("kind", DATABASES)
 def test_everything_is_there_afterwards_and_work_goes_on(filled):
     url, written = filled
-    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema_check.revisions()[-1])
+    assert migrate.upgrade(url) == migrate.Upgrade(before="0001", after=schema_check.known_revisions()[-1])
     check_schema(url)
     check_rows(url, written)
     database = Database(url)
@@ -226,7 +226,7 @@ def test_killed_anywhere_it_is_run_again(kind, filled):
 
 def check_rows_now(url, written):
     """Half way every old value is still there."""
-    engine = migrate._engine(url)
+    engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         for name, rows in written.items():
             assert connection.execute(sa.select(sa.func.count()).select_from(sa.table(name))).scalar() == len(rows)
@@ -256,7 +256,7 @@ def test_several_at_once(filled):
 def test_several_at_once_where_no_lock_reaches(filled, monkeypatch):
     """Two nodes of a cluster: who is later fails, looks again, and finds it done."""
     url, written = filled
-    monkeypatch.setattr(migrate, "_turn", lambda engine: nullcontext())
+    monkeypatch.setattr(migrate, "_upgrade_lock", lambda engine: nullcontext())
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
     assert [ended(pid) for pid in pids] == [0, 0]
     check_rows(url, written)
@@ -298,7 +298,7 @@ def test_several_at_once_on_two_nodes_of_a_cluster(cluster, first):
 def test_two_marks_are_one_again(filled):
     url, _written = filled
     migrate.upgrade(url)
-    engine = migrate._engine(url)
+    engine = migrate._upgrade_engine(url)
     with engine.begin() as connection:
         connection.exec_driver_sql("INSERT INTO alembic_version VALUES ('0001')")
     engine.dispose()
@@ -315,16 +315,16 @@ def test_two_marks_are_one_again(filled):
 @pytest.mark.parametrize(
     ("revision", "words"),
     [
-        ("0001", "its schema is 0001, this version works with .*amphoractl database upgrade"),
-        ("9999", "its schema is 9999, newer than .*Install the version that upgraded it"),
-        (None, "it has no schema yet.*amphoractl database upgrade"),
+        ("0001", "the schema is 0001, this version requires .*amphoractl database upgrade"),
+        ("9999", "the schema is 9999, newer than .*Install the version that upgraded the database"),
+        (None, "the database has no schema.*amphoractl database upgrade"),
     ],
 )
 def test_nothing_works_with_another_schema(empty, revision, words):
     if revision:
         migrate.upgrade(empty)
     database = Database(empty)
-    engine = migrate._engine(empty)
+    engine = migrate._upgrade_engine(empty)
     with engine.begin() as connection:
         if revision:
             connection.execute(sa.text("UPDATE alembic_version SET version_num = :to"), {"to": revision})
@@ -347,12 +347,12 @@ def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch)
     migrate.upgrade(empty)
     database = Database(empty)
     database.read(lambda connection: None)
-    engine = migrate._engine(empty)
+    engine = migrate._upgrade_engine(empty)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    monkeypatch.setattr("amphora_driver.database.engine._FITS_SECONDS", 0.0)
+    monkeypatch.setattr("amphora_driver.database.engine._SCHEMA_VALID_SECONDS", 0.0)
     for attempt in (database.write, database.read, database.write):
-        with pytest.raises(SchemaMismatch, match="its schema is 9999, newer than"):
+        with pytest.raises(SchemaMismatch, match="the schema is 9999, newer than"):
             attempt(lambda connection: pytest.fail("a statement of ours was let through"))
     engine.dispose()
     database.dispose()
@@ -361,11 +361,11 @@ def test_who_was_not_stopped_before_an_upgrade_works_no_more(empty, monkeypatch)
 @pytest.mark.parametrize("kind", DATABASES)
 @pytest.mark.parametrize("revision", ["0001", "head"])
 def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
-    engine = migrate._engine(empty)
+    engine = migrate._upgrade_engine(empty)
     with engine.connect() as connection:
-        command.upgrade(migrate.configuration(connection), revision)
+        command.upgrade(migrate.alembic_config(connection), revision)
         connection.commit()
-    assert migrate.working(empty) == ()
+    assert migrate.active_processes(empty) == ()
     if revision == "0001":
         held = sa.text("INSERT INTO duty (name, owner, epoch, leased_until) VALUES ('housekeeping', 'one', 1, 4e9)")
         with engine.begin() as connection:
@@ -377,18 +377,18 @@ def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
         assert hold_duty(database, "housekeeping", "two", 60.0)
         process_registry.Registry(database, "three", process_registry.Kind.CONTROLLER).sign()
         database.dispose()
-        assert migrate.working(empty) == (), "they have the schema of this version, and keep it"
-        newer = (*schema_check.revisions(), "9999")
-        monkeypatch.setattr(schema_check, "revisions", lambda: newer)
-    assert migrate.working(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
+        assert migrate.active_processes(empty) == (), "they have the schema of this version, and keep it"
+        newer = (*schema_check.known_revisions(), "9999")
+        monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
+    assert migrate.active_processes(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
     engine.dispose()
 
 
 def test_revisions_are_known_by_the_names_of_their_files(tmp_path):
     engine = sa.create_engine("sqlite://")
     with engine.connect() as connection:
-        script = ScriptDirectory.from_config(migrate.configuration(connection))
+        script = ScriptDirectory.from_config(migrate.alembic_config(connection))
     engine.dispose()
     line = [one.revision for one in script.walk_revisions()]
-    assert tuple(reversed(line)) == schema_check.revisions()
-    assert script.get_heads() == [schema_check.revisions()[-1]]
+    assert tuple(reversed(line)) == schema_check.known_revisions()
+    assert script.get_heads() == [schema_check.known_revisions()[-1]]

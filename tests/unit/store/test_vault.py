@@ -11,13 +11,13 @@ import pytest
 from cryptography.fernet import Fernet
 
 from amphora_driver.database import vault as vault_module
-from amphora_driver.database.vault import Binding, Place, Vault
+from amphora_driver.database.vault import Binding, SecretLocation, Vault
 from amphora_driver.errors import ConfigurationError, StoreError
 from amphora_driver.secret import Secret
 
 OLD, NEW, OTHER = (Fernet.generate_key() for _ in range(3))
 CANARY = Secret(b"what nobody may read")
-HERE = Place("secret", ("listener", "certificate", "ref"))
+HERE = SecretLocation("secret", ("listener", "certificate", "ref"))
 
 
 def write(path, *keys, mode=0o600):
@@ -49,8 +49,8 @@ def test_the_first_key_seals_and_all_open(path):
     vault = Vault.load(str(path))
     after = vault.seal(CANARY, HERE)
     assert vault.open(before, HERE) == vault.open(after, HERE) == CANARY
-    assert (vault.sealed_with(before), vault.sealed_with(after)) == (1, 0)
-    assert vault.sealed_with(Vault([OTHER]).seal(CANARY, HERE)) is None
+    assert (vault.key_index(before), vault.key_index(after)) == (1, 0)
+    assert vault.key_index(Vault([OTHER]).seal(CANARY, HERE)) is None
     assert vault.reseal(after, HERE) == after
     assert Vault([NEW]).open(vault.reseal(before, HERE), HERE) == CANARY
     with pytest.raises(StoreError):
@@ -60,19 +60,19 @@ def test_the_first_key_seals_and_all_open(path):
 @pytest.mark.parametrize(
     "there",
     [
-        Place("secret", ("another", "certificate", "ref")),
-        Place("secret", ("listener", "ca", "ref")),
-        Place("secret", ("listener", "certificate", "another")),
-        Place("amphora", ("listener", "certificate", "ref")),
-        Place("secret", ("listenercertificate", "", "ref")),
-        Place("secret", ("listener", "certificate", "ref", "")),
+        SecretLocation("secret", ("another", "certificate", "ref")),
+        SecretLocation("secret", ("listener", "ca", "ref")),
+        SecretLocation("secret", ("listener", "certificate", "another")),
+        SecretLocation("amphora", ("listener", "certificate", "ref")),
+        SecretLocation("secret", ("listenercertificate", "", "ref")),
+        SecretLocation("secret", ("listener", "certificate", "ref", "")),
     ],
 )
 def test_a_value_opens_in_its_own_place_only(there):
     vault = Vault([NEW])
     sealed = vault.seal(CANARY, HERE)
     assert vault.open(sealed, HERE) == CANARY
-    assert (vault.binding(sealed, HERE), vault.binding(sealed, there)) == (Binding.HERE, Binding.ELSEWHERE)
+    assert (vault.binding(sealed, HERE), vault.binding(sealed, there)) == (Binding.THIS_ROW, Binding.OTHER_ROW)
     for use in (vault.open, vault.reseal, lambda *words: vault.reseal(*words, bind=True)):
         with pytest.raises(
             StoreError, match=r"table .* was sealed for another row or purpose. It was copied"
@@ -86,13 +86,13 @@ def test_a_value_without_a_place_is_bound_by_the_command_that_its_refusal_names(
     vault = Vault([NEW, OLD])
     for key in (NEW, OLD):
         unbound = Fernet(key).encrypt(content)
-        assert vault.binding(unbound, HERE) is Binding.NOWHERE
+        assert vault.binding(unbound, HERE) is Binding.UNBOUND
         for use in (vault.open, vault.reseal):
             with pytest.raises(StoreError, match=r"not bound to its row. Run: amphoractl secrets reseal --bind"):
                 use(unbound, HERE)
         bound = vault.reseal(unbound, HERE, bind=True)
         assert vault.open(bound, HERE) == Secret(content)
-        assert vault.sealed_with(bound) == 0
+        assert vault.key_index(bound) == 0
         assert vault.binding(Vault([OTHER]).seal(CANARY, HERE), HERE) is None
 
 
@@ -101,7 +101,7 @@ def test_a_running_process_takes_up_a_changed_file(path, caplog, clock):
     vault = Vault.load(str(path))
     write(path, OLD, NEW)
     assert vault.open(Vault([NEW]).seal(CANARY, HERE), HERE) == CANARY, "added at the end: it opens"
-    assert vault.sealed_with(vault.seal(CANARY, HERE)) == 0
+    assert vault.key_index(vault.seal(CANARY, HERE)) == 0
     assert Vault([OLD]).open(vault.seal(CANARY, HERE), HERE) == CANARY, "and does not seal yet"
     write(path, NEW, OLD)
     assert Vault([NEW]).open(vault.seal(CANARY, HERE), HERE) == CANARY
@@ -127,12 +127,12 @@ def test_a_file_that_is_half_written_costs_no_secret(path, clock):
     sealed = Vault([OLD]).seal(CANARY, HERE)
     path.write_bytes(NEW + b"\n")
     assert vault.open(sealed, HERE) == CANARY
-    assert vault.sealed_with(sealed) is None, "it is none of the file's"
+    assert vault.key_index(sealed) is None, "it is none of the file's"
     assert Vault([NEW]).open(vault.reseal(sealed, HERE), HERE) == CANARY
     path.write_bytes(NEW + b"\n" + OLD + b"\n")
     clock.now += 3600
     assert vault.open(sealed, HERE) == CANARY
-    assert vault.sealed_with(sealed) == 1
+    assert vault.key_index(sealed) == 1
 
 
 def test_a_key_that_was_taken_out_opens_for_a_minute_and_seals_nothing(path, clock):
@@ -167,7 +167,7 @@ def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
         assert vault.open(sealed, HERE) == CANARY
     assert caplog.text.count("the encryption keys in use are kept") == 1, "said once, not with every secret"
     write(path, NEW, OLD)
-    assert vault.sealed_with(sealed) == 1, "and the next good one is taken up"
+    assert vault.key_index(sealed) == 1, "and the next good one is taken up"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o777])
@@ -232,5 +232,5 @@ def test_a_forked_child_follows_the_file_itself(path):
     write(path, NEW, OLD)
     child = os.fork()
     if child == 0:
-        os._exit(0 if Vault([NEW]).sealed_with(vault.seal(CANARY, HERE)) == 0 else 1)
+        os._exit(0 if Vault([NEW]).key_index(vault.seal(CANARY, HERE)) == 0 else 1)
     assert os.waitpid(child, 0)[1] == 0
