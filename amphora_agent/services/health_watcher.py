@@ -26,7 +26,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import Probe, Pulse
 

@@ -35,7 +35,7 @@ ANSWER_SECONDS = 90.0
 LOG_LINES = 200
 MOST_KEPT = 64
 _ON_ITS_WAY = ("activating", "deactivating", "reloading", "active")
-_SCRIPT = Path(__file__).with_name("templates") / "daemon.sh"
+_SCRIPT = Path(__file__).parents[1] / "templates/daemon.sh"
 
 
 class Systemd:
