@@ -40,8 +40,8 @@ from amphora_driver.network.interface import NotYet, VipRequest
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, vip_claims
-from amphora_driver.store.requests import Intents
-from amphora_driver.store.sealed_secrets import Sealed, place
+from amphora_driver.store.requests import RequestRecorder
+from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 from amphora_driver.validation import (
     availability_zones,
     certificates,
@@ -92,7 +92,7 @@ class _Shared:
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
         self.database = Database(conf.store.connection)
-        self.intents = Intents(self.database, _check, self._fits)
+        self.intents = RequestRecorder(self.database, _check, self._fits)
         self.catalogue = Catalogue(conf, self.database)
 
     @functools.cached_property
@@ -452,12 +452,15 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         _ring(_shared().intents.delete(kind, from_octavia.get_id(kind, source)))
 
 
-def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Sealed]:
+def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
     """What a table may hold of these secrets, after a look at what is in them."""
     if not given:
         return {}
     vault = _shared().vault
-    return {name: Sealed(content=vault.seal(one, place(name))) for name, one in certificates.contents(given).items()}
+    return {
+        name: SealedSecret(content=vault.seal(one, secret_location(name)))
+        for name, one in certificates.contents(given).items()
+    }
 
 
 def _member_of(pool_id: str, source: data_models.Member) -> Any:

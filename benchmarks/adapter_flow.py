@@ -27,7 +27,7 @@ from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 # More rounds than any of these jobs takes.
 _MOST_ROUNDS = 50
@@ -53,7 +53,7 @@ class Flow:
         self._agents = _Agents()
         self._network = _Network()
         self._jobs = Jobs(self.database, "bench", 60.0)
-        self._intents = Intents(self.database, lambda _node: None)
+        self._intents = RequestRecorder(self.database, lambda _node: None)
         self._reconciler = Reconciler(
             Backends(
                 conf=conf,
@@ -159,7 +159,11 @@ class Flow:
         )
 
     def _report(self):
-        self.database.write(lambda connection: status_outbox.taken(connection, status_outbox.due(connection, 10_000)))
+        self.database.write(
+            lambda connection: status_outbox.mark_reported(
+                connection, status_outbox.list_due_reports(connection, 10_000)
+            )
+        )
 
     def _row(self, load_balancer_id):
         return self.database.read(

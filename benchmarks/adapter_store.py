@@ -27,14 +27,14 @@ class Store:
 
     def _record(self, connection, spec):
         whole = tree(spec)
-        nodes = list(desired_objects.flatten(whole))
+        nodes = list(desired_objects.iter_subtree(whole))
         connection.execute(
             tables.work.insert().values(
                 load_balancer_id=whole.id, project_id=whole.project_id, op="apply", generation=GENERATION,
                 committed=GENERATION, applied=GENERATION, read_back=False, dirty=False,
             )
         )  # fmt: skip
-        desired_objects.insert(connection, whole.id, GENERATION, nodes)
+        desired_objects.insert_objects(connection, whole.id, GENERATION, nodes)
         rows = [
             {
                 "object_id": node.id, "kind": desired_objects.kind_of(node).value, "load_balancer_id": whole.id,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from amphora_driver.store.ca_records import Held, Kind, Recorded, State
+from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
         reason: what is waited for, in words; empty where nothing is rotated.
     """
 
-    moves: dict[Recorded, State] = {}
+    moves: dict[CaRecord, CaState] = {}
     until: float = 0.0
     waits_for: tuple[str, ...] = ()
     reason: str = ""
@@ -93,7 +93,7 @@ def common(first: str | None, second: str) -> str:
     return ",".join(str(one) for one in sorted(both)) or "unknown"
 
 
-def why(one: Held, wanted: Wanted, terms: Terms, now: float) -> str:
+def why(one: AmphoraCertificate, wanted: Wanted, terms: Terms, now: float) -> str:
     """Why an amphora is to be given another certificate now; empty if it is not."""
     if one.authority != wanted.authority:
         return "another authority signs now"
@@ -117,7 +117,7 @@ def differs(text: str | None, wanted: Wanted) -> bool:
     return named != to_name or bool(to_sign and signer and signer != to_sign)
 
 
-def due_at(one: Held, terms: Terms) -> float | None:
+def due_at(one: AmphoraCertificate, terms: Terms) -> float | None:
     """When its certificate is renewed, if nothing comes before; None if nobody knows.
 
     Those that were issued together are renewed one after the other, over a fifth of the time until then.
@@ -129,7 +129,7 @@ def due_at(one: Held, terms: Terms) -> float | None:
     return issued + (one.expires_at - issued) * min(terms.renew_at * (1 - _SPREAD + 2 * _SPREAD * fraction), 0.99)
 
 
-def condition(one: Held, wanted: Wanted, terms: Terms, now: float) -> str:
+def condition(one: AmphoraCertificate, wanted: Wanted, terms: Terms, now: float) -> str:
     """How an amphora's certificate is, in one word: fine, due, overdue or expired."""
     if one.expires_at is not None and one.expires_at <= now:
         return "expired"
@@ -139,12 +139,14 @@ def condition(one: Held, wanted: Wanted, terms: Terms, now: float) -> str:
     return "due" if why(one, wanted, terms, now) else "fine"
 
 
-def goes_on(kind: Kind, recorded: Sequence[Recorded]) -> bool:
+def goes_on(kind: CaKind, recorded: Sequence[CaRecord]) -> bool:
     """Whether an authority of this kind is being replaced."""
-    return any(one.kind is kind and one.state in (State.NEXT, State.FORMER, State.LEAVING) for one in recorded)
+    return any(one.kind is kind and one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) for one in recorded)
 
 
-def phase(kind: Kind, recorded: Sequence[Recorded], held: Sequence[Held], now: float, settle: float) -> Phase:
+def phase(
+    kind: CaKind, recorded: Sequence[CaRecord], held: Sequence[AmphoraCertificate], now: float, settle: float
+) -> Phase:
     """The next step of the rotation of one kind of authority, or what it waits for.
 
     Args:
@@ -155,24 +157,24 @@ def phase(kind: Kind, recorded: Sequence[Recorded], held: Sequence[Held], now: f
         settle: how many seconds every step lasts at the least: longer than anybody works with what was there before.
     """
     by_state = {one.state: one for one in recorded if one.kind is kind}
-    current = by_state.get(State.CURRENT)
+    current = by_state.get(CaState.CURRENT)
     if current is None:
         return Phase()
-    if coming := by_state.get(State.NEXT):
-        without = _not_trusting(held, coming) if kind is Kind.CONTROLLER else ()
-        moves = {coming: State.CURRENT, current: State.FORMER}
+    if coming := by_state.get(CaState.NEXT):
+        without = _not_trusting(held, coming) if kind is CaKind.CONTROLLER else ()
+        moves = {coming: CaState.CURRENT, current: CaState.FORMER}
         return _step(moves, coming, without, "everybody is to trust the new one", now, settle)
-    if former := by_state.get(State.FORMER):
-        by_others = _not_signed_by(held, current) if kind is Kind.AMPHORA else ()
-        return _step({former: State.LEAVING}, former, by_others, "the new one is to sign everything", now, settle)
-    if leaving := by_state.get(State.LEAVING):
-        still = _trusting_others(held, current) if kind is Kind.CONTROLLER else _not_signed_by(held, current)
-        return _step({leaving: State.GONE}, leaving, still, "nobody is to trust the old one any more", now, settle)
+    if former := by_state.get(CaState.FORMER):
+        by_others = _not_signed_by(held, current) if kind is CaKind.AMPHORA else ()
+        return _step({former: CaState.LEAVING}, former, by_others, "the new one is to sign everything", now, settle)
+    if leaving := by_state.get(CaState.LEAVING):
+        still = _trusting_others(held, current) if kind is CaKind.CONTROLLER else _not_signed_by(held, current)
+        return _step({leaving: CaState.GONE}, leaving, still, "nobody is to trust the old one any more", now, settle)
     return Phase()
 
 
 def _step(
-    moves: dict[Recorded, State], since: Recorded, waits_for: tuple[str, ...], reason: str, now: float, settle: float
+    moves: dict[CaRecord, CaState], since: CaRecord, waits_for: tuple[str, ...], reason: str, now: float, settle: float
 ) -> Phase:
     until = since.changed_at + settle
     if now < until or waits_for:
@@ -180,13 +182,13 @@ def _step(
     return Phase(moves=moves, until=until, reason=reason)
 
 
-def _not_trusting(held: Sequence[Held], one: Recorded) -> tuple[str, ...]:
+def _not_trusting(held: Sequence[AmphoraCertificate], one: CaRecord) -> tuple[str, ...]:
     return tuple(each.amphora_id for each in held if one.id not in controllers_in(each.trusts))
 
 
-def _trusting_others(held: Sequence[Held], current: Recorded) -> tuple[str, ...]:
+def _trusting_others(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:
     return tuple(each.amphora_id for each in held if controllers_in(each.trusts) != {current.id})
 
 
-def _not_signed_by(held: Sequence[Held], current: Recorded) -> tuple[str, ...]:
+def _not_signed_by(held: Sequence[AmphoraCertificate], current: CaRecord) -> tuple[str, ...]:
     return tuple(each.amphora_id for each in held if each.authority != current.id)

@@ -25,7 +25,7 @@ from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateErr
 from amphora_driver.queue.jobs import guard
 from amphora_driver.store import amphorae, ca_records
 from amphora_driver.store.amphorae import Amphora, State
-from amphora_driver.store.ca_records import Held, Kind
+from amphora_driver.store.ca_records import AmphoraCertificate, CaKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,8 +73,8 @@ def _answers(one: Amphora) -> bool:
     return there and one.management_address is not None and not one.dead
 
 
-def _held(one: Amphora) -> Held:
-    return Held(
+def _held(one: Amphora) -> AmphoraCertificate:
+    return AmphoraCertificate(
         amphora_id=one.id,
         load_balancer_id=one.load_balancer_id,
         ready=True,
@@ -210,8 +210,8 @@ class Renewal:
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Authorities and what amphorae have of them, of one moment."""
 
-    recorded: tuple[ca_records.Recorded, ...]
-    held: tuple[Held, ...]
+    recorded: tuple[ca_records.CaRecord, ...]
+    held: tuple[AmphoraCertificate, ...]
     now: float
 
 
@@ -223,7 +223,9 @@ def look(database: Database) -> Fleet:
     """
     now = database.now()
     return database.read(
-        lambda connection: Fleet(recorded=ca_records.every(connection), held=ca_records.held(connection), now=now)
+        lambda connection: Fleet(
+            recorded=ca_records.list_cas(connection), held=ca_records.list_amphora_certificates(connection), now=now
+        )
     )
 
 
@@ -241,7 +243,7 @@ class Certificates:
         self._settle: float = conf.certificates.settle
         self._database = database
         self._trust = trust
-        self._said: dict[Kind, tuple[str, ...]] = {}
+        self._said: dict[CaKind, tuple[str, ...]] = {}
 
     def attend(self) -> None:
         """One look.
@@ -249,25 +251,31 @@ class Certificates:
         Raises:
             AmphoraDriverError: something could not be read or written; the next look does it.
         """
-        for kind in Kind:
+        for kind in CaKind:
             self.advance(kind)
         self.hasten()
 
-    def advance(self, kind: Kind) -> bool:
+    def advance(self, kind: CaKind) -> bool:
         """Take the next step of the rotation of one kind of authority, if it can be taken; whether it was."""
         failpoints.reach_in(f"Authority-{kind.value}", failpoints.Moment.BEFORE)
         now = self._database.now()
 
         def see(connection: sa.Connection) -> ca_rotation.Phase:
-            recorded = ca_records.every(connection)
+            recorded = ca_records.list_cas(connection)
             if not ca_rotation.goes_on(kind, recorded):
                 return ca_rotation.Phase()
-            return ca_rotation.phase(kind, recorded, ca_records.held(connection), now, self._settle)
+            return ca_rotation.phase(
+                kind, recorded, ca_records.list_amphora_certificates(connection), now, self._settle
+            )
 
         def move(connection: sa.Connection) -> ca_rotation.Phase:
             # Once more, in the transaction that writes: what is decided upon is what is there.
             found = see(connection)
-            return found if found.moves and ca_records.move(connection, found.moves, now) else ca_rotation.Phase()
+            return (
+                found
+                if found.moves and ca_records.change_ca_states(connection, found.moves, now)
+                else ca_rotation.Phase()
+            )
 
         found = self._database.read(see)
         if found.moves:
@@ -284,7 +292,7 @@ class Certificates:
         self._complain(kind, found)
         return bool(found.moves)
 
-    def _complain(self, kind: Kind, found: ca_rotation.Phase) -> None:
+    def _complain(self, kind: CaKind, found: ca_rotation.Phase) -> None:
         """Say once who is waited for, whenever that changes after the time that a step takes anyway."""
         waits = found.waits_for if self._database.now() > found.until else ()
         if waits and waits != self._said.get(kind):
@@ -308,7 +316,9 @@ class Certificates:
             return 0
         # Whoever cannot be reached is among them at each look, and must not keep the others from it.
         chosen = random.sample(sorted(needy), min(_MOST, len(needy)))
-        return self._database.write(lambda connection: ca_records.make_due(connection, chosen, fleet.now))
+        return self._database.write(
+            lambda connection: ca_records.make_load_balancers_due(connection, chosen, fleet.now)
+        )
 
 
 def attended(certificates: Certificates) -> None:

@@ -27,7 +27,7 @@ from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates.ca import Authority, Issued, create_authority, ends
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import TRUSTED, Kind, Recorded, State
+from amphora_driver.store.ca_records import TRUSTED_STATES, CaKind, CaRecord, CaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,7 +80,7 @@ class Trust:
         # Held for moments: what is known, and what follows from it. The other one is held by who reads.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._recorded: tuple[Recorded, ...] | None = None
+        self._recorded: tuple[CaRecord, ...] | None = None
         # Since when what is recorded counts as known, by `time.monotonic()`.
         self._known_at = 0.0
         # Until when nobody asks again who knows nothing, and why.
@@ -100,8 +100,8 @@ class Trust:
         self._refresh()
         with self._lock:
             recorded = self._recorded or ()
-            anchors = _certificates(recorded, Kind.AMPHORA, TRUSTED)
-            shown = self._client_certificate(_current(recorded, Kind.CONTROLLER))
+            anchors = _certificates(recorded, CaKind.AMPHORA, TRUSTED_STATES)
+            shown = self._client_certificate(_current(recorded, CaKind.CONTROLLER))
             mark = (anchors, None if shown is None else shown.certificate)
             return Instead(mark=mark, authorities=anchors, certificate=None if shown is None else shown.bundle())
 
@@ -115,9 +115,11 @@ class Trust:
         self._refresh()
         with self._lock:
             recorded = self._recorded or ()
-            signer, controllers = _current(recorded, Kind.AMPHORA), _ids(recorded, Kind.CONTROLLER)
-            client_ca = _certificates(recorded, Kind.CONTROLLER, TRUSTED) or _file(self._options.client_ca, "client_ca")
-            server_ca = _certificates(recorded, Kind.AMPHORA, {State.NEXT, State.CURRENT})
+            signer, controllers = _current(recorded, CaKind.AMPHORA), _ids(recorded, CaKind.CONTROLLER)
+            client_ca = _certificates(recorded, CaKind.CONTROLLER, TRUSTED_STATES) or _file(
+                self._options.client_ca, "client_ca"
+            )
+            server_ca = _certificates(recorded, CaKind.AMPHORA, {CaState.NEXT, CaState.CURRENT})
             if server_ca is None:
                 server_ca = _file(self._options.ca_certificate, "ca_certificate")
             named = ca_rotation.trusts(controllers, client_ca, server_ca if signer is None else None)
@@ -155,7 +157,7 @@ class Trust:
         if self._away is not None and begun < self._away[0]:
             raise StoreError(self._away[1].wanted, self._away[1].happened)
         try:
-            found = self._database.read(ca_records.every)
+            found = self._database.read(ca_records.list_cas)
         except StoreError as error:
             with self._lock:
                 if self._recorded is None:
@@ -170,10 +172,10 @@ class Trust:
         with self._lock:
             # From the beginning of reading, not from its end.
             self._recorded, self._known_at, self._away = found, begun, None
-            in_use = {one.id for one in found if one.state is not State.GONE}
+            in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
 
-    def _issuer(self, signer: Recorded | None) -> Authority:
+    def _issuer(self, signer: CaRecord | None) -> Authority:
         if signer is None or signer.sealed_key is None:
             issuer = self._issuer_of_files()
             if signer is not None and not issuer.is_among(signer.certificate):
@@ -185,7 +187,7 @@ class Trust:
             return issuer
         found = self._issuers.get(signer.id)
         if found is None:
-            key = self._vault.open(signer.sealed_key, ca_records.key_place(signer.kind, signer.certificate))
+            key = self._vault.open(signer.sealed_key, ca_records.key_location(signer.kind, signer.certificate))
             found = self._issuers[signer.id] = Authority(signer.certificate, key)
         return found
 
@@ -204,7 +206,7 @@ class Trust:
             self._of_files = marks, issuer
         return self._of_files[1]
 
-    def _client_certificate(self, signer: Recorded | None) -> Issued | None:
+    def _client_certificate(self, signer: CaRecord | None) -> Issued | None:
         """Who this process is to agents; None while that is the configured certificate."""
         if signer is None or signer.sealed_key is None:
             self._client = None
@@ -219,32 +221,32 @@ class Trust:
         return self._client[1]
 
 
-def _current(recorded: Iterable[Recorded], kind: Kind) -> Recorded | None:
-    return next((one for one in recorded if one.kind is kind and one.state is State.CURRENT), None)
+def _current(recorded: Iterable[CaRecord], kind: CaKind) -> CaRecord | None:
+    return next((one for one in recorded if one.kind is kind and one.state is CaState.CURRENT), None)
 
 
-def _ids(recorded: Iterable[Recorded], kind: Kind) -> list[int]:
-    return [one.id for one in recorded if one.kind is kind and one.state in TRUSTED]
+def _ids(recorded: Iterable[CaRecord], kind: CaKind) -> list[int]:
+    return [one.id for one in recorded if one.kind is kind and one.state in TRUSTED_STATES]
 
 
-def _certificates(recorded: Iterable[Recorded], kind: Kind, states: Iterable[State]) -> bytes | None:
+def _certificates(recorded: Iterable[CaRecord], kind: CaKind, states: Iterable[CaState]) -> bytes | None:
     chosen = set(states)
     found = [one.certificate.strip() for one in recorded if one.kind is kind and one.state in chosen]
     return b"\n".join(found) + b"\n" if found else None
 
 
-def configured(conf: ConfigOpts, kind: Kind) -> ca_records.New:
+def configured(conf: ConfigOpts, kind: CaKind) -> ca_records.NewCa:
     """The authority of this kind that the files of the configuration hold, without its key.
 
     Raises:
         CertificateError: the file cannot be read, or holds something else.
     """
-    option = "ca_certificate" if kind is Kind.AMPHORA else "client_ca"
+    option = "ca_certificate" if kind is CaKind.AMPHORA else "client_ca"
     pem = _file(conf.certificates[option], option)
-    return ca_records.New(certificate=pem, sealed_key=None, expires_at=ends(pem))
+    return ca_records.NewCa(certificate=pem, sealed_key=None, expires_at=ends(pem))
 
 
-def create(kind: Kind, vault: Vault, days: int) -> ca_records.New:
+def create(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
     """A new authority, its key sealed.
 
     Raises:
@@ -253,8 +255,8 @@ def create(kind: Kind, vault: Vault, days: int) -> ca_records.New:
     # No two authorities have one name: who signed something is found by it.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
-    sealed = vault.seal(key, ca_records.key_place(kind, certificate))
-    return ca_records.New(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
+    sealed = vault.seal(key, ca_records.key_location(kind, certificate))
+    return ca_records.NewCa(certificate=certificate, sealed_key=sealed, expires_at=ends(certificate))
 
 
 def _file(path: str, option: str) -> bytes:

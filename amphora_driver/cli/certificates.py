@@ -21,7 +21,7 @@ from amphora_driver.cli.formatting import Moment
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import Held, Kind, Recorded, State
+from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
 _DAYS = 3650
 # How many names a person is shown in a table.
@@ -65,8 +65,8 @@ class ListCertificates(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         now = self.app.database.now()
-        recorded = self.app.read(ca_records.every)
-        held: tuple[Held, ...] = self.app.read(ca_records.held)
+        recorded = self.app.read(ca_records.list_cas)
+        held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
         options = self.app.conf.certificates
         terms = ca_rotation.Terms(validity=options.validity_days * ca_rotation.DAY, renew_at=options.renew_at)
         rows = (
@@ -108,18 +108,20 @@ class ListAuthorities(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         now = self.app.database.now()
-        everyone = self.app.read(lambda connection: ca_records.every(connection, gone=parsed_args.all))
-        held: tuple[Held, ...] = self.app.read(ca_records.held)
+        everyone = self.app.read(lambda connection: ca_records.list_cas(connection, gone=parsed_args.all))
+        held: tuple[AmphoraCertificate, ...] = self.app.read(ca_records.list_amphora_certificates)
         return _AUTHORITIES, self._rows(everyone, held, now)
 
-    def _rows(self, everyone: tuple[Recorded, ...], held: tuple[Held, ...], now: float) -> Iterator[tuple[Any, ...]]:
-        for kind in Kind:
+    def _rows(
+        self, everyone: tuple[CaRecord, ...], held: tuple[AmphoraCertificate, ...], now: float
+    ) -> Iterator[tuple[Any, ...]]:
+        for kind in CaKind:
             of_kind = [one for one in everyone if one.kind is kind]
-            if all(one.state is State.GONE for one in of_kind):
+            if all(one.state is CaState.GONE for one in of_kind):
                 yield self._of_files(kind, held, now)
             phase = ca_rotation.phase(kind, of_kind, held, now, self.app.conf.certificates.settle)
             for one in of_kind:
-                moves = one.state in (State.NEXT, State.FORMER, State.LEAVING)
+                moves = one.state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
                 yield (
                     *(one.id, kind.value, one.state.value, fingerprint(one.certificate)),
                     *(Moment(one.created_at), Moment(one.expires_at), _days(one.expires_at, now)),
@@ -127,7 +129,7 @@ class ListAuthorities(Lister):
                     Names(phase.waits_for if moves else ()),
                 )
 
-    def _of_files(self, kind: Kind, held: tuple[Held, ...], now: float) -> tuple[Any, ...]:
+    def _of_files(self, kind: CaKind, held: tuple[AmphoraCertificate, ...], now: float) -> tuple[Any, ...]:
         try:
             found = trust_store.configured(self.app.conf, kind)
         except CertificateError as error:
@@ -149,7 +151,7 @@ class RotateAuthority(ShowOne):
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         """Options."""
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
-        kinds = [one.value for one in Kind]
+        kinds = [one.value for one in CaKind]
         parser.add_argument(
             "--kind",
             choices=kinds,
@@ -163,37 +165,37 @@ class RotateAuthority(ShowOne):
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Names and values."""
-        conf, database, kind = self.app.conf, self.app.database, Kind(parsed_args.kind)
+        conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.store.encryption_key_file)
         # Once rows count, the files may be gone.
-        rotated = any(one.kind is kind for one in self.app.read(ca_records.every))
+        rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.configured(conf, kind)
         now = database.now()
-        number = database.write(lambda connection: ca_records.begin(connection, kind, present, new, now))
+        number = database.write(lambda connection: ca_records.begin_ca_rotation(connection, kind, present, new, now))
         names = ("ID", "Kind", "State", "Fingerprint", "Expires")
         return names, (
             number,
             kind.value,
-            State.NEXT.value,
+            CaState.NEXT.value,
             fingerprint(new.certificate),
             Moment(new.expires_at),
         )
 
 
-def _wanted(one: Held, recorded: tuple[Recorded, ...]) -> ca_rotation.Wanted:
+def _wanted(one: AmphoraCertificate, recorded: tuple[CaRecord, ...]) -> ca_rotation.Wanted:
     """What an amphora is to have; what is in files, which only controllers may be able to read, it has."""
-    ids = [each.id for each in recorded if each.kind is Kind.CONTROLLER and each.state in ca_records.TRUSTED]
-    signer = [each.id for each in recorded if each.kind is Kind.AMPHORA and each.state is State.CURRENT]
+    ids = [each.id for each in recorded if each.kind is CaKind.CONTROLLER and each.state in ca_records.TRUSTED_STATES]
+    signer = [each.id for each in recorded if each.kind is CaKind.AMPHORA and each.state is CaState.CURRENT]
     return ca_rotation.Wanted(
         authority=signer[0] if signer else one.authority,
         trusts=ca_rotation.trusts(ids, b"", None) if ids else one.trusts or "files-",
     )
 
 
-def _depends(one: Held, authority: Recorded) -> bool:
+def _depends(one: AmphoraCertificate, authority: CaRecord) -> bool:
     """Whether an amphora could not be reached, or could not reach, if this authority were gone now."""
-    if authority.kind is Kind.AMPHORA:
+    if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.controllers_in(one.trusts)
     # One that was given files was given what was imported from them.

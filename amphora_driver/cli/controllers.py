@@ -19,7 +19,7 @@ from amphora_driver.cli.failover_request import who_where
 from amphora_driver.cli.formatting import Age, Listed, Moment
 from amphora_driver.errors import UnknownObject
 from amphora_driver.store import process_registry
-from amphora_driver.store.process_registry import Kind
+from amphora_driver.store.process_registry import ProcessKind
 
 _HEAD = ("Name", "Kind", "Host", "Version", "Since", "Last sign", "Jobs", "Duties", "Draining")
 
@@ -37,9 +37,9 @@ class ListControllers(Lister):
         """Column names and rows."""
 
         def read(connection: sa.Connection) -> tuple[Any, dict[str, list[str]], dict[str, float]]:
-            kind = None if parsed_args.all else Kind.CONTROLLER
-            every = process_registry.every(connection, kind)
-            return every, process_registry.duties(connection), process_registry.drained_hosts(connection)
+            kind = None if parsed_args.all else ProcessKind.CONTROLLER
+            every = process_registry.list_processes(connection, kind)
+            return every, process_registry.list_duties(connection), process_registry.list_drained_hosts(connection)
 
         rows, duties, hosts = self.app.read(read)
         return _HEAD, (_shown(row, duties.get(row.name, []), hosts) for row in rows)
@@ -67,16 +67,19 @@ class _Draining(Command):
 
     def _one(self, connection: sa.Connection, name: str) -> None:
         verb = "drain" if self.draining else "resume"
-        row = next((one for one in process_registry.every(connection, Kind.CONTROLLER) if one.name == name), None)
+        row = next(
+            (one for one in process_registry.list_processes(connection, ProcessKind.CONTROLLER) if one.name == name),
+            None,
+        )
         if row is None:
             raise UnknownObject(f"{verb} controller {name}", "none of this name is known", "See: controller list.")
-        if not self.draining and row.host in process_registry.drained_hosts(connection):
+        if not self.draining and row.host in process_registry.list_drained_hosts(connection):
             remedy = f"Use: amphoractl controller resume --host {row.host}."
             raise UnknownObject(f"resume controller {name}", f"its host {row.host} is drained", remedy)
-        process_registry.drain(connection, name, draining=self.draining)
+        process_registry.set_process_draining(connection, name, draining=self.draining)
 
     def _host(self, connection: sa.Connection, host: str) -> None:
-        process_registry.drain_host(connection, host, who_where(), draining=self.draining)
+        process_registry.set_host_draining(connection, host, who_where(), draining=self.draining)
 
 
 class DrainController(_Draining):
@@ -90,7 +93,7 @@ class ResumeController(_Draining):
 
 
 def _shown(row: Any, duties: list[str], hosts: dict[str, float]) -> tuple[Any, ...]:
-    draining = row.draining or (row.kind == Kind.CONTROLLER.value and row.host in hosts)
+    draining = row.draining or (row.kind == ProcessKind.CONTROLLER.value and row.host in hosts)
     return (
         *(row.name, row.kind, row.host, row.version),
         *(Moment(row.started_at), Age(row.seen_at), row.jobs, Listed(duties), bool(draining)),

@@ -96,7 +96,9 @@ class RepairLoadBalancer(Command):
             op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == chosen)).scalar_one()
             if op != Op.APPLY:
                 raise Conflict(f"repair load balancer {chosen}", "it is being removed", "Wait for that.")
-            return chosen, config_drift.take_back_all(connection, chosen, "operator: its configuration is given again")
+            return chosen, config_drift.revoke_all_confirmations(
+                connection, chosen, "operator: its configuration is given again"
+            )
 
         chosen, amphorae = self.app.database.write(write)
         local_socket.ring(self.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)

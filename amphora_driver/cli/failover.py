@@ -114,7 +114,7 @@ class ShowFailover(ShowOne):
         number = parsed_args.failover
         query = sa.select(failover).where(failover.c.id == number)
         row, events = self.app.read(
-            lambda connection: (connection.execute(query).first(), failovers.events(connection, number))
+            lambda connection: (connection.execute(query).first(), failovers.list_failover_events(connection, number))
         )
         if row is None:
             raise UnknownObject(f"show fail-over {number}", "there is none with this number", "See failover list.")
@@ -136,9 +136,9 @@ class FailoverStatus(ShowOne):
             )
             return (
                 connection.execute(held).scalar(),
-                circuit_breaker.every(connection),
-                silent_amphorae.every(connection),
-                failovers.open_ones(connection),
+                circuit_breaker.read_breaker_rows(connection),
+                silent_amphorae.list_silent_amphorae(connection),
+                failovers.list_open_failovers(connection),
             )
 
         detector, rows, silent, going = self.app.read(work)
@@ -173,7 +173,7 @@ class OpenBreaker(Command):
         """Write it down."""
         database = self.app.database
         reason = ": ".join(part for part in (who(), parsed_args.reason) if part)
-        database.write(lambda connection: circuit_breaker.hold(connection, reason, database.now()))
+        database.write(lambda connection: circuit_breaker.hold_breaker_open(connection, reason, database.now()))
         self.app.stdout.write("The breaker is held open: no amphora is replaced unasked.\n")
 
 
@@ -184,7 +184,7 @@ class CloseBreaker(Command):
         """Write it down."""
         database = self.app.database
         reason = f"closed by {who()}"
-        database.write(lambda connection: circuit_breaker.close(connection, reason, database.now()))
+        database.write(lambda connection: circuit_breaker.close_breaker(connection, reason, database.now()))
         self.app.stdout.write("The breaker is closed.\n")
 
 
@@ -194,13 +194,13 @@ class ListZombies(Lister):
     def take_action(self, _parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
         """Column names and rows."""
         head = ("Amphora", "Address", "First heard", "Last heard", "Verdict")
-        rows = self.app.read(unknown_amphorae.every)
+        rows = self.app.read(unknown_amphorae.list_unknown_amphorae)
         return head, (
             (row.amphora_id, row.address, Moment(row.first_at), Age(row.last_at), Plain(row.verdict)) for row in rows
         )
 
 
-def allowed(detector: str | None, rows: dict[str, circuit_breaker.Row], *, automatic: bool) -> str:
+def allowed(detector: str | None, rows: dict[str, circuit_breaker.BreakerRow], *, automatic: bool) -> str:
     """Whether a silent amphora would be replaced now, and if not, why not.
 
     Args:

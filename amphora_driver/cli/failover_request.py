@@ -104,9 +104,9 @@ def _write(command: Command, begin: Callable[[sa.Connection], str]) -> None:
 
 
 def _begin(connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str], reason: str) -> str:
-    why = failovers.Why(cause=failovers.Cause.OPERATOR, reason=reason, asked_by=who())
-    failovers.begin(connection, load_balancer_id, amphora_ids, why, time.time())
-    newest = max(row.id for row in failovers.open_of(connection, load_balancer_id))
+    why = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason=reason, asked_by=who())
+    failovers.open_failovers(connection, load_balancer_id, amphora_ids, why, time.time())
+    newest = max(row.id for row in failovers.list_open_failovers_of(connection, load_balancer_id))
     one = len(amphora_ids) == 1
     head = f"Amphora {amphora_ids[0]} is" if one else f"{len(amphora_ids)} amphorae ({', '.join(amphora_ids)}) are"
     words = {
@@ -130,7 +130,7 @@ def _refuse_if_deleted(connection: sa.Connection, doing: str, load_balancer_id: 
 
 def _going_on(connection: sa.Connection, load_balancer_id: str, amphora_id: str | None = None) -> str:
     """Which fail-over is in the way, in words."""
-    rows = failovers.open_of(connection, load_balancer_id)
+    rows = failovers.list_open_failovers_of(connection, load_balancer_id)
     mine = [row for row in rows if amphora_id in (None, row.amphora_id)]
     if not mine:
         return "it is being replaced already"

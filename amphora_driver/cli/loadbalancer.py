@@ -229,7 +229,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     Octavia's users see no address that was found after the creation: an operator finds it here.
     """
     try:
-        node: LoadBalancer = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+        node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
     wish = vip_claims.wish_of(connection, load_balancer_id)
@@ -249,7 +249,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
 def _profile(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
     """What was chosen at creation, without what has a line of its own; nothing of one that is being removed."""
     try:
-        node = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+        node = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
     chosen: dict[str, Any] = msgspec.to_builtins(node.profile)

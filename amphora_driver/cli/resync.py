@@ -59,7 +59,7 @@ class ResyncLoadBalancer(Lister):
             self._ask(chosen, remove_unknown=parsed_args.remove_unknown)
         deadline = time.monotonic() + parsed_args.wait
         while True:
-            rows = self.app.read(lambda connection: resyncs.of(connection, chosen))
+            rows = self.app.read(lambda connection: resyncs.list_resyncs(connection, chosen))
             if all(row.ended_at for row in rows) or time.monotonic() >= deadline:
                 return HEAD, map(_shown, rows)
             time.sleep(_POLL_SECONDS)
@@ -67,7 +67,9 @@ class ResyncLoadBalancer(Lister):
     def _ask(self, chosen: list[str], *, remove_unknown: bool) -> None:
         database = self.app.database
         now, by = database.now(), who_where()
-        database.write(lambda connection: resyncs.ask(connection, chosen, now, by, remove_unknown=remove_unknown))
+        database.write(
+            lambda connection: resyncs.request_resyncs(connection, chosen, now, by, remove_unknown=remove_unknown)
+        )
         local_socket.ring(self.app.conf.queue.doorbell_dir, local_socket.REPORTER)
 
 

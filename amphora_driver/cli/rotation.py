@@ -22,7 +22,7 @@ from amphora_driver.cli.failover_request import who_where
 from amphora_driver.cli.formatting import Counts, Left, Moment, Plain, Span
 from amphora_driver.errors import Conflict
 from amphora_driver.store import rotations
-from amphora_driver.store.rotations import Item, ItemState, Rotation, Selection, State
+from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState, Selection
 
 _HEAD = ("ID", "State", "Done", "Load balancers", "Asked by", "Begun", "Ended", "Reason")
 _ITEM_HEAD = ("Place", "Load balancer", "State", "Begun", "Seconds", "Amphorae", "Reason")
@@ -63,13 +63,15 @@ class Rotate(ShowOne):
         """Names and values."""
         if parsed_args.dry_run:
             found: dict[str, tuple[str, ...]] = self.app.read(
-                lambda connection: rotations.choose(connection, _selection(connection, parsed_args), time.time())
+                lambda connection: rotations.select_amphorae(
+                    connection, _selection(connection, parsed_args), time.time()
+                )
             )
             return ("Load balancers", "Amphorae"), (len(found), sum(map(len, found.values())))
 
         def write(connection: sa.Connection) -> dict[str, Any]:
             wanted = _selection(connection, parsed_args)
-            asked = rotations.ask(connection, wanted, parsed_args.max_unavailable, who_where())
+            asked = rotations.request_rotation(connection, wanted, parsed_args.max_unavailable, who_where())
             return _shown(connection, asked)
 
         shown = self.app.database.write(write)
@@ -89,7 +91,8 @@ class ListRotations(Lister):
         """Column names and rows."""
         rows = self.app.read(
             lambda connection: [
-                (one, rotations.counts(connection, one.id)) for one in rotations.newest(connection, parsed_args.limit)
+                (one, rotations.count_items(connection, one.id))
+                for one in rotations.list_newest_rotations(connection, parsed_args.limit)
             ]
         )
         return _HEAD, (_listed(one, counts) for one, counts in rows)
@@ -122,7 +125,7 @@ class ListItems(Lister):
         """Column names and rows."""
         states = None if parsed_args.state is None else [ItemState(one) for one in parsed_args.state]
         found = self.app.read(
-            lambda connection: rotations.items(connection, _meant(connection, parsed_args.rotation).id, states)
+            lambda connection: rotations.list_items(connection, _meant(connection, parsed_args.rotation).id, states)
         )
         return _ITEM_HEAD, map(_item, found)
 
@@ -137,7 +140,9 @@ class PauseRotation(Command):
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         """Write it down."""
         reason = f"{who_where()} paused it"
-        self.app.database.write(_on(parsed_args, lambda c, rotation_id: rotations.pause(c, rotation_id, reason)))
+        self.app.database.write(
+            _on(parsed_args, lambda c, rotation_id: rotations.pause_rotation(c, rotation_id, reason))
+        )
 
 
 class ResumeRotation(Command):
@@ -153,7 +158,7 @@ class ResumeRotation(Command):
         """Write it down."""
         leave = parsed_args.leave_failed
         self.app.database.write(
-            _on(parsed_args, lambda c, rotation_id: rotations.resume(c, rotation_id, leave_failed=leave))
+            _on(parsed_args, lambda c, rotation_id: rotations.resume_rotation(c, rotation_id, leave_failed=leave))
         )
 
 
@@ -166,7 +171,7 @@ class AbortRotation(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         """Write it down."""
-        self.app.database.write(_on(parsed_args, rotations.abort))
+        self.app.database.write(_on(parsed_args, rotations.abort_rotation))
 
 
 def _on(
@@ -183,8 +188,8 @@ def _with_id(parser: argparse.ArgumentParser, *, optional: bool = False) -> argp
 
 def _meant(connection: sa.Connection, rotation_id: int | None) -> Rotation:
     if rotation_id is not None:
-        return rotations.get(connection, rotation_id)
-    found = rotations.newest(connection, 1)
+        return rotations.get_rotation(connection, rotation_id)
+    found = rotations.list_newest_rotations(connection, 1)
     if not found:
         raise Conflict("show the newest rotation", "there has been none")
     return found[0]
@@ -204,10 +209,10 @@ def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Se
 
 
 def _shown(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
-    every = rotations.items(connection, found.id)
+    every = rotations.list_items(connection, found.id)
     running = [one.load_balancer_id for one in every if one.state is ItemState.RUNNING]
-    left = rotations.estimate(every, found.max_unavailable) if found.ended_at is None else None
-    paused = found.state is State.PAUSED
+    left = rotations.estimate_remaining_seconds(every, found.max_unavailable) if found.ended_at is None else None
+    paused = found.state is RotationState.PAUSED
     return {
         "ID": found.id,
         "State": found.state.value,
@@ -217,7 +222,7 @@ def _shown(connection: sa.Connection, found: Rotation) -> dict[str, Any]:
         "Asked by": found.asked_by,
         "Asked at": Moment(found.created_at),
         "Ended at": Moment(found.ended_at),
-        "Load balancers": Counts(rotations.counts(connection, found.id)),
+        "Load balancers": Counts(rotations.count_items(connection, found.id)),
         "Current": "\n".join(running),
         "Expected to end in": Left(None if left is None or paused else time.time() + left),
         "Seconds each": Span(_mean(every)),
@@ -239,12 +244,12 @@ def _words(wanted: Selection) -> str:
     return " ".join(word for word in words if word)
 
 
-def _mean(every: list[Item]) -> float | None:
+def _mean(every: list[RotationItem]) -> float | None:
     took = [seconds for one in every if one.state is ItemState.DONE and (seconds := _took(one)) is not None]
     return sum(took) / len(took) if took else None
 
 
-def _took(item: Item) -> float | None:
+def _took(item: RotationItem) -> float | None:
     if item.begun_at is None:
         return None
     return (time.time() if item.ended_at is None else item.ended_at) - item.begun_at
@@ -258,7 +263,7 @@ def _listed(one: Rotation, counts: dict[str, int]) -> tuple[Any, ...]:
     )
 
 
-def _item(one: Item) -> tuple[Any, ...]:
+def _item(one: RotationItem) -> tuple[Any, ...]:
     return (
         *(one.place, one.load_balancer_id, one.state.value),
         *(Moment(one.begun_at), Span(_took(one)), len(one.amphorae), Plain(one.reason)),

@@ -17,7 +17,7 @@ from amphora_driver.cli.formatting import Counts
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.spare_pools import Spec
+from amphora_driver.store.spare_pools import SparePoolSpec
 
 if TYPE_CHECKING:
     import argparse
@@ -39,7 +39,7 @@ class ListSpares(Lister):
 
 
 def _rows(connection: sa.Connection, configured: int) -> list[tuple[Any, ...]]:
-    pools = spare_pools.pools(connection)
+    pools = spare_pools.list_pools(connection)
     there = connection.execute(
         sa.select(amphora.c.load_balancer_id, amphora.c.state, amphora.c.image)
         .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
@@ -54,7 +54,7 @@ def _rows(connection: sa.Connection, configured: int) -> list[tuple[Any, ...]]:
 
 
 def _row(pool: Any, there: Sequence[Any], users: dict[str | None, int], configured: int) -> tuple[Any, ...]:
-    spec = msgspec.json.decode(pool.spares, type=Spec)
+    spec = msgspec.json.decode(pool.spares, type=SparePoolSpec)
     takers = users.get(pool.load_balancer_id, 0)
     wanted = (configured if spec.number is None else spec.number) if takers else 0
     states = Counter(one.state for one in there)

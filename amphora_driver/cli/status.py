@@ -79,7 +79,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     machines: Any
     failovers: Any
     rotations: Any
-    breaker: dict[str, circuit_breaker.Row]
+    breaker: dict[str, circuit_breaker.BreakerRow]
     zombies: Any
     authorities: Any
     resyncs: Any
@@ -104,12 +104,12 @@ def _rows(connection: sa.Connection) -> Rows:
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
         balancers=queries.balancers(connection),
         machines=connection.execute(machines).all(),
-        failovers=failovers.open_ones(connection),
+        failovers=failovers.list_open_failovers(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
-        breaker=circuit_breaker.every(connection),
+        breaker=circuit_breaker.read_breaker_rows(connection),
         zombies=connection.execute(sa.select(zombie)).all(),
         authorities=connection.execute(alive).all(),
-        resyncs=resyncs.of(connection),
+        resyncs=resyncs.list_resyncs(connection),
     )
 
 
@@ -117,9 +117,9 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
     # What a change may take until it is over or in ERROR, with a machine that boots in it.
     patience = conf.controller.boot_timeout + conf.controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.balancers}
-    agents = host_checks.hosts_of(rows.processes, now, process_registry.Kind.PROVIDER_AGENT.value)
+    agents = host_checks.hosts_of(rows.processes, now, process_registry.ProcessKind.PROVIDER_AGENT.value)
     here = socket.gethostname() in agents
-    yield from status_checks.of_processes(rows.processes, now, process_registry.version())
+    yield from status_checks.of_processes(rows.processes, now, process_registry.installed_version())
     questions: dict[str, Callable[[], Check]] = {
         "Octavia's sockets": lambda: host_checks.sockets(conf, elsewhere=any(agents.values()), here=here),
         "Authorities": lambda: host_checks.authorities(conf, rows.authorities, now),
@@ -133,7 +133,7 @@ def _of_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Rotations": lambda: status_checks.of_rotations(rows.rotations),
         "Drift": lambda: status_checks.of_drift(rows.machines),
         "Zombies": lambda: status_checks.of_zombies(rows.zombies),
-        "Agents": lambda: status_checks.of_agents(rows.machines, process_registry.version()),
+        "Agents": lambda: status_checks.of_agents(rows.machines, process_registry.installed_version()),
         "Images": lambda: status_checks.of_images(rows.machines, now, conf.rotation.image_days),
         "Octavia's records": lambda: status_checks.of_resyncs(rows.resyncs, now, patience),
     }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from amphora_driver.cli.queries import Balancer
 
 # Seconds without a sign of life after which a process is taken for gone: five that were missed.
-GONE_AFTER = 5 * process_registry.EVERY
+GONE_AFTER = 5 * process_registry.HEARTBEAT_INTERVAL
 # Ids that are named in one finding.
 _NAMED = 5
 _MONTH = 30 * 86400.0
@@ -35,15 +35,15 @@ _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.AS
 # The part of its life after which a certificate should have been renewed long since: it is at half.
 _LATE = 0.75
 _KINDS = {
-    process_registry.Kind.CONTROLLER: (
+    process_registry.ProcessKind.CONTROLLER: (
         "Controllers",
         "Start amphora-controller: nothing is changed or replaced without one.",
     ),
-    process_registry.Kind.HEALTH_MANAGER: (
+    process_registry.ProcessKind.HEALTH_MANAGER: (
         "Health managers",
         "Start amphora-health-manager: nobody hears amphorae without one, and none is replaced.",
     ),
-    process_registry.Kind.PROVIDER_AGENT: (
+    process_registry.ProcessKind.PROVIDER_AGENT: (
         "Provider agents",
         "Start octavia-driver-agent with `haproxy` among enabled_provider_agents: Octavia hears nothing without one.",
     ),
@@ -202,7 +202,7 @@ def of_rotations(rows: Sequence[Any]) -> Check:
 # --- amphorae -------------------------------------------------------------------------------------------------------
 
 
-def of_breaker(rows: Mapping[str, circuit_breaker.Row]) -> Check:
+def of_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Check:
     """Whether amphorae are replaced unasked, and whether the detector sees."""
     held, automatic, sight = (
         rows.get(one) for one in (circuit_breaker.OPERATOR, circuit_breaker.AUTOMATIC, circuit_breaker.SIGHT)

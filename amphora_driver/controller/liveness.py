@@ -38,14 +38,14 @@ class Attendance:
         self.draining = threading.Event()
         self._database = database
         self._name = name
-        self._registry = process_registry.Registry(database, name, process_registry.Kind.CONTROLLER)
+        self._registry = process_registry.ProcessRegistration(database, name, process_registry.ProcessKind.CONTROLLER)
         self._jobs = jobs
 
     def run(self, stopping: threading.Event) -> None:
         """Sign now and then, until told to stop."""
         while True:
             self.sign()
-            if stopping.wait(process_registry.EVERY):
+            if stopping.wait(process_registry.HEARTBEAT_INTERVAL):
                 return
 
     def sign(self) -> None:

@@ -134,7 +134,7 @@ class Controller:
         )
         self._detector = Detector(conf, self._database, everything.agents, name, lambda role: notifier.tell(conf, role))
         self._bell = local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER)
-        self._telemetry = Telemetry(conf, process_registry.Kind.CONTROLLER, name, self._does_its_duty)
+        self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._does_its_duty)
         self._looked_at = time.monotonic()
 
     def run(self) -> None:
@@ -336,7 +336,7 @@ class Controller:
 
     def _free(self, name: str) -> None:
         self._jobs.release_all(name)
-        self._database.write(lambda connection: process_registry.forget(connection, name))
+        self._database.write(lambda connection: process_registry.remove_dead_process(connection, name))
 
 
 class ControllerService(cotyledon.Service):

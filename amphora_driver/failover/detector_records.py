@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.store import circuit_breaker, silent_amphorae, unknown_amphorae
-from amphora_driver.store.circuit_breaker import Row
+from amphora_driver.store.circuit_breaker import BreakerRow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.database.engine import Database
-    from amphora_driver.store.silent_amphorae import Silence
+    from amphora_driver.store.silent_amphorae import SilentAmphora
 
 # Seconds between two writes of numbers alone, and between two looks at zombies.
 _NUMBERS_EVERY = 5.0
@@ -44,14 +44,14 @@ class Findings:
     def __init__(self, database: Database, grace: float) -> None:
         self._database = database
         self._grace = grace
-        self._silent: dict[str, Silence] = {}
+        self._silent: dict[str, SilentAmphora] = {}
         self._known: set[str] = set()
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._zombies_at = float("-inf")
         # By load balancer: the places of its amphorae at which its status was written.
         self._told: dict[str, dict[str, tuple[int, int] | None]] = {}
 
-    def take_up(self, rows: dict[str, Row] | None) -> None:
+    def take_up(self, rows: dict[str, BreakerRow] | None) -> None:
         """Begin: what others wrote is known.
 
         Args:
@@ -61,9 +61,9 @@ class Findings:
             self._rows = dict(rows)
         self._silent.clear()
         self._told.clear()
-        self._known = {row.amphora_id for row in self._database.read(silent_amphorae.every)}
+        self._known = {row.amphora_id for row in self._database.read(silent_amphorae.list_silent_amphorae)}
 
-    def closed_by_operator(self, rows: dict[str, Row]) -> bool:
+    def closed_by_operator(self, rows: dict[str, BreakerRow]) -> bool:
         """Whether somebody else has closed the breaker since it was written last."""
         mine, there = self._rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.AUTOMATIC)
         closed = there is not None and there != mine and there.state == circuit_breaker.CLOSED
@@ -71,7 +71,7 @@ class Findings:
             self._rows[circuit_breaker.AUTOMATIC] = there
         return closed
 
-    def say(self, silent: Sequence[Silence], rows: Sequence[Row]) -> None:
+    def say(self, silent: Sequence[SilentAmphora], rows: Sequence[BreakerRow]) -> None:
         """Write down who is silent, and the breaker.
 
         Raises:
@@ -85,12 +85,12 @@ class Findings:
         differing = [row for row in rows if _differs(self._rows.get(row.name), row, numbers=numbers)]
         if changed or gone or differing:
 
-            def write(connection: sa.Connection) -> list[Row]:
-                silent_amphorae.write(connection, changed, gone)
-                there = circuit_breaker.every(connection)
+            def write(connection: sa.Connection) -> list[BreakerRow]:
+                silent_amphorae.write_silent_amphorae(connection, changed, gone)
+                there = circuit_breaker.read_breaker_rows(connection)
                 mine = [row for row in differing if there.get(row.name) == self._rows.get(row.name)]
                 for row in mine:
-                    circuit_breaker.put(connection, row)
+                    circuit_breaker.write_breaker_row(connection, row)
                 return mine
 
             written = self._database.write(write)
@@ -118,26 +118,26 @@ class Findings:
             return False
 
         def write(connection: sa.Connection) -> None:
-            if silent_amphorae.unchanged(connection, load_balancer_id, orders, owner) == set(orders):
-                silent_amphorae.not_served(connection, load_balancer_id, reason)
+            if silent_amphorae.lock_still_silent(connection, load_balancer_id, orders, owner) == set(orders):
+                silent_amphorae.mark_not_served(connection, load_balancer_id, reason)
 
         self._database.write(write)
         self._told[load_balancer_id] = dict(orders)
         return True
 
-    def _steady(self, one: Silence) -> Silence:
+    def _steady(self, one: SilentAmphora) -> SilentAmphora:
         """With the moment that was said of this silence before."""
         before = self._silent.get(one.amphora_id)
         same = before is not None and abs(before.since - one.since) < _SAME
         return msgspec.structs.replace(one, since=before.since) if before is not None and same else one
 
     def _judge_zombies(self) -> None:
-        verdicts = self._database.read(lambda connection: unknown_amphorae.judge(connection, self._grace))
+        verdicts = self._database.read(lambda connection: unknown_amphorae.compute_verdicts(connection, self._grace))
         if verdicts:
             self._database.write(lambda connection: unknown_amphorae.write_verdicts(connection, verdicts))
 
 
-def _differs(known: Row | None, row: Row, *, numbers: bool) -> bool:
+def _differs(known: BreakerRow | None, row: BreakerRow, *, numbers: bool) -> bool:
     if known is None or (known.state, known.reason) != (row.state, row.reason):
         return True
     return numbers and (known.silent, known.watched) != (row.silent, row.watched)

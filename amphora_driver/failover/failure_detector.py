@@ -37,8 +37,8 @@ from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.failovers import Cause, Event, Why
-from amphora_driver.store.silent_amphorae import Silence
+from amphora_driver.store.failovers import Cause, Event, FailoverTrigger
+from amphora_driver.store.silent_amphorae import SilentAmphora
 
 if TYPE_CHECKING:
     import threading
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
     from amphora_driver.failover.reachability_probe import Agents
-    from amphora_driver.store.circuit_breaker import Row
-    from amphora_driver.store.silent_amphorae import Look, Sight
+    from amphora_driver.store.circuit_breaker import BreakerRow
+    from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot
 
 LOG = logging.getLogger(__name__)
 # Seconds between two looks, or an eighth of the silence that is looked for.
@@ -67,7 +67,7 @@ _MOST_SAID = 20
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One silent amphora, and what is thought of it."""
 
-    sight: silent_amphorae.Sight
+    sight: silent_amphorae.AmphoraLiveness
     quiet: Quiet
     judgement: Judgement
 
@@ -178,7 +178,9 @@ class Detector:
         elif not self._mine:
             return
         begun = time.monotonic()
-        look, rows = self._database.read(lambda c: (silent_amphorae.look(c), circuit_breaker.every(c)))
+        look, rows = self._database.read(
+            lambda c: (silent_amphorae.load_liveness_snapshot(c), circuit_breaker.read_breaker_rows(c))
+        )
         if look.owner != self._owner:
             self._lose("another controller has the duty")
             return
@@ -192,7 +194,7 @@ class Detector:
         self._renew_at = max(self._renew_at, time.monotonic() + self._every)
         self._watch.forget(why)
 
-    def _take_up(self, look: Look, rows: dict[str, Row]) -> None:
+    def _take_up(self, look: LivenessSnapshot, rows: dict[str, BreakerRow]) -> None:
         """Begin with the duty: how long anybody is silent is not known.
 
         What the one before has found is. Who had it himself until a moment ago forgets nothing else: what an operator
@@ -206,10 +208,10 @@ class Detector:
         self._findings.take_up(None if mine else rows)
         self._epoch, self._mine = look.epoch, True
 
-    def _learn(self, look: Look, rows: dict[str, Row]) -> None:
+    def _learn(self, look: LivenessSnapshot, rows: dict[str, BreakerRow]) -> None:
         """What the one before has found."""
         self._pauses.keep(())
-        begun = self._database.read(lambda connection: silent_amphorae.begun(connection, self._history))
+        begun = self._database.read(lambda connection: silent_amphorae.load_recent_failovers(connection, self._history))
         now = time.monotonic()
         for load_balancer_id, known in begun.items():
             self._pauses.resume(load_balancer_id, known.ages, known.there, now)
@@ -227,7 +229,7 @@ class Detector:
             # The last one that began was let through by it: until it has ended the next one waits.
             self._trial = max(look.going, key=lambda one: one.id).load_balancer_id, now
 
-    def _decide(self, look: Look, rows: dict[str, Row], now: float) -> None:
+    def _decide(self, look: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
         there = {one.amphora_id: one for one in look.amphorae}
         watched = {one for one, sight in there.items() if sight.state is State.READY}
         late = self._watch.quiet(now, self._limits.late_after)
@@ -248,7 +250,7 @@ class Detector:
         self._pauses.keep({one.load_balancer_id for one in look.amphorae})
         self._findings.say(verdicts, self._words(look, now, len(silent), len(watched)))
 
-    def _ask(self, late: dict[str, Quiet], there: dict[str, Sight], now: float) -> None:
+    def _ask(self, late: dict[str, Quiet], there: dict[str, AmphoraLiveness], now: float) -> None:
         """The longest silent first; those nobody asked in this silence before those that are asked again."""
         waiting = []
         for one, quiet in late.items():
@@ -272,7 +274,7 @@ class Detector:
             witnesses=self._witnessed,
         )
 
-    def _judge(self, sight: Sight, quiet: Quiet, company: Company, now: float) -> Judgement:
+    def _judge(self, sight: AmphoraLiveness, quiet: Quiet, company: Company, now: float) -> Judgement:
         if sight.address is None:
             kind = Kind.SILENT if quiet.spoke else Kind.NEVER_SPOKE
             return Judgement(kind=kind, words="nothing follows: it has no address to be asked at")
@@ -282,7 +284,9 @@ class Detector:
             self._doubted = doubted
         return judge(quiet, answer, now, self._limits, doubted)
 
-    def _count(self, rows: dict[str, Row], watched: set[str], silent: set[str], cases: list[Case], now: float) -> None:
+    def _count(
+        self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], cases: list[Case], now: float
+    ) -> None:
         """Have the breaker open and close."""
         if not self._sees_enough(now):
             # Nobody can be silent yet: that is no calm, nobody who was silent before was heard, and whom an operator
@@ -330,7 +334,9 @@ class Detector:
             return False
         return None
 
-    def _allowance(self, look: Look, rows: dict[str, Row], watched: int, late: int, now: float) -> Allowance:
+    def _allowance(
+        self, look: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, late: int, now: float
+    ) -> Allowance:
         self._going = {one.id: self._going.get(one.id, now) for one in look.going}
         # One that does not come to its end holds up the others for so long only.
         going = {one.load_balancer_id for one in look.going if now - self._going[one.id] < self._patience}
@@ -349,7 +355,7 @@ class Detector:
             on_trial=self._trial is not None,
         )
 
-    def _act(self, look: Look, cases: list[Case], allowance: Allowance, now: float) -> list[Silence]:
+    def _act(self, look: LivenessSnapshot, cases: list[Case], allowance: Allowance, now: float) -> list[SilentAmphora]:
         """Begin what may begin; returns what is to be shown of everybody who is silent."""
         said, told = [], 0
         by_load_balancer: dict[str, list[Case]] = {}
@@ -382,21 +388,21 @@ class Detector:
             return f"the pause of {self._pauses.length(sight.load_balancer_id):g} s after the last one is not over"
         return "it is asked once more" if case.judgement.stale else ""
 
-    def _begin(self, look: Look, load_balancer_id: str, due: list[Case], dead: str, now: float) -> bool:
+    def _begin(self, look: LivenessSnapshot, load_balancer_id: str, due: list[Case], dead: str, now: float) -> bool:
         """Have amphorae of one load balancer replaced; False if none is, because it was heard meanwhile."""
         orders = {case.sight.amphora_id: case.quiet.order for case in due}
         there = {one.amphora_id for one in look.amphorae if one.load_balancer_id == load_balancer_id}
         at = self._database.now()
 
         def write(connection: sa.Connection) -> list[str]:
-            still = silent_amphorae.unchanged(connection, load_balancer_id, orders, self._owner)
+            still = silent_amphorae.lock_still_silent(connection, load_balancer_id, orders, self._owner)
             begun = [
                 case.sight.amphora_id
                 for case in due
                 if case.sight.amphora_id in still and self._retire(connection, case, at, now)
             ]
             if dead and len(begun) == len(due):
-                silent_amphorae.not_served(connection, load_balancer_id, dead)
+                silent_amphorae.mark_not_served(connection, load_balancer_id, dead)
             return begun
 
         begun = self._database.write(write)
@@ -419,20 +425,20 @@ class Detector:
         found = _found(case, now)
         if self._pauses.is_replacement(load_balancer_id, amphora_id):
             # What goes on for this load balancer already did not lead to one that is heard.
-            failovers.note(connection, load_balancer_id, Event.FAILED, at, amphora_id, found)
-        if not failovers.begin(connection, load_balancer_id, [amphora_id], _why(case), at):
+            failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, found)
+        if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], _why(case), at):
             return False
-        failovers.note(connection, load_balancer_id, Event.FOUND, at, amphora_id, found)
+        failovers.record_event(connection, load_balancer_id, Event.FOUND, at, amphora_id, found)
         return True
 
-    def _words(self, look: Look, now: float, silent: int, watched: int) -> list[circuit_breaker.Row]:
+    def _words(self, look: LivenessSnapshot, now: float, silent: int, watched: int) -> list[circuit_breaker.BreakerRow]:
         """The rows of the breaker, as they are to be."""
         since = look.at - (now - self._breaker.since)
         trial = since + self._breaking.trial if self._breaker.state is breaking.State.OPEN else None
         blind = self._watch.blind or self._doubted
         counts = {"silent": silent, "watched": watched}
         return [
-            circuit_breaker.Row(
+            circuit_breaker.BreakerRow(
                 name=circuit_breaker.AUTOMATIC,
                 state=self._breaker.state.value,
                 since=since,
@@ -440,7 +446,7 @@ class Detector:
                 reason=self._breaker.reason or None,
                 **counts,
             ),
-            circuit_breaker.Row(
+            circuit_breaker.BreakerRow(
                 name=circuit_breaker.SIGHT,
                 state=circuit_breaker.BLIND if blind else circuit_breaker.SEEING,
                 since=look.at - self._watch.sees_for(now),
@@ -450,7 +456,7 @@ class Detector:
         ]
 
 
-def _all_dead(look: Look, load_balancer_id: str, cases: list[Case]) -> str:
+def _all_dead(look: LivenessSnapshot, load_balancer_id: str, cases: list[Case]) -> str:
     """Why nobody serves a load balancer; empty where somebody may."""
     dead = {case.sight.amphora_id for case in cases if case.judgement.dead}
     there = {one.amphora_id for one in look.amphorae if one.load_balancer_id == load_balancer_id}
@@ -461,11 +467,11 @@ def _all_dead(look: Look, load_balancer_id: str, cases: list[Case]) -> str:
     return f"none of its amphorae is heard, and none answers: {', '.join(sorted(dead))}"
 
 
-def _shown(case: Case, refusal: str, look: Look, now: float) -> Silence:
+def _shown(case: Case, refusal: str, look: LivenessSnapshot, now: float) -> SilentAmphora:
     words = case.judgement.words
     if case.judgement.cause is not None:
         words += f"; it waits: {refusal}" if refusal else "; it is replaced"
-    return Silence(
+    return SilentAmphora(
         amphora_id=case.sight.amphora_id,
         load_balancer_id=case.sight.load_balancer_id,
         kind=case.judgement.kind.value,
@@ -474,14 +480,14 @@ def _shown(case: Case, refusal: str, look: Look, now: float) -> Silence:
     )
 
 
-def _why(case: Case) -> Why:
+def _why(case: Case) -> FailoverTrigger:
     cause = case.judgement.cause or Cause.SILENT
     reason = {
         Cause.SILENT: "it is not heard and does not answer",
         Cause.MUTE: "it answers and is not heard",
         Cause.NEVER_SPOKE: "it was never heard",
     }[cause]
-    return Why(cause=cause, reason=reason, silent_since=case.sight.heard_at)
+    return FailoverTrigger(cause=cause, reason=reason, silent_since=case.sight.heard_at)
 
 
 def _found(case: Case, now: float) -> str:

@@ -40,7 +40,9 @@ class Hearing:
     def __init__(
         self, database: Database, name: str, hears: Callable[[float], bool], every: float, patience: float
     ) -> None:
-        self._registry = process_registry.Registry(database, name, process_registry.Kind.HEALTH_MANAGER)
+        self._registry = process_registry.ProcessRegistration(
+            database, name, process_registry.ProcessKind.HEALTH_MANAGER
+        )
         self._hears = hears
         self._every = every
         self._patience = patience

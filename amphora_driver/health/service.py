@@ -79,10 +79,10 @@ class HealthManager:
             self._receiver.forget,
         )
         # Often enough that a pause is seen long before anybody is silent.
-        every = min(process_registry.EVERY, conf.failover.silent_after / 5)
+        every = min(process_registry.HEARTBEAT_INTERVAL, conf.failover.silent_after / 5)
         patience = _LOOK_EVERY + 2 * conf.health.flush_interval
         self._hearing = Hearing(self._database, name, self._receiver.hears, every, patience)
-        self._telemetry = Telemetry(conf, process_registry.Kind.HEALTH_MANAGER, name, self._does_its_duty)
+        self._telemetry = Telemetry(conf, process_registry.ProcessKind.HEALTH_MANAGER, name, self._does_its_duty)
         self._written_at = time.monotonic()
         self._news = threading.Event()
         self._stopping = threading.Event()
@@ -149,7 +149,9 @@ class HealthManager:
         if not due:
             return
         at = self._database.now()
-        left_out = self._database.write(lambda connection: unknown_amphorae.note(connection, due, at))
+        left_out = self._database.write(
+            lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at)
+        )
         self._strays.told(due, now)
         if left_out:
             LOG.warning("%d more amphorae that nobody knows are heard than there is room for", left_out)

@@ -224,7 +224,7 @@ class Bookkeeper:
             return
 
         def write(connection: sa.Connection) -> list[Loss]:
-            config_drift.hold(connection, [one.amphora_id for one in losses])
+            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in losses])
             return [one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)]
 
         lost = self._database.write(write)
@@ -249,15 +249,17 @@ class Bookkeeper:
             return
 
         def write(connection: sa.Connection) -> tuple[int, list[str]]:
-            config_drift.hold(connection, [one.amphora_id for one in broken])
-            config_drift.mark(connection, marks)
+            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in broken])
+            config_drift.set_drifting(connection, marks)
             told = [
                 amphora_id
                 for amphora_id, one in sorted(news.items())
-                if config_drift.note(connection, amphora_id, _plain(one.sentence), one.moment)
+                if config_drift.record_agent_finding(connection, amphora_id, _plain(one.sentence), one.moment)
             ]
             taken = sum(
-                config_drift.take_back(connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug)
+                config_drift.revoke_confirmation(
+                    connection, one.amphora_id, one.confirmed, _plain(_why(one)), replug=one.replug
+                )
                 for one in broken
             )
             return taken, told

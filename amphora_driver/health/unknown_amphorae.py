@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amphora_driver.store.unknown_amphorae import MOST, MOST_OF_ADDRESS, Stray
+from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,14 +50,14 @@ class Strays:
         """Note that an id was heard at a moment of `time.monotonic()`'s clock, if there is room for it."""
         with self._lock:
             known = self._heard.get(amphora_id)
-            if known is None and (len(self._heard) >= MOST or self._many_of(address)):
+            if known is None and (len(self._heard) >= MAX_ROWS or self._many_of(address)):
                 return
             self._heard[amphora_id] = (now if known is None else known[0], now, address)
 
     def _many_of(self, address: str) -> bool:
-        return Counter(sender for _, _, sender in self._heard.values())[address] >= MOST_OF_ADDRESS
+        return Counter(sender for _, _, sender in self._heard.values())[address] >= MAX_ROWS_PER_ADDRESS
 
-    def due(self, now: float) -> list[Stray]:
+    def due(self, now: float) -> list[UnknownAmphora]:
         """Those to be written down now: heard for long enough, and again since they were told; mostly none."""
         if now - self._told_at < self._every:
             return []
@@ -65,12 +65,12 @@ class Strays:
         with self._lock:
             self._heard = {one: each for one, each in self._heard.items() if now - each[1] < _FORGOTTEN_AFTER}
             return [
-                Stray(amphora_id=one, address=address, first_at=first + ahead, last_at=last + ahead)
+                UnknownAmphora(amphora_id=one, address=address, first_at=first + ahead, last_at=last + ahead)
                 for one, (first, last, address) in self._heard.items()
                 if last - first >= self._at_least and last > self._told.get(one, float("-inf"))
             ]
 
-    def told(self, strays: list[Stray], now: float) -> None:
+    def told(self, strays: list[UnknownAmphora], now: float) -> None:
         """These were written down."""
         self._told_at = now
         with self._lock:

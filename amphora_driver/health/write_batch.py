@@ -116,7 +116,9 @@ class Batches:
             if seen:
                 amphorae.seen(connection, seen)
             return sum(
-                status_outbox.observe(connection, entry.load_balancer_id, entry.news) for entry in entries if entry.news
+                status_outbox.write_observations(connection, entry.load_balancer_id, entry.news)
+                for entry in entries
+                if entry.news
             )
 
         try:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
     from amphora_driver.reconcile.executor import Backends
     from amphora_driver.store.amphorae import Amphora
-    from amphora_driver.store.config_drift import Candidate
+    from amphora_driver.store.config_drift import AuditCandidate
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
@@ -120,7 +120,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
             **vip_allocation.refusals(connection, load_balancer_id, vip_allocation.given_of(row)),
             **left_out_of(row),
         },
-        secrets=sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {},
+        secrets=sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
         priorities=dict(catalogue.topology(row.topology).priorities),
     )
@@ -234,13 +234,13 @@ class Auditing:
         now, moment = self._database.now(), time.monotonic()
         self._later = {one: at for one, at in self._later.items() if at > moment}
 
-        def read(connection: sa.Connection) -> list[Candidate]:
-            many = math.ceil(config_drift.count(connection) * _SPARE * self._round / self._interval)
+        def read(connection: sa.Connection) -> list[AuditCandidate]:
+            many = math.ceil(config_drift.count_auditable(connection) * _SPARE * self._round / self._interval)
             limit = max(many, self._most) + len(self._later)
-            return config_drift.candidates(connection, now - self._interval, limit)
+            return config_drift.list_audit_candidates(connection, now - self._interval, limit)
 
         due = [one for one in self._database.read(read) if one.amphora_id not in self._later]
-        by_balancer: dict[str, list[Candidate]] = {}
+        by_balancer: dict[str, list[AuditCandidate]] = {}
         for one in due:
             by_balancer.setdefault(one.load_balancer_id, []).append(one)
         done = self._compare(pool, self._targets(by_balancer.values()), goes_on)
@@ -272,7 +272,7 @@ class Auditing:
                     self._put_off([target.amphora.id])
         return done
 
-    def _targets(self, due: Iterable[list[Candidate]]) -> Iterator[_Target | None]:
+    def _targets(self, due: Iterable[list[AuditCandidate]]) -> Iterator[_Target | None]:
         """What to ask, of one load balancer after the other; None where there is nothing, so that others may go on."""
         for found in due:
             try:
@@ -282,7 +282,7 @@ class Auditing:
                 self._put_off(one.amphora_id for one in found)
             yield None
 
-    def _of_one(self, due: list[Candidate]) -> Iterator[_Target]:
+    def _of_one(self, due: list[AuditCandidate]) -> Iterator[_Target]:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(
             lambda connection: record_of(connection, load_balancer_id, self._backends.catalogue)
@@ -337,7 +337,7 @@ class Auditing:
         now = self._database.now()
         if verdict is Verdict.SAME:
             self._waiting.pop(of, None)
-            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now))
+            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now))
             return
         if verdict is Verdict.RENDERER:
             why = "renderer: it was given what another version, or other options, made of the same generation"
@@ -346,23 +346,23 @@ class Auditing:
                 why = f"{why}; pushed once, and not again"
             else:
                 self._waiting.setdefault(of)
-            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now, why))
+            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
             return
         why = f"generation: it confirmed {generation} and says that it has {said.generation}"
         if verdict is Verdict.FAR:
             why = (
                 f"{why}, which nobody has given it; it takes nothing any more, and is to be replaced (amphora failover)"
             )
-            self._database.write(lambda connection: config_drift.audited(connection, [amphora.id], now, why))
+            self._database.write(lambda connection: config_drift.record_audit(connection, [amphora.id], now, why))
             LOG.warning("load balancer %s, amphora %s: %s", of, amphora.id, why)
             return
 
         def write(connection: sa.Connection) -> bool:
-            config_drift.hold(connection, [amphora.id])
-            config_drift.audited(connection, [amphora.id], now, why)
+            config_drift.lock_work_of_amphorae(connection, [amphora.id])
+            config_drift.record_audit(connection, [amphora.id], now, why)
             if verdict is Verdict.AHEAD:
-                return config_drift.overtake(connection, of, generation, said.generation or 0)
-            return config_drift.take_back(connection, amphora.id, generation, why)
+                return config_drift.advance_generation_beyond(connection, of, generation, said.generation or 0)
+            return config_drift.revoke_confirmation(connection, amphora.id, generation, why)
 
         if self._database.write(write):
             LOG.warning("load balancer %s, amphora %s: %s; it is given its configuration again", of, amphora.id, why)
@@ -402,7 +402,7 @@ class Auditing:
         first = different[0]
         why = "renderer: it is given what this version makes of its load balancer"
         if self._database.write(
-            lambda connection: config_drift.take_back(connection, first.id, recorded.generation, why)
+            lambda connection: config_drift.revoke_confirmation(connection, first.id, recorded.generation, why)
         ):
             LOG.info("load balancer %s is rendered in another way now, and is pushed", of)
             self._due()

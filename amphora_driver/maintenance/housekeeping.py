@@ -112,7 +112,7 @@ class Housekeeping:
         They become due and are pushed like after any change, but nobody is told: nothing of what a user sees changes.
         """
         now = self._database.now()
-        due = self._database.read(lambda connection: generations.due_tickets(connection, now, _MOST_ROTATED))
+        due = self._database.read(lambda connection: generations.list_due_tickets(connection, now, _MOST_ROTATED))
         if not due:
             return 0
         following = [(one, self._following(one)) for one in due]
@@ -125,19 +125,21 @@ class Housekeeping:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
-            process_registry.tidy(connection, now)
-            rotations.tidy(connection, now - self._history)
+            process_registry.purge_silent_processes(connection, now)
+            rotations.purge_old_rotations(connection, now - self._history)
 
         self._database.write(write)
         for _ in range(_MOST_CHUNKS):
-            if not self._database.write(lambda connection: failovers.tidy(connection, now - self._history)):
+            if not self._database.write(
+                lambda connection: failovers.purge_old_failovers(connection, now - self._history)
+            ):
                 break
 
     def _following(self, one: generations.DueTickets) -> bytes | None:
         """The state after this one, sealed; None if it cannot be used: the next push then makes a new one."""
         if one.sealed is None:
             return None
-        place = sealed_secrets.place(tickets_of(one.load_balancer_id))
+        place = sealed_secrets.secret_location(tickets_of(one.load_balancer_id))
         try:
             return self._vault.seal(tls_tickets.rotated(self._vault.open(one.sealed, place)), place)
         except StoreError as error:

@@ -24,7 +24,7 @@ from amphora_driver.maintenance.image_rotation_plan import AnyMove, Begin, End, 
 from amphora_driver.queue.jobs import drop_duty, hold_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
 from amphora_driver.store.requests import Op
-from amphora_driver.store.rotations import Item, ItemState, Rotation, State
+from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
 if TYPE_CHECKING:
     import threading
@@ -52,7 +52,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows say of the rotation that has not ended."""
 
     rotation: Rotation
-    items: list[Item]
+    items: list[RotationItem]
     facts: dict[str, Facts]
     breaker: str | None
 
@@ -109,7 +109,7 @@ class Watch:
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if deciding.lacks(seen.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
-            elif seen.breaker is None and seen.rotation.state is State.RUNNING and deciding.blocks(facts):
+            elif seen.breaker is None and seen.rotation.state is RotationState.RUNNING and deciding.blocks(facts):
                 watched[of] = self._watched.get(of, 0.0) + gap
         self._watched, self._well, self._first = watched, well, first
         return self.known(seen)
@@ -187,7 +187,7 @@ class Rotator:
 
     def look(self) -> list[AnyMove]:
         """Have a look at the rotation that has not ended, if there is one, and do what is next; returns what."""
-        if self._database.read(rotations.active) is None:
+        if self._database.read(rotations.get_active_rotation) is None:
             self.rest()
             return []
         if not hold_duty(self._database, DUTY, self._owner, _DUTY_SECONDS):
@@ -220,11 +220,11 @@ class Rotator:
 
     def _act(self, connection: sa.Connection, rotation_id: int, meant: Sequence[AnyMove]) -> list[AnyMove]:
         """Decide again, about rows that nobody else changes meanwhile, and write that down."""
-        found = rotations.get(connection, rotation_id, lock=True)
+        found = rotations.get_rotation(connection, rotation_id, lock=True)
         if found.ended_at is not None:
             return []
         held = {move.item.load_balancer_id for move in meant if isinstance(move, Begin)}
-        rotations.hold_work(connection, held)
+        rotations.lock_work(connection, held)
         seen = self._watch.known(self._with_ears(self._see(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
         # Those that became free in between come next time: nobody holds them.
@@ -238,36 +238,36 @@ class Rotator:
 
     def _write(self, connection: sa.Connection, found: Rotation, move: AnyMove, now: float) -> None:
         if isinstance(move, Begin):
-            rotations.begin(connection, found.id, move.item, move.operating)
-            why = failovers.Why(
+            rotations.begin_item(connection, found.id, move.item, move.operating)
+            why = failovers.FailoverTrigger(
                 cause=failovers.Cause.ROTATION,
                 reason=f"rotation {found.id} replaces it",
                 asked_by=found.asked_by,
                 rotation_id=found.id,
             )
-            failovers.begin(connection, move.item.load_balancer_id, move.amphorae, why, now)
+            failovers.open_failovers(connection, move.item.load_balancer_id, move.amphorae, why, now)
         elif isinstance(move, Finish):
-            rotations.finish(connection, found.id, move.item, move.state, move.reason)
+            rotations.finish_item(connection, found.id, move.item, move.state, move.reason)
         elif isinstance(move, Pause):
-            rotations.turn(connection, found.id, State.PAUSED, move.reason)
+            rotations.set_rotation_state(connection, found.id, RotationState.PAUSED, move.reason)
         elif isinstance(move, Say):
-            rotations.say(connection, found.id, move.reason)
+            rotations.set_rotation_reason(connection, found.id, move.reason)
         else:
-            rotations.end(connection, found.id, move.state)
+            rotations.finish_rotation(connection, found.id, move.state)
 
     # --- what the rows say --------------------------------------------------------------------------------------------
 
     def _see_and_hear(self, connection: sa.Connection) -> tuple[Snapshot | None, dict[str, tuple[int, int]]]:
-        found = rotations.active(connection)
+        found = rotations.get_active_rotation(connection)
         if found is None:
             return None, {}
         seen = self._see(connection, found)
         return seen, amphorae.last_heard(connection, [each.id for one in seen.facts.values() for each in one.live])
 
     def _see(self, connection: sa.Connection, found: Rotation) -> Snapshot:
-        begun = [ItemState.RUNNING] if found.state is State.ABORTED else [ItemState.RUNNING, ItemState.FAILED]
-        items = rotations.items(connection, found.id, begun)
-        items += rotations.items(connection, found.id, [ItemState.WAITING], _CANDIDATES)
+        begun = [ItemState.RUNNING] if found.state is RotationState.ABORTED else [ItemState.RUNNING, ItemState.FAILED]
+        items = rotations.list_items(connection, found.id, begun)
+        items += rotations.list_items(connection, found.id, [ItemState.WAITING], _CANDIDATES)
         return Snapshot(
             rotation=found,
             items=items,
@@ -322,7 +322,7 @@ def _seen(row: sa.Row[tuple[object, ...]]) -> Seen:
 
 def _breaker(connection: sa.Connection) -> str | None:
     """Why no fail-over is to be begun now, in words."""
-    rows = circuit_breaker.every(connection)
+    rows = circuit_breaker.read_breaker_rows(connection)
     sight = rows.get(circuit_breaker.SIGHT)
     if sight is not None and sight.state == circuit_breaker.BLIND:
         return f"nobody can tell which amphorae live ({sight.reason or 'no reason is known'})"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from amphora_driver.store.rotations import Item, ItemState, Rotation, State
+from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
 # How bad an operating status is; OFFLINE is what an administrator wanted.
 _BADNESS = {"DRAINING": 1, "DEGRADED": 2, "ERROR": 3}
@@ -91,7 +91,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Begin(Move, frozen=True, kw_only=True):
     """Have these amphorae of a load balancer replaced."""
 
-    item: Item
+    item: RotationItem
     amphorae: tuple[str, ...]
     operating: str | None
 
@@ -99,7 +99,7 @@ class Begin(Move, frozen=True, kw_only=True):
 class Finish(Move, frozen=True, kw_only=True):
     """A load balancer's turn is over: done, failed or skipped."""
 
-    item: Item
+    item: RotationItem
     state: ItemState
     reason: str | None = None
 
@@ -119,7 +119,7 @@ class Say(Move, frozen=True, kw_only=True):
 class End(Move, frozen=True, kw_only=True):
     """Nothing of it is left to do."""
 
-    state: State
+    state: RotationState
 
 
 AnyMove = Begin | Finish | Pause | Say | End
@@ -127,7 +127,7 @@ AnyMove = Begin | Finish | Pause | Say | End
 
 def next_moves(
     rotation: Rotation,
-    items: Sequence[Item],
+    items: Sequence[RotationItem],
     facts: Mapping[str, Facts],
     limits: Limits,
     breaker: str | None = None,
@@ -149,19 +149,21 @@ def next_moves(
     moves += over
     failed = [move for move in over if move.state is ItemState.FAILED]
     busy = len(running) - len(over)
-    if rotation.state is State.RUNNING and failed:
+    if rotation.state is RotationState.RUNNING and failed:
         first = failed[0]
         return [*moves, Pause(reason=f"load balancer {first.item.load_balancer_id}: {first.reason}")]
-    if rotation.state is State.RUNNING:
+    if rotation.state is RotationState.RUNNING:
         found = _beginnings(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
         moves += found
     if not items:
         # What is over now may have been but the first of many.
-        moves.append(End(state=State.ABORTED if rotation.state is State.ABORTED else State.DONE))
+        moves.append(
+            End(state=RotationState.ABORTED if rotation.state is RotationState.ABORTED else RotationState.DONE)
+        )
     return moves
 
 
-def lacks(rotation: Rotation, item: Item, facts: Facts) -> str | None:
+def lacks(rotation: Rotation, item: RotationItem, facts: Facts) -> str | None:
     """What a load balancer whose turn it is does not have yet, in words; None if it is as well as before."""
     leaving = [*sorted(facts.retiring - facts.draining), *(one.id for one in facts.live if one.id in item.amphorae)]
     if leaving:
@@ -192,7 +194,7 @@ def blocks(facts: Facts) -> str | None:
     return f"amphora {silent[0]} is not heard" if silent else None
 
 
-def _judge(rotation: Rotation, item: Item, facts: Facts, limits: Limits) -> Finish | None:
+def _judge(rotation: Rotation, item: RotationItem, facts: Facts, limits: Limits) -> Finish | None:
     """What has become of a load balancer whose turn it is; None if that is not known yet."""
     if not facts.recorded:
         return Finish(item=item, state=ItemState.SKIPPED, reason="it was deleted")
@@ -203,7 +205,7 @@ def _judge(rotation: Rotation, item: Item, facts: Facts, limits: Limits) -> Fini
     return None if reason is None else Finish(item=item, state=ItemState.FAILED, reason=reason)
 
 
-def _failure(rotation: Rotation, item: Item, facts: Facts, limits: Limits, lack: str) -> str | None:
+def _failure(rotation: Rotation, item: RotationItem, facts: Facts, limits: Limits, lack: str) -> str | None:
     """Why it is not expected to end well, if that is so."""
     if facts.provisioning == "ERROR" and not facts.was_in_error:
         return f"it is in ERROR: {facts.error or lack}"
@@ -220,7 +222,7 @@ def _failure(rotation: Rotation, item: Item, facts: Facts, limits: Limits, lack:
 
 def _beginnings(
     rotation: Rotation,
-    waiting: Sequence[Item],
+    waiting: Sequence[RotationItem],
     facts: Mapping[str, Facts],
     limits: Limits,
     room: int,
@@ -249,7 +251,7 @@ def _beginnings(
     return moves if said == rotation.reason else [*moves, Say(reason=said)]
 
 
-def _passed_over(item: Item, facts: Facts, limits: Limits) -> Finish | None:
+def _passed_over(item: RotationItem, facts: Facts, limits: Limits) -> Finish | None:
     """What becomes of a load balancer that has no turn at all."""
     if not facts.recorded:
         return Finish(item=item, state=ItemState.SKIPPED, reason="it was deleted")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import orphans
-from amphora_driver.store.orphans import Thing
+from amphora_driver.store.orphans import OrphanKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -50,10 +50,10 @@ class Sweeper:
         """
         removed = 0
         for name, compute in self._catalogue.computes().items():
-            removed += self._look(Thing.MACHINE, name, compute.machines, compute.destroy)
+            removed += self._look(OrphanKind.MACHINE, name, compute.machines, compute.destroy)
         for name, network in self._catalogue.networks().items():
             removed += self._look_at(name, network)
-        self._database.write(orphans.drop_rows)
+        self._database.write(orphans.delete_stale_rows)
         return removed
 
     def _look_at(self, name: str, network: Network) -> int:
@@ -61,12 +61,12 @@ class Sweeper:
             for port in network.ports(amphora_id):
                 network.delete_port(port.id)
 
-        return self._look(Thing.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._look(
-            Thing.VIP, name, lambda: network.owners().load_balancers, network.release_vip
+        return self._look(OrphanKind.PORTS, name, lambda: network.owners().amphorae, remove_ports) + self._look(
+            OrphanKind.VIP, name, lambda: network.owners().load_balancers, network.release_vip
         )
 
     def _look(
-        self, thing: Thing, backend: str, ask: Callable[[], Collection[str]], remove: Callable[[str], None]
+        self, thing: OrphanKind, backend: str, ask: Callable[[], Collection[str]], remove: Callable[[str], None]
     ) -> int:
         removed = 0
         try:
@@ -79,10 +79,13 @@ class Sweeper:
             LOG.warning("housekeeping: %s", error)
         return removed
 
-    def _due(self, thing: Thing, backend: str, there: Collection[str]) -> list[str]:
+    def _due(self, thing: OrphanKind, backend: str, there: Collection[str]) -> list[str]:
         """Those that have belonged to nobody for long enough."""
         found, noted = self._database.read(
-            lambda connection: (orphans.unowned(connection, thing, there), orphans.noted(connection, thing, backend))
+            lambda connection: (
+                orphans.find_unowned(connection, thing, there),
+                orphans.read_orphans(connection, thing, backend),
+            )
         )
         if not (found or noted):
             # Nearly always: looking costs less than locking.
@@ -90,7 +93,9 @@ class Sweeper:
         for one in sorted(found - noted.keys()):
             LOG.warning("%s %s (%s) belongs to nobody; it goes in %.0f s", thing.value, one, backend, self._grace)
         now = self._database.now()
-        due = self._database.write(lambda connection: orphans.note(connection, thing, backend, found, now, self._grace))
+        due = self._database.write(
+            lambda connection: orphans.update_orphans(connection, thing, backend, found, now, self._grace)
+        )
         if self._database.seconds_since_clock_jump() < self._grace:
             # By a clock that was set since, what was found a moment ago is old.
             return []

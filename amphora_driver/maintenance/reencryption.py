@@ -33,12 +33,12 @@ LOG = logging.getLogger(__name__)
 _PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
-        lambda row: sealed_secrets.place(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
+        lambda row: sealed_secrets.secret_location(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
     ),
     amphora.c.heartbeat_key: ((), lambda row: amphorae.key_place(row.id)),
     authority.c.sealed_key: (
         (authority.c.kind, authority.c.certificate),
-        lambda row: ca_records.key_place(ca_records.Kind(row.kind), row.certificate.encode()),
+        lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
 # Every column that holds something the vault sealed; tests look for more.

@@ -245,7 +245,7 @@ def nodes(tree: LoadBalancer) -> Mapping[str, Node]:
     """Every object of a tree without its children, by id."""
     return {
         node.id: msgspec.structs.replace(node, **_CHILDREN[type(node)]) if type(node) in _CHILDREN else node
-        for node in desired_objects.flatten(tree)
+        for node in desired_objects.iter_subtree(tree)
     }
 
 

@@ -25,7 +25,7 @@ from amphora_driver.model.secret_refs import secrets_of_object
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, pending_rereads
-from amphora_driver.store.sealed_secrets import Sealed, place
+from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 from amphora_driver.validation import certificates
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Reader:
 
     def _known(self, row: Any) -> bool:
         """Whether Octavia has committed, and what arrived incomplete has been read."""
-        objects = pending_rereads.objects_of(row.reread)
+        objects = pending_rereads.decode_objects(row.reread)
         if row.committed and objects is not None:
             return self._reread(row, objects)
         found = self._library().get_loadbalancer(row.load_balancer_id)
@@ -171,7 +171,7 @@ class Reader:
     def _reread(self, row: Any, objects: Sequence[tuple[Kind, str]]) -> bool:
         """Read single objects: listeners and pools cost nothing in a large tree, and need no other secrets."""
         nodes: list[LoadBalancer | Listener | Pool] = []
-        contents: dict[SecretName, Sealed] = {}
+        contents: dict[SecretName, SealedSecret] = {}
         for kind, object_id in objects:
             node, given = self._one(kind, object_id)
             if node is not None:
@@ -186,7 +186,7 @@ class Reader:
         self._wake()
         return taken
 
-    def _one(self, kind: Kind, object_id: str) -> tuple[_Object | None, dict[SecretName, Sealed]]:
+    def _one(self, kind: Kind, object_id: str) -> tuple[_Object | None, dict[SecretName, SealedSecret]]:
         """One listener or pool with its secrets, or a load balancer's own options; None if Octavia does not know it."""
         library = self._library()
         if kind is Kind.LOAD_BALANCER:
@@ -212,7 +212,7 @@ class Reader:
             if isinstance(error, octavia_errors.DriverAgentTimeout):
                 self._mark(row)
             return isinstance(error, octavia_errors.DriverAgentTimeout)
-        if pending_rereads.objects_of(row.reread) is not None:
+        if pending_rereads.decode_objects(row.reread) is not None:
             taken = self._database.write(
                 lambda connection: sync_transactions.take_objects(connection, row, [], {}, _UNREAD)
             )
@@ -228,7 +228,7 @@ class Reader:
     def _in_pieces(self, row: Any) -> bool:
         """Read listener by listener and pool by pool; False if that was not enough to serve the rest."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
-        contents: dict[SecretName, Sealed] = {}
+        contents: dict[SecretName, SealedSecret] = {}
         # Those were read before, but for the ones that were not.
         again = any(one.unread for one in tree.listeners)
         # A listener is not handed over without its pools, and so not without their secrets.
@@ -266,9 +266,9 @@ class Reader:
 
     # --- secrets ------------------------------------------------------------------------------------------------------
 
-    def sealed(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, Sealed]:
+    def sealed(self, given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:
         """What a table may hold of these secrets; the user's request is over, so what is wrong with one is noted."""
-        found: dict[SecretName, Sealed] = {}
+        found: dict[SecretName, SealedSecret] = {}
         if not given:
             return found
         if self._vault is None:
@@ -277,9 +277,9 @@ class Reader:
             try:
                 secret = certificates.pem(name.purpose, material)
             except UnsupportedOption as error:
-                found[name] = Sealed(reason=str(error))
+                found[name] = SealedSecret(reason=str(error))
             else:
-                found[name] = Sealed(content=self._vault.seal(secret, place(name)))
+                found[name] = SealedSecret(content=self._vault.seal(secret, secret_location(name)))
         return found
 
     def _wake(self, load_balancer_id: str | None = None) -> None:

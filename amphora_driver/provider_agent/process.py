@@ -21,7 +21,7 @@ from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue import jobs
-from amphora_driver.store.process_registry import Kind
+from amphora_driver.store.process_registry import ProcessKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,4 +149,4 @@ def _watched(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContext
     # Octavia's process is not ours to fill: it is imported only where it is wanted.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
-    return Telemetry(conf, Kind.PROVIDER_AGENT, name, reporter.does_its_duty)
+    return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.does_its_duty)

@@ -31,7 +31,7 @@ from amphora_driver.provider_agent import octavia_audit, sync_transactions
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
 from amphora_driver.store.requests import Op
-from amphora_driver.store.resyncs import Outcome
+from amphora_driver.store.resyncs import ResyncOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import LoadBalancer, Node
     from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.provider_agent.octavia_reader import Reader
-    from amphora_driver.store.sealed_secrets import Sealed
+    from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
 # Seconds before one that waits for its users is looked at again, and one that went wrong.
@@ -63,7 +63,7 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
     tree: LoadBalancer
     differing: tuple[str, ...]
-    contents: dict[SecretName, Sealed]
+    contents: dict[SecretName, SealedSecret]
 
 
 class Resyncer:
@@ -110,7 +110,7 @@ class Resyncer:
             self._hands.submit(self._run, due)
 
     def _due(self) -> list[Any]:
-        asked = self._database.read(resyncs.open_ones)
+        asked = self._database.read(resyncs.list_open_resyncs)
         self._later = {one.load_balancer_id: self._later.get(one.load_balancer_id, 0.0) for one in asked}
         now = time.monotonic()
         return [one for one in asked if self._later[one.load_balancer_id] <= now]
@@ -136,7 +136,9 @@ class Resyncer:
         self._later[load_balancer_id] = time.monotonic() + pause
         if waiting is not None and waiting != asked.detail:
             try:
-                self._database.write(lambda connection: resyncs.waits(connection, load_balancer_id, waiting))
+                self._database.write(
+                    lambda connection: resyncs.set_resync_detail(connection, load_balancer_id, waiting)
+                )
             except AmphoraDriverError as error:
                 LOG.warning("what the resync of load balancer %s waits for was not noted: %s", load_balancer_id, error)
 
@@ -157,7 +159,7 @@ class Resyncer:
             self._unrecorded(asked, found, unread)
             return None
         if row.op == Op.DELETE:
-            self._end(asked, Outcome.GOING)
+            self._end(asked, ResyncOutcome.GOING)
             return None
         if not row.committed:
             return _CREATING
@@ -219,12 +221,14 @@ class Resyncer:
                     return False
                 # What is not served yet is not ACTIVE yet, and neither is the whole of it.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
-                status_outbox.expect(connection, tree.id, row.generation + 1, waiting)
+                status_outbox.expect_confirmation(connection, tree.id, row.generation + 1, waiting)
             elif not sync_transactions.is_as_seen(connection, row):
                 return False
             _expect_unsaid(connection, tree.id, row.generation, renewed=bool(differing))
-            resyncs.say_again(connection, tree.id)
-            return resyncs.end(connection, asked, Outcome.DONE, now, "; ".join(differing)[:_MOST_DETAIL] or None)
+            resyncs.report_again(connection, tree.id)
+            return resyncs.finish_resync(
+                connection, asked, ResyncOutcome.DONE, now, "; ".join(differing)[:_MOST_DETAIL] or None
+            )
 
         if not self._database.write(write):
             return _BUSY
@@ -240,8 +244,8 @@ class Resyncer:
         def write(connection: sa.Connection) -> bool:
             if not sync_transactions.is_as_seen(connection, row):
                 return False
-            resyncs.say_again(connection, row.load_balancer_id)
-            return resyncs.end(connection, asked, Outcome.UNREAD, now, reason)
+            resyncs.report_again(connection, row.load_balancer_id)
+            return resyncs.finish_resync(connection, asked, ResyncOutcome.UNREAD, now, reason)
 
         if not self._database.write(write):
             return _BUSY
@@ -252,17 +256,19 @@ class Resyncer:
         load_balancer_id = asked.load_balancer_id
         if not asked.remove_unknown:
             LOG.warning("Octavia does not know load balancer %s, which is recorded here", load_balancer_id)
-            self._end(asked, Outcome.UNKNOWN, "it is recorded and served here; --remove-unknown removes it from here")
+            self._end(
+                asked, ResyncOutcome.UNKNOWN, "it is recorded and served here; --remove-unknown removes it from here"
+            )
             return
         LOG.warning("Octavia does not know load balancer %s: removing it, as asked", load_balancer_id)
         self._database.write(lambda connection: sync_transactions.abandon(connection, load_balancer_id))
-        self._end(asked, Outcome.REMOVED)
+        self._end(asked, ResyncOutcome.REMOVED)
         self._wake(load_balancer_id)
 
     def _unrecorded(self, asked: Any, found: Any, unread: str | None) -> None:
         load_balancer_id = asked.load_balancer_id
         if found is None and unread is None:
-            self._end(asked, Outcome.NOWHERE)
+            self._end(asked, ResyncOutcome.NOWHERE)
             return
         if asked.remove_unknown and found is not None:
             LOG.warning("load balancer %s is not recorded here: it goes from Octavia, as asked", load_balancer_id)
@@ -270,15 +276,17 @@ class Resyncer:
             gone = list(reversed([*octavia_audit.nodes(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MOST_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MOST_DELETED]))
-            self._end(asked, Outcome.REMOVED, "Octavia was told that it is gone")
+            self._end(asked, ResyncOutcome.REMOVED, "Octavia was told that it is gone")
             return
         LOG.warning("Octavia knows load balancer %s, and nothing is recorded of it here", load_balancer_id)
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
-        self._end(asked, Outcome.UNRECORDED, f"{name}nothing here serves it; --remove-unknown removes it from Octavia")
+        self._end(
+            asked, ResyncOutcome.UNRECORDED, f"{name}nothing here serves it; --remove-unknown removes it from Octavia"
+        )
 
-    def _end(self, asked: Any, outcome: Outcome, detail: str | None = None) -> None:
+    def _end(self, asked: Any, outcome: ResyncOutcome, detail: str | None = None) -> None:
         now = self._database.now()
-        self._database.write(lambda connection: resyncs.end(connection, asked, outcome, now, detail))
+        self._database.write(lambda connection: resyncs.finish_resync(connection, asked, outcome, now, detail))
 
     def _wake(self, load_balancer_id: str) -> None:
         local_socket.ring(self._conf.queue.doorbell_dir, local_socket.REPORTER)
@@ -312,7 +320,7 @@ def _expect_unsaid(connection: sa.Connection, load_balancer_id: str, generation:
     if not found:
         return
     if not renewed:
-        generations.renew(connection, load_balancer_id, generation)
+        generations.bump_generation(connection, load_balancer_id, generation)
     waiting = {"pending": generation + 1}
     connection.execute(status.update().where(status.c.object_id.in_([*found, load_balancer_id])).values(**waiting))
     due = {"dirty": True, "free_at": DUE_NOW}

@@ -146,7 +146,9 @@ class Reporter:
 
         Whoever waits for such a call keeps the duty.
         """
-        registry = process_registry.Registry(self._database, self._name, process_registry.Kind.PROVIDER_AGENT)
+        registry = process_registry.ProcessRegistration(
+            self._database, self._name, process_registry.ProcessKind.PROVIDER_AGENT
+        )
         before = -1
         ended = False
         while not ended:
@@ -158,7 +160,7 @@ class Reporter:
             except AmphoraDriverError as error:
                 LOG.warning("this process could not say that it lives: %s", error)
             before = turns
-            ended = self._ended.wait(process_registry.EVERY)
+            ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
             registry.leave()
         except AmphoraDriverError as error:
@@ -256,7 +258,7 @@ class Reporter:
         if not rows:
             return False
         operating = self._database.read(
-            lambda connection: status_outbox.operating_of(connection, [row.load_balancer_id for row in rows])
+            lambda connection: status_outbox.read_operating_statuses(connection, [row.load_balancer_id for row in rows])
         )
         barriers = {
             row.load_balancer_id: {
@@ -307,7 +309,9 @@ class Reporter:
 
     def _report_statuses(self) -> bool:
         """Send one call's worth of statuses; True if there may be more."""
-        found = self._database.read(lambda connection: status_outbox.due(connection, _MOST_ROWS, self._turn))
+        found = self._database.read(
+            lambda connection: status_outbox.list_due_reports(connection, _MOST_ROWS, self._turn)
+        )
         reports = _one_call([one for one in found if self._due(one)])
         if not reports:
             return False
@@ -328,12 +332,12 @@ class Reporter:
                 report for report in reports if self._due(report) and self._on_duty() and self._report_alone(report)
             ]
         failpoints.reach(failpoints.Point.REPORT_SENT)
-        self._database.write(lambda connection: status_outbox.taken(connection, accepted))
+        self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
         metrics.reported("taken", len(accepted))
         return True
 
-    def _due(self, report: status_outbox.Due) -> bool:
+    def _due(self, report: status_outbox.StatusReport) -> bool:
         until, _ = self._refused.get(report.object_id, (0.0, 0.0))
         if until > time.monotonic():
             return False
@@ -341,7 +345,7 @@ class Reporter:
             self._refused.pop(report.object_id)
         return True
 
-    def _report_alone(self, report: status_outbox.Due) -> bool:
+    def _report_alone(self, report: status_outbox.StatusReport) -> bool:
         try:
             with self._tells("statuses"):
                 self.library.update_loadbalancer_status(document([report]))
@@ -367,15 +371,15 @@ class Reporter:
 
     def report_statistics(self) -> None:
         """Send the totals of listeners that changed since they were sent last."""
-        totals = self._database.read(lambda connection: listener_stats.due(connection, _MOST_ROWS))
+        totals = self._database.read(lambda connection: listener_stats.list_due_totals(connection, _MOST_ROWS))
         if not totals:
             return
         with metrics.octavia("statistics"):
             self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
-        self._database.write(lambda connection: listener_stats.taken(connection, totals))
+        self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
 
 
-def document(reports: Sequence[status_outbox.Due]) -> dict[str, list[dict[str, str]]]:
+def document(reports: Sequence[status_outbox.StatusReport]) -> dict[str, list[dict[str, str]]]:
     """The status document of octavia_lib for these reports."""
     found: dict[str, list[dict[str, str]]] = {}
     for report in reports:
@@ -393,9 +397,9 @@ def _asks(row: Any) -> bool:
     return not row.committed or row.read_back or row.batch
 
 
-def _one_call(reports: Sequence[status_outbox.Due]) -> list[status_outbox.Due]:
+def _one_call(reports: Sequence[status_outbox.StatusReport]) -> list[status_outbox.StatusReport]:
     """The first reports that fit into one call."""
-    chosen: list[status_outbox.Due] = []
+    chosen: list[status_outbox.StatusReport] = []
     deleted = 0
     for report in reports:
         deleted += report.provisioning is Provisioning.DELETED

@@ -18,7 +18,7 @@ from amphora_driver.model.loadbalancer import Member
 from amphora_driver.model.secret_refs import secrets_of_object, secrets_of_tree, ticket_secret_name
 from amphora_driver.store import desired_objects, generations, pending_rereads, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -72,7 +72,7 @@ def take_tree(
     connection: sa.Connection,
     row: Any,
     tree: LoadBalancer,
-    contents: Mapping[SecretName, Sealed],
+    contents: Mapping[SecretName, SealedSecret],
     reason: str = NOT_GIVEN,
 ) -> bool:
     """The tree Octavia has now is the wanted one; its new objects wait for the same generation.
@@ -90,16 +90,18 @@ def take_tree(
     if not is_as_seen(connection, row):
         return False
     added = desired_objects.replace_tree(connection, row.generation, tree)
-    status_outbox.expect(
+    status_outbox.expect_confirmation(
         connection, tree.id, row.generation, [(desired_objects.kind_of(node), node.id) for node in added]
     )
-    lost = Sealed(reason=reason)
-    recorded = sealed_secrets.of_load_balancer(connection, tree.id)
+    lost = SealedSecret(reason=reason)
+    recorded = sealed_secrets.load_secrets(connection, tree.id)
     known = {name: one for name, one in recorded.items() if one.content is not None}
     used = dict.fromkeys(secrets_of_tree(tree))
-    sealed_secrets.drop(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
-    sealed_secrets.put(connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used})
-    pending_rereads.done(connection, tree.id)
+    sealed_secrets.delete_secrets(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
+    sealed_secrets.replace_secrets(
+        connection, tree.id, {name: contents.get(name, known.get(name, lost)) for name in used}
+    )
+    pending_rereads.finish_reread(connection, tree.id)
     mark_committed(connection, [(tree.id, row.generation)])
     return True
 
@@ -108,28 +110,28 @@ def take_objects(
     connection: sa.Connection,
     row: Any,
     nodes: Sequence[LoadBalancer | Listener | Pool],
-    contents: Mapping[SecretName, Sealed],
+    contents: Mapping[SecretName, SealedSecret],
     reason: str = NOT_GIVEN,
 ) -> bool:
     """What Octavia has of these objects is wanted; secrets of which nothing is known are missing for this reason."""
     if not is_as_seen(connection, row):
         return False
     for node in nodes:
-        if desired_objects.refresh(connection, row.generation, node):
+        if desired_objects.refresh_object(connection, row.generation, node):
             used = secrets_of_object(node)
-            sealed_secrets.settle(connection, row.load_balancer_id, node.id, used, contents)
+            sealed_secrets.sync_object_secrets(connection, row.load_balancer_id, node.id, used, contents)
     tree = desired_objects.load_tree(connection, row.load_balancer_id)
-    recorded = sealed_secrets.of_load_balancer(connection, row.load_balancer_id)
-    lost = {name: Sealed(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded}
-    sealed_secrets.put(connection, row.load_balancer_id, lost)
-    pending_rereads.done(connection, row.load_balancer_id)
+    recorded = sealed_secrets.load_secrets(connection, row.load_balancer_id)
+    lost = {name: SealedSecret(reason=reason) for name in dict.fromkeys(secrets_of_tree(tree)) if name not in recorded}
+    sealed_secrets.replace_secrets(connection, row.load_balancer_id, lost)
+    pending_rereads.finish_reread(connection, row.load_balancer_id)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
     return True
 
 
 def fail(connection: sa.Connection, row: Any, reason: str) -> None:
     """Octavia has committed what it will not hand over: its user is told."""
-    status_outbox.fail(connection, row.load_balancer_id, row.generation, reason)
+    status_outbox.fail_generation(connection, row.load_balancer_id, row.generation, reason)
     mark_committed(connection, [(row.load_balancer_id, row.generation)])
 
 
@@ -138,9 +140,12 @@ def abandon(connection: sa.Connection, load_balancer_id: str) -> None:
     generation = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
-    everything = [(Kind.LOAD_BALANCER, load_balancer_id), *desired_objects.below(connection, [load_balancer_id])]
-    desired_objects.remove(connection, generation + 1, [object_id for _, object_id in everything])
-    status_outbox.expect(connection, load_balancer_id, generation + 1, everything)
+    everything = [
+        (Kind.LOAD_BALANCER, load_balancer_id),
+        *desired_objects.list_descendants(connection, [load_balancer_id]),
+    ]
+    desired_objects.mark_removed(connection, generation + 1, [object_id for _, object_id in everything])
+    status_outbox.expect_confirmation(connection, load_balancer_id, generation + 1, everything)
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id)
@@ -152,7 +157,7 @@ def correct(
     connection: sa.Connection,
     row: Any,
     tree: LoadBalancer,
-    contents: Mapping[SecretName, Sealed],
+    contents: Mapping[SecretName, SealedSecret],
     gone: Collection[str],
 ) -> bool:
     """Octavia has kept something else than we recorded: that is wanted from the next generation on.
@@ -173,15 +178,19 @@ def correct(
     if not is_as_seen(connection, row):
         return False
     generation = row.generation + 1
-    generations.renew(connection, tree.id, row.generation)
+    generations.bump_generation(connection, tree.id, row.generation)
     added = desired_objects.replace_tree(connection, generation, tree)
-    status_outbox.expect(connection, tree.id, generation, [(desired_objects.kind_of(node), node.id) for node in added])
+    status_outbox.expect_confirmation(
+        connection, tree.id, generation, [(desired_objects.kind_of(node), node.id) for node in added]
+    )
     for one in sorted(gone):
         connection.execute(status.delete().where(status.c.object_id == one))
-    sealed_secrets.drop_objects(connection, sorted(gone))
-    kept, lost = sealed_secrets.of_load_balancer(connection, tree.id), Sealed(reason=NOT_GIVEN)
+    sealed_secrets.delete_secrets_of_objects(connection, sorted(gone))
+    kept, lost = sealed_secrets.load_secrets(connection, tree.id), SealedSecret(reason=NOT_GIVEN)
     missing = [name for name in dict.fromkeys(secrets_of_tree(tree)) if name not in kept or kept[name].content is None]
-    sealed_secrets.put(connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing})
+    sealed_secrets.replace_secrets(
+        connection, tree.id, {name: contents.get(name, kept.get(name, lost)) for name in missing}
+    )
     connection.execute(work.update().where(work.c.load_balancer_id == tree.id).values(dirty=True, free_at=DUE_NOW))
     return True
 
@@ -255,7 +264,9 @@ def undo(connection: sa.Connection, row: Any, removed: Collection[str]) -> bool:
         changed = wanted_object.update().where(wanted_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
     # Perhaps it is noted already that they are gone: nobody says so before they are back.
-    status_outbox.expect(connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)])
+    status_outbox.expect_confirmation(
+        connection, row.load_balancer_id, generation, [(Kind.MEMBER, one) for one in sorted(removed)]
+    )
     return True
 
 

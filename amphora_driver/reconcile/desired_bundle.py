@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import SecretName
     from amphora_driver.store.amphorae import Amphora, Plugged
-    from amphora_driver.store.sealed_secrets import Sealed
+    from amphora_driver.store.sealed_secrets import SealedSecret
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     amphorae: tuple[Amphora, ...]
     networks: frozenset[str]
     failed: dict[str, str]
-    secrets: dict[SecretName, Sealed]
+    secrets: dict[SecretName, SealedSecret]
     tickets: int | None
     priorities: dict[str, int]
 

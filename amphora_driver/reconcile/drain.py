@@ -109,7 +109,7 @@ class Leaving:
         def write(connection: sa.Connection) -> None:
             amphorae.change(connection, amphora.id, handed_over=True, drains_until=until)
             if self._turn.replacing:
-                failovers.note(connection, of, Event.HANDED_OVER, now, amphora.id, detail)
+                failovers.record_event(connection, of, Event.HANDED_OVER, now, amphora.id, detail)
 
         self._write(write)
 
@@ -206,6 +206,6 @@ class Leaving:
         def forget(connection: sa.Connection) -> None:
             amphorae.forget(connection, amphora.id)
             if self._turn.replacing:
-                failovers.released(connection, self._turn.lease.load_balancer_id, amphora.id, now)
+                failovers.record_release(connection, self._turn.lease.load_balancer_id, amphora.id, now)
 
         self._write(forget)

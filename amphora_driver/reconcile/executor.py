@@ -185,7 +185,7 @@ class Steps:
         def write(connection: sa.Connection) -> None:
             change(connection)
             if self._turn.replacing:
-                failovers.note(connection, self._lease.load_balancer_id, event, now, amphora_id, detail)
+                failovers.record_event(connection, self._lease.load_balancer_id, event, now, amphora_id, detail)
 
         self._write(write)
 
@@ -372,7 +372,9 @@ class Steps:
         self.leaving.release(amphora, wanted, self._compute, self._network)
 
     def _renew(self, wanted: planning.Wanted) -> None:
-        self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))
+        self._write(
+            lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
+        )
 
     def _release_vip(self, wanted: planning.Wanted) -> None:
         self._network.release_vip(wanted.load_balancer_id)

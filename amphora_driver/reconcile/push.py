@@ -33,7 +33,7 @@ from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
 from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.failovers import Event
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Pushing:
         # What is served instead, until another object is found that cannot be.
         self._served: Served | None = None
         # What TLS ticket keys come from, if it was made since `wanted` was read.
-        self._made: Sealed | None = None
+        self._made: SealedSecret | None = None
         # When the oldest call was accepted that was confirmed last, if anybody waited for it.
         self._accepted: float | None = None
 
@@ -138,7 +138,9 @@ class Pushing:
                 missed = self._wave(round_, wanted, whole=whole) or missed
         except _Taken:
             LOG.info("load balancer %s: generation %d is taken", wanted.load_balancer_id, wanted.generation)
-            self._write(lambda connection: generations.renew(connection, wanted.load_balancer_id, wanted.generation))
+            self._write(
+                lambda connection: generations.bump_generation(connection, wanted.load_balancer_id, wanted.generation)
+            )
             return
         if missed is not None:
             raise missed
@@ -241,7 +243,7 @@ class Pushing:
                     values["partners"] = vrrp_peers.partners(one, round_.everyone, round_.tree.vip)
                 amphorae.change(connection, one.id, **values)
                 if wanted.replacing and one.state is not State.RETIRING:
-                    failovers.note(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
+                    failovers.record_event(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # Usually this was the last one missing: one transaction for both marks.
                 self._confirmed(connection, wanted)
@@ -257,9 +259,9 @@ class Pushing:
         of, failed = self._turn.lease.load_balancer_id, self._without(wanted)
         known = Unmeasured({}, {}) if wanted.tree is None else unmeasured(wanted.tree, failed)
         certain, first = _observations(known.certain), _observations(known.first)
-        status_outbox.confirm(connection, of, wanted.generation, failed, certain, first)
+        status_outbox.confirm_generation(connection, of, wanted.generation, failed, certain, first)
         if wanted.replacing and not wanted.gone:
-            failovers.served(connection, of, self._database.now(), but=self._turn.staying)
+            failovers.record_served(connection, of, self._database.now(), but=self._turn.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
         self._accepted = oldest_unanswered(connection, of, wanted.generation)
         note_outcome(connection, of, wanted.generation, outcome)
@@ -295,7 +297,7 @@ class Pushing:
                 LOG.warning("load balancer %s: leaving out %s: %s", tree.id, object_id, reason)
             self._failed |= lost
 
-    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, Sealed]:
+    def _tickets(self, wanted: planning.Wanted, files: Sequence[File]) -> dict[SecretName, SealedSecret]:
         """The load balancer's secrets, with what TLS ticket keys are made from if a file asks for it.
 
         It is made when it is asked for the first time, and anew if no key of ours opens it any more: that costs
@@ -306,21 +308,21 @@ class Pushing:
         if not asked or (wanted.tickets is not None and self._usable(name, wanted.secrets.get(name))):
             return wanted.secrets
         if self._made is None:
-            self._made = Sealed(content=self._vault.seal(begun(), kept.place(name)))
+            self._made = SealedSecret(content=self._vault.seal(begun(), kept.secret_location(name)))
             made, due = {name: self._made}, self._database.now() + self._conf.tls.ticket_key_period
 
             def write(connection: sa.Connection) -> None:
-                kept.put(connection, wanted.load_balancer_id, made)
-                generations.begin_tickets(connection, wanted.load_balancer_id, due)
+                kept.replace_secrets(connection, wanted.load_balancer_id, made)
+                generations.start_ticket_rotation(connection, wanted.load_balancer_id, due)
 
             self._write(write)
         return {**wanted.secrets, name: self._made}
 
-    def _usable(self, name: SecretName, sealed: Sealed | None) -> bool:
+    def _usable(self, name: SecretName, sealed: SealedSecret | None) -> bool:
         if sealed is None or sealed.content is None:
             return False
         try:
-            ticket_keys(self._vault.open(sealed.content, kept.place(name)))
+            ticket_keys(self._vault.open(sealed.content, kept.secret_location(name)))
         except StoreError:
             return False
         return True

@@ -204,7 +204,7 @@ class Reconciler:
         failed |= vip_allocation.refusals(connection, load_balancer_id, given)
         # Only in a snapshot of one moment do references and contents belong together.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
-        kept = sealed_secrets.of_load_balancer(connection, load_balancer_id) if uses_some else {}
+        kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
             return self._observe(connection, turn, steps, now)
         topology = catalogue.topology(row.topology)
@@ -364,13 +364,13 @@ def networks(
 def _note_failure(connection: sa.Connection, turn: Turn, reason: str, now: float) -> None:
     """Write into the time lines of fail-overs that one of their steps failed."""
     guard(connection, turn.lease)
-    failovers.failed(connection, turn.lease.load_balancer_id, now, reason)
+    failovers.record_failure(connection, turn.lease.load_balancer_id, now, reason)
 
 
 def _note_end(connection: sa.Connection, turn: Turn, now: float) -> None:
     """Nothing is left to do, so nothing is left to do of fail-overs either, whatever became of their events."""
     guard(connection, turn.lease)
-    failovers.settle(connection, turn.lease.load_balancer_id, now)
+    failovers.finish_settled_failovers(connection, turn.lease.load_balancer_id, now)
 
 
 def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool) -> bool:
@@ -390,7 +390,7 @@ def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool
     generation = turn.generation or _generation(connection, of)
     if not always and not unanswered(connection, of, generation):
         return False
-    status_outbox.fail(connection, of, generation, reason)
+    status_outbox.fail_generation(connection, of, generation, reason)
     note_outcome(connection, of, generation, f"failed: {reason}")
     return True
 

@@ -15,17 +15,17 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.render.bundle import BundleFile
 from amphora_driver.secret import Secret
-from amphora_driver.store.sealed_secrets import place
+from amphora_driver.store.sealed_secrets import secret_location
 
 if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.render.tls import File
-    from amphora_driver.store.sealed_secrets import Sealed
+    from amphora_driver.store.sealed_secrets import SealedSecret
 
 
 def filled(
-    files: Iterable[File], sealed: Mapping[SecretName, Sealed], vault: Vault
+    files: Iterable[File], sealed: Mapping[SecretName, SealedSecret], vault: Vault
 ) -> tuple[tuple[BundleFile, ...], dict[str, str]]:
     """The files with their contents, in the same order.
 
@@ -51,7 +51,7 @@ def filled(
     return tuple(found), lost
 
 
-def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, Sealed]) -> dict[str, str]:
+def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, SealedSecret]) -> dict[str, str]:
     """Pools of which a secret is not known, whether or not anything leads to them: reasons by id."""
     pools = {pool.id for pool in tree.pools}
     return {
@@ -61,18 +61,18 @@ def lacking(tree: LoadBalancer, sealed: Mapping[SecretName, Sealed]) -> dict[str
     }
 
 
-def _why(name: SecretName, one: Sealed | None) -> str:
+def _why(name: SecretName, one: SealedSecret | None) -> str:
     reason = "" if one is None else one.reason
     return reason or f"the {name.purpose} under {name.ref} was never handed over: set the reference again"
 
 
-def _open(name: SecretName, sealed: Mapping[SecretName, Sealed], vault: Vault) -> Secret | str:
+def _open(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vault: Vault) -> Secret | str:
     """The secret, or why it cannot be had."""
     one = sealed.get(name)
     if one is None or one.content is None:
         return _why(name, one)
     try:
-        opened = vault.open(one.content, place(name))
+        opened = vault.open(one.content, secret_location(name))
         if name.purpose is Purpose.TICKETS:
             return ticket_keys(opened)
     except StoreError as error:

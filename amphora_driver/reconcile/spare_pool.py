@@ -17,7 +17,7 @@ from amphora_driver.errors import AgentError, AmphoraDriverError
 from amphora_driver.reconcile import steps
 from amphora_driver.store import circuit_breaker, failovers, spare_pools
 from amphora_driver.store.failovers import Event
-from amphora_driver.store.spare_pools import Spare, Spec, Stock
+from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ class Sparing:
 
     # --- what is seen -----------------------------------------------------------------------------------------------
 
-    def spec(self, row: Any, tree: Any) -> Spec | None:
+    def spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
         """What the load balancer's pool is to keep; as it is while nobody can say."""
         if tree is None:
             return None
@@ -71,21 +71,21 @@ class Sparing:
 
     def to_take(self, connection: sa.Connection, pool_id: str | None) -> tuple[str, ...]:
         """Ids of spares that the load balancer could take as far as the rows say, the best first (see `judged`)."""
-        self._ready = () if pool_id is None or self.given_up else spare_pools.ready(connection, pool_id)
+        self._ready = () if pool_id is None or self.given_up else spare_pools.list_ready_spares(connection, pool_id)
         return tuple(one.id for one in self._ready)
 
-    def stock(self, connection: sa.Connection, row: Any) -> Stock:
+    def stock(self, connection: sa.Connection, row: Any) -> SparePoolState:
         """The pool, as its own job sees it; of which spares nobody is to take any more `judged` tells."""
-        spec = msgspec.json.decode(row.spares, type=Spec)
-        users = spare_pools.users(connection, row.load_balancer_id)
+        spec = msgspec.json.decode(row.spares, type=SparePoolSpec)
+        users = spare_pools.count_users(connection, row.load_balancer_id)
         number = self._backends.conf.spares.number if spec.number is None else spec.number
-        self._ready = spare_pools.ready(connection, row.load_balancer_id)
-        return Stock(
+        self._ready = spare_pools.list_ready_spares(connection, row.load_balancer_id)
+        return SparePoolState(
             spec=spec,
             number=number if users else 0,
             users=users,
-            heard=spare_pools.heard(connection),
-            sees=_sees(circuit_breaker.every(connection)),
+            heard=spare_pools.last_heartbeat_at(connection),
+            sees=_sees(circuit_breaker.read_breaker_rows(connection)),
         )
 
     def judged(self, wanted: steps.Wanted) -> steps.Wanted:
@@ -99,12 +99,14 @@ class Sparing:
         image = self._image(spec)
         # Its certificate is renewed at half life: one that has so little left was not.
         lasting = self._backends.conf.certificates.validity_days * _DAY / 3
-        unfit = {one.id: why for one in self._ready if (why := spare_pools.unfit(one, image, wanted.now, lasting))}
+        unfit = {
+            one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, wanted.now, lasting))
+        }
         if wanted.stock is not None:
             return msgspec.structs.replace(wanted, stock=msgspec.structs.replace(wanted.stock, unfit=unfit))
         return msgspec.structs.replace(wanted, spares=tuple(one for one in wanted.spares if one not in unfit))
 
-    def _image(self, spec: Spec) -> str | None:
+    def _image(self, spec: SparePoolSpec) -> str | None:
         """What a machine that is booted now would have; None where nobody can say. Asked once in a turn."""
         if spec.id not in self._images:
             try:
@@ -120,7 +122,9 @@ class Sparing:
     def adopt(self, step: steps.Adopt, wanted: steps.Wanted, now: float) -> None:
         """Take the first spare that answers; if there is none, none is sought in this turn any more."""
         of, pool_id = wanted.load_balancer_id, str(wanted.pool)
-        known = {one.id: one for one in self._backends.database.read(lambda c: spare_pools.ready(c, pool_id))}
+        known = {
+            one.id: one for one in self._backends.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))
+        }
         for amphora_id in step.amphora_ids:
             if amphora_id not in known or not self._answers(amphora_id, known[amphora_id].management_address):
                 continue
@@ -128,9 +132,9 @@ class Sparing:
             taken: list[bool] = []
 
             def take(connection: sa.Connection, spare: str = amphora_id, taken: list[bool] = taken) -> None:
-                taken[:] = [spare_pools.take(connection, spare, pool_id, of, step.role)]
+                taken[:] = [spare_pools.assign_spare(connection, spare, pool_id, of, step.role)]
                 if taken[0] and wanted.replacing:
-                    failovers.note(connection, of, Event.ADOPTED, now, spare)
+                    failovers.record_event(connection, of, Event.ADOPTED, now, spare)
 
             self._write(take)
             if taken[0]:
@@ -140,11 +144,13 @@ class Sparing:
 
     def join(self, step: steps.Join, wanted: steps.Wanted) -> None:
         """Note which pool it takes spares from."""
-        self._write(lambda connection: spare_pools.join(connection, wanted.load_balancer_id, step.spec, step.former))
+        self._write(
+            lambda connection: spare_pools.set_spare_pool(connection, wanted.load_balancer_id, step.spec, step.former)
+        )
 
     def retire(self, step: steps.Retire, pool_id: str) -> None:
         """Mark a spare that is about to go."""
-        self._write(lambda connection: spare_pools.retire(connection, step.amphora_id, pool_id, step.reason))
+        self._write(lambda connection: spare_pools.retire_spare(connection, step.amphora_id, pool_id, step.reason))
 
     def ask(self, step: steps.AskSpares, by_id: dict[str, Amphora]) -> None:
         """Find out which of them are there."""
@@ -158,7 +164,7 @@ class Sparing:
         """Forget the pool, unless somebody has come."""
 
         def write(connection: sa.Connection) -> None:
-            self._turn.over = spare_pools.disband(connection, pool_id)
+            self._turn.over = spare_pools.delete_unused_pool(connection, pool_id)
 
         self._write(write)
 
@@ -174,7 +180,7 @@ class Sparing:
         return True
 
 
-def _sees(rows: dict[str, circuit_breaker.Row]) -> bool:
+def _sees(rows: dict[str, circuit_breaker.BreakerRow]) -> bool:
     """Whether those who are not heard are silent, as far as the detector says: it hears, and nothing is held up."""
     sight, automatic, operator = (
         rows.get(one) for one in (circuit_breaker.SIGHT, circuit_breaker.AUTOMATIC, circuit_breaker.OPERATOR)

@@ -28,7 +28,7 @@ from amphora_driver.store.spare_pools import ROLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amphora_driver.store.spare_pools import Stock
+    from amphora_driver.store.spare_pools import SparePoolState
 
 # Seconds between two looks at a pool in which nothing happens; and after which a spare that is neither heard nor
 # answers, while others are heard, is given up. Nobody waits for it: whoever takes a spare asks it first.
@@ -40,7 +40,7 @@ _NEW = 60.0
 _BOOT_PAUSE = 2.0
 
 
-def plan_pool(wanted: Wanted, stock: Stock, amphorae: Sequence[Amphora]) -> list[AnyStep]:
+def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]) -> list[AnyStep]:
     """The next steps of a pool, in order; the same question is asked again after they were taken."""
     live = [one for one in amphorae if one.state is not State.RETIRING]
     if marks := _marks(wanted, stock, live):
@@ -64,7 +64,7 @@ def plan_pool(wanted: Wanted, stock: Stock, amphorae: Sequence[Amphora]) -> list
     return [Await(until=wanted.now + LOOK_PAUSE, reason="spares wait to be taken")]
 
 
-def _marks(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> list[AnyStep]:
+def _marks(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> list[AnyStep]:
     """Those that are to go: unfit, lost, or too many. Of too many, those that still boot go first, then the newest."""
     why = {one.id: stock.unfit[one.id] for one in live if one.id in stock.unfit and not _is_new(wanted, one)}
     if not why and (lost := _lost(wanted, stock, live)) is not None:
@@ -75,7 +75,7 @@ def _marks(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> list[AnySte
     return [Retire(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
 
-def _lost(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> str | None:
+def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str | None:
     """The one that is given up, if any: the longest silent.
 
     They are given up one by one, each when the one before has been replaced. Where we are the ones who are deaf, or
@@ -87,7 +87,7 @@ def _lost(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> str | None:
     return max(found, key=lambda one: _silent_for(wanted, stock, one)).id if found else None
 
 
-def _silent_for(wanted: Wanted, stock: Stock, one: Amphora) -> float:
+def _silent_for(wanted: Wanted, stock: SparePoolState, one: Amphora) -> float:
     """Seconds since it was heard, or since it was booted if it never was.
 
     It is compared with when anybody was heard last: the clocks of those who listen are not the database's.
@@ -114,7 +114,7 @@ def _await(wanted: Wanted, one: Amphora) -> AwaitAgent | None:
     return AwaitAgent(amphora_id=one.id, reason="its agent has not answered yet")
 
 
-def _quiet(wanted: Wanted, stock: Stock, live: Sequence[Amphora]) -> tuple[str, ...]:
+def _quiet(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> tuple[str, ...]:
     """Those that wait to be taken and have not been heard lately."""
     return tuple(
         one.id

@@ -12,8 +12,8 @@ import msgspec
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName
 from amphora_driver.reconcile import vip_allocation
-from amphora_driver.store.sealed_secrets import Sealed
-from amphora_driver.store.spare_pools import Spec, Stock
+from amphora_driver.store.sealed_secrets import SealedSecret
+from amphora_driver.store.spare_pools import SparePoolSpec, SparePoolState
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     networks: dict[str, tuple[str, ...]]
     failed: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    secrets: dict[SecretName, Sealed] = {}
+    secrets: dict[SecretName, SealedSecret] = {}
     roles: tuple[str, ...] = ("STANDALONE",)
     compute: str | None = None
     network: str | None = None
@@ -80,9 +80,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     allocate_at: float = 0.0
     replacing: bool = False
     pool: str | None = None
-    spec: Spec | None = None
+    spec: SparePoolSpec | None = None
     spares: tuple[str, ...] = ()
-    stock: Stock | None = None
+    stock: SparePoolState | None = None
     asked: frozenset[str] = frozenset()
     renewals: dict[str, str] = {}
 
@@ -109,7 +109,7 @@ class Adopt(Step, frozen=True, kw_only=True):
 class Join(Step, frozen=True, kw_only=True):
     """Take spares from the pool that keeps these from now on; from none where nothing is named."""
 
-    spec: Spec | None
+    spec: SparePoolSpec | None
     former: str | None
 
 

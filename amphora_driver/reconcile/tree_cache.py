@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from amphora_driver.store.desired_objects import Change
+    from amphora_driver.store.desired_objects import ObjectChange
 
     # The changed children of one kind, by their parent's id, then by their own.
-    Children = dict[str | None, dict[str, Change]]
+    Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
 # Objects of all remembered load balancers together: one takes about a kilobyte.
@@ -72,7 +72,7 @@ class Trees:
             return known.tree
         tree = None
         if known is not None and known.generation <= generation:
-            alive, changes = desired_objects.since(connection, load_balancer_id, known.generation)
+            alive, changes = desired_objects.load_changes_since(connection, load_balancer_id, known.generation)
             tree = updated(known.tree, changes, known.generation)
             tree = tree if tree is not None and count(tree) == alive else None
         if tree is None:
@@ -88,7 +88,7 @@ def count(tree: LoadBalancer) -> int:
     return 1 + len(tree.listeners) + pools + policies
 
 
-def updated(tree: LoadBalancer, changes: Sequence[Change], generation: int) -> LoadBalancer | None:
+def updated(tree: LoadBalancer, changes: Sequence[ObjectChange], generation: int) -> LoadBalancer | None:
     """The tree with these changes in it; objects that did not change are the very same.
 
     Args:
@@ -160,7 +160,7 @@ def _pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: int) -
 
 def _merged(
     before: tuple[N, ...],
-    changed: dict[str, Change],
+    changed: dict[str, ObjectChange],
     generation: int,
     complete: Callable[[Any, N], N] = lambda bare, _before: bare,
 ) -> tuple[N, ...]:

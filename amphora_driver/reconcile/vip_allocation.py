@@ -176,12 +176,12 @@ class Vips:
 
 def settle(connection: sa.Connection, load_balancer_id: str, generation: int, found: Sequence[Vip]) -> None:
     """These are the addresses of the load balancer, which nobody asked for: it is the next generation that has them."""
-    generations.renew(connection, load_balancer_id, generation)
+    generations.bump_generation(connection, load_balancer_id, generation)
     now = connection.execute(
         sa.select(work.c.generation).where(work.c.load_balancer_id == load_balancer_id)
     ).scalar_one()
-    node: LoadBalancer = desired_objects.load(connection, Kind.LOAD_BALANCER, load_balancer_id)
-    desired_objects.update(
+    node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    desired_objects.update_objects(
         connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))]
     )
     vip_claims.answered(connection, load_balancer_id)

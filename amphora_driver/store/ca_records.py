@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 
-class Kind(str, Enum):
+class CaKind(str, Enum):
     """For whom it vouches: agents show certificates of the one, controllers show certificates of the other."""
 
     AMPHORA = "amphora"
     CONTROLLER = "controller"
 
 
-class State(str, Enum):
+class CaState(str, Enum):
     """Where an authority is in its life, in this order.
 
     `next` is trusted and signs nothing yet, `current` signs, `former` is still trusted, `leaving` is being taken out of
@@ -46,11 +46,11 @@ class State(str, Enum):
     GONE = "gone"
 
 
-TRUSTED = frozenset({State.NEXT, State.CURRENT, State.FORMER})
-_ON_THE_MOVE = (State.NEXT, State.FORMER, State.LEAVING)
+TRUSTED_STATES = frozenset({CaState.NEXT, CaState.CURRENT, CaState.FORMER})
+_ROTATING_STATES = (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class CaRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One authority as recorded.
 
     Attributes:
@@ -60,8 +60,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: int
-    kind: Kind
-    state: State
+    kind: CaKind
+    state: CaState
     certificate: bytes
     sealed_key: bytes | None
     created_at: float
@@ -69,7 +69,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
 
 
-class New(msgspec.Struct, frozen=True, kw_only=True):
+class NewCa(msgspec.Struct, frozen=True, kw_only=True):
     """An authority to be written down."""
 
     certificate: bytes
@@ -77,7 +77,7 @@ class New(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
     """What an amphora has: its certificate, and whose client certificates it accepts.
 
     Attributes:
@@ -97,7 +97,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     heard_at: float | None = None
 
 
-class Expiries(msgspec.Struct, frozen=True, kw_only=True):
+class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
     """What ends when (seconds since 1970), for whoever watches.
 
     Attributes:
@@ -111,21 +111,21 @@ class Expiries(msgspec.Struct, frozen=True, kw_only=True):
     expired: int
 
 
-def key_place(kind: Kind, certificate: bytes) -> SecretLocation:
+def key_location(kind: CaKind, certificate: bytes) -> SecretLocation:
     """What the key of this authority is sealed for: its certificate tells it from all others before it has an id."""
     return SecretLocation("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
-def every(connection: sa.Connection, *, gone: bool = False) -> tuple[Recorded, ...]:
+def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord, ...]:
     """All authorities, the oldest first; those that are gone only if asked for."""
     query = sa.select(authority).order_by(authority.c.id)
     if not gone:
-        query = query.where(authority.c.state != State.GONE.value)
+        query = query.where(authority.c.state != CaState.GONE.value)
     return tuple(
-        Recorded(
+        CaRecord(
             id=int(row.id),
-            kind=Kind(row.kind),
-            state=State(row.state),
+            kind=CaKind(row.kind),
+            state=CaState(row.state),
             certificate=row.certificate.encode(),
             sealed_key=None if row.sealed_key is None else bytes(row.sealed_key),
             created_at=row.created_at,
@@ -136,7 +136,7 @@ def every(connection: sa.Connection, *, gone: bool = False) -> tuple[Recorded, .
     )
 
 
-def begin(connection: sa.Connection, kind: Kind, configured: New, new: New, now: float) -> int:
+def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa, new: NewCa, now: float) -> int:
     """Begin a rotation: from now on everybody is to trust the new authority too.
 
     Args:
@@ -154,24 +154,24 @@ def begin(connection: sa.Connection, kind: Kind, configured: New, new: New, now:
     """
     found = connection.execute(
         sa.select(authority.c.id, authority.c.state)
-        .where(authority.c.kind == kind.value, authority.c.state != State.GONE.value)
+        .where(authority.c.kind == kind.value, authority.c.state != CaState.GONE.value)
         .with_for_update()
     ).all()
-    if any(row.state in _ON_THE_MOVE for row in found):
+    if any(row.state in _ROTATING_STATES for row in found):
         raise Conflict(
             f"rotate the authority of kind {kind.value}",
             "its last rotation has not ended",
             "amphoractl authority list says what it waits for.",
         )
     if not found:
-        imported = _add(connection, kind, State.CURRENT, configured, now)
-        if kind is Kind.AMPHORA:
+        imported = _insert_ca(connection, kind, CaState.CURRENT, configured, now)
+        if kind is CaKind.AMPHORA:
             nobody = amphora.c.certificate_authority.is_(None)
             connection.execute(amphora.update().where(nobody).values(certificate_authority=imported))
-    return _add(connection, kind, State.NEXT, new, now)
+    return _insert_ca(connection, kind, CaState.NEXT, new, now)
 
 
-def _add(connection: sa.Connection, kind: Kind, state: State, one: New, now: float) -> int:
+def _insert_ca(connection: sa.Connection, kind: CaKind, state: CaState, one: NewCa, now: float) -> int:
     row: dict[str, Any] = {
         "kind": kind.value,
         "state": state.value,
@@ -185,7 +185,7 @@ def _add(connection: sa.Connection, kind: Kind, state: State, one: New, now: flo
     return int(key[0]) if key else 0
 
 
-def move(connection: sa.Connection, moves: Mapping[Recorded, State], now: float) -> bool:
+def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState], now: float) -> bool:
     """Have authorities take the next step, all of them or none; the key of one that is gone is erased.
 
     Returns:
@@ -197,13 +197,13 @@ def move(connection: sa.Connection, moves: Mapping[Recorded, State], now: float)
         return False
     for one, state in moves.items():
         values: dict[str, Any] = {"state": state.value, "changed_at": now}
-        if state is State.GONE:
+        if state is CaState.GONE:
             values["sealed_key"] = None
         connection.execute(authority.update().where(authority.c.id == one.id).values(**values))
     return True
 
 
-def held(connection: sa.Connection) -> tuple[Held, ...]:
+def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertificate, ...]:
     """What every amphora has that has something, or is about to be given it."""
     has_any = sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None))
     query = (
@@ -222,7 +222,7 @@ def held(connection: sa.Connection) -> tuple[Held, ...]:
         .order_by(amphora.c.certificate_expires_at, amphora.c.id)
     )
     return tuple(
-        Held(
+        AmphoraCertificate(
             amphora_id=row.id,
             load_balancer_id=row.load_balancer_id,
             ready=row.ready_at is not None,
@@ -236,7 +236,7 @@ def held(connection: sa.Connection) -> tuple[Held, ...]:
     )
 
 
-def make_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:
+def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:
     """Have load balancers looked at that nobody has anything else to do for; returns how many.
 
     Those that something is being done to are looked at anyway, and whoever waits already comes first.
@@ -250,18 +250,18 @@ def make_due(connection: sa.Connection, load_balancer_ids: Collection[str], now:
     )
 
 
-def expiries(connection: sa.Connection, now: float) -> Expiries:
+def read_certificate_expiries(connection: sa.Connection, now: float) -> CertificateExpiries:
     """When authorities and certificates end; of authorities of which there are only files nothing is said."""
     rows = connection.execute(
         sa.select(authority.c.kind, authority.c.state, authority.c.id, authority.c.expires_at)
-        .where(authority.c.state.in_([one.value for one in TRUSTED]))
+        .where(authority.c.state.in_([one.value for one in TRUSTED_STATES]))
         .order_by(authority.c.id)
     )
     ends = amphora.c.certificate_expires_at
     first, ended = connection.execute(
         sa.select(sa.func.min(ends), sa.func.count(sa.case((ends <= now, amphora.c.id)))).where(ends.is_not(None))
     ).one()
-    return Expiries(
+    return CertificateExpiries(
         authorities=tuple((row.kind, row.state, int(row.id), float(row.expires_at)) for row in rows),
         amphorae=None if first is None else float(first),
         expired=int(ended),

@@ -23,10 +23,10 @@ OPERATOR = "operator"
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"
-_LONGEST = 1000
+_MAX_REASON = 1000
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row; times in seconds since 1970, `trial_at` is when an open one lets one through for a trial."""
 
     name: str
@@ -38,26 +38,28 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-def every(connection: sa.Connection) -> dict[str, Row]:
+def read_breaker_rows(connection: sa.Connection) -> dict[str, BreakerRow]:
     """All rows, by name."""
-    return {row["name"]: Row(**row) for row in connection.execute(sa.select(breaker)).mappings()}
+    return {row["name"]: BreakerRow(**row) for row in connection.execute(sa.select(breaker)).mappings()}
 
 
-def put(connection: sa.Connection, row: Row) -> None:
+def write_breaker_row(connection: sa.Connection, row: BreakerRow) -> None:
     """Write a row, whether it is there or not."""
-    values: Mapping[str, Any] = {**msgspec.structs.asdict(row), "reason": (row.reason or "")[:_LONGEST] or None}
+    values: Mapping[str, Any] = {**msgspec.structs.asdict(row), "reason": (row.reason or "")[:_MAX_REASON] or None}
     connection.execute(breaker.delete().where(breaker.c.name == row.name))
     connection.execute(breaker.insert().values(**values))
 
 
-def hold(connection: sa.Connection, reason: str, now: float) -> None:
+def hold_breaker_open(connection: sa.Connection, reason: str, now: float) -> None:
     """An operator holds it open."""
-    put(connection, Row(name=OPERATOR, state=OPEN, since=now, reason=reason))
+    write_breaker_row(connection, BreakerRow(name=OPERATOR, state=OPEN, since=now, reason=reason))
 
 
-def close(connection: sa.Connection, reason: str, now: float) -> None:
+def close_breaker(connection: sa.Connection, reason: str, now: float) -> None:
     """An operator closes it: those that are silent now are believed to be dead."""
     connection.execute(breaker.delete().where(breaker.c.name == OPERATOR))
-    row = every(connection).get(AUTOMATIC)
+    row = read_breaker_rows(connection).get(AUTOMATIC)
     silent, watched = (row.silent, row.watched) if row is not None else (0, 0)
-    put(connection, Row(name=AUTOMATIC, state=CLOSED, since=now, silent=silent, watched=watched, reason=reason))
+    write_breaker_row(
+        connection, BreakerRow(name=AUTOMATIC, state=CLOSED, since=now, silent=silent, watched=watched, reason=reason)
+    )

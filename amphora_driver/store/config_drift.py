@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 # Characters of what is noted.
-_LONGEST = 500
+_MAX_DRIFT_TEXT = 500
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class AuditCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """An amphora to compare: it has confirmed its load balancer's newest generation, and nothing is being done to it.
 
     `waited` is since when it has not been compared (seconds since 1970), 0 for never.
@@ -45,7 +45,7 @@ _SETTLED: tuple[Any, ...] = (
 _READY = amphora.c.state == State.READY.value
 
 
-def candidates(connection: sa.Connection, before: float, limit: int) -> list[Candidate]:
+def list_audit_candidates(connection: sa.Connection, before: float, limit: int) -> list[AuditCandidate]:
     """Amphorae that were compared last, and confirmed what they serve, before this moment; who waits longest is first.
 
     Args:
@@ -68,20 +68,20 @@ def candidates(connection: sa.Connection, before: float, limit: int) -> list[Can
         .limit(limit)
     )
     return [
-        Candidate(
+        AuditCandidate(
             amphora_id=row.id, load_balancer_id=row.load_balancer_id, generation=row.generation, waited=row.waited
         )
         for row in rows
     ]
 
 
-def count(connection: sa.Connection) -> int:
+def count_auditable(connection: sa.Connection) -> int:
     """How many amphorae there are that may have to be compared."""
     query = sa.select(sa.func.count()).select_from(amphora).where(_READY, amphora.c.confirmed > 0)
     return int(connection.execute(query).scalar_one())
 
 
-def audited(connection: sa.Connection, amphora_ids: Sequence[str], now: float, drift: str | None = None) -> None:
+def record_audit(connection: sa.Connection, amphora_ids: Sequence[str], now: float, drift: str | None = None) -> None:
     """Note that amphorae were compared just now, and what differs.
 
     Args:
@@ -92,12 +92,12 @@ def audited(connection: sa.Connection, amphora_ids: Sequence[str], now: float, d
     """
     values: dict[str, Any] = {"audited_at": now, "drifts": drift is not None}
     if drift is not None:
-        values["drift"] = drift[:_LONGEST]
+        values["drift"] = drift[:_MAX_DRIFT_TEXT]
     for amphora_id in sorted(amphora_ids):
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values))
 
 
-def note(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "") -> bool:
+def record_agent_finding(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "") -> bool:
     """Note what an amphora has said itself; False if it is noted already.
 
     Args:
@@ -108,18 +108,18 @@ def note(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "
     """
     known = sa.func.coalesce(amphora.c.drift, "").contains(moment, autoescape=True) if moment else sa.false()
     changed = connection.execute(
-        amphora.update().where(amphora.c.id == amphora_id, ~known).values(drift=drift[:_LONGEST])
+        amphora.update().where(amphora.c.id == amphora_id, ~known).values(drift=drift[:_MAX_DRIFT_TEXT])
     ).rowcount
     return bool(changed)
 
 
-def mark(connection: sa.Connection, drifting: Mapping[str, bool]) -> None:
+def set_drifting(connection: sa.Connection, drifting: Mapping[str, bool]) -> None:
     """Note of amphorae, by id, whether they are not as wanted now."""
     for amphora_id, is_so in sorted(drifting.items()):
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(drifts=is_so))
 
 
-def hold(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
+def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
     """Lock the rows of `work` of these amphorae until the end, in one order.
 
     Every step locks `work` before `amphora`: two that lock in different orders wait for each other. To be called before
@@ -128,16 +128,18 @@ def hold(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
     owners = connection.execute(
         sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(sorted(amphora_ids))).distinct()
     )
-    _hold(connection, list(owners.scalars()))
+    _lock_work(connection, list(owners.scalars()))
 
 
-def _hold(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+def _lock_work(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
     for one in sorted(load_balancer_ids):
         mine = sa.select(work.c.epoch).where(work.c.load_balancer_id == one)
         connection.execute(mine.with_for_update())
 
 
-def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, drift: str, *, replug: bool = False) -> bool:
+def revoke_confirmation(
+    connection: sa.Connection, amphora_id: str, confirmed: int, drift: str, *, replug: bool = False
+) -> bool:
     """Have an amphora given again what it confirmed; False if it has confirmed something else meanwhile, or is to go.
 
     Args:
@@ -147,10 +149,10 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, drift:
         drift: why, in words.
         replug: its ports are to be attached again, too: an interface is gone.
     """
-    values: dict[str, Any] = {"confirmed": max(confirmed - 1, 0), "drift": drift[:_LONGEST], "drifts": True}
+    values: dict[str, Any] = {"confirmed": max(confirmed - 1, 0), "drift": drift[:_MAX_DRIFT_TEXT], "drifts": True}
     if replug:
         values["plugged"] = None
-    hold(connection, [amphora_id])
+    lock_work_of_amphorae(connection, [amphora_id])
     changed = connection.execute(
         amphora.update()
         .where(amphora.c.id == amphora_id, amphora.c.confirmed == confirmed, amphora.c.confirmed > 0, _READY)
@@ -158,27 +160,27 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, drift:
     ).rowcount
     if changed:
         of = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id).scalar_subquery()
-        _due(connection, work.c.load_balancer_id == of)
+        _make_due(connection, work.c.load_balancer_id == of)
     return bool(changed)
 
 
-def take_back_all(connection: sa.Connection, load_balancer_id: str, drift: str) -> list[str]:
+def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, drift: str) -> list[str]:
     """Have every amphora of a load balancer given its configuration again; returns which.
 
     Its load balancer is due even where none has confirmed anything.
     """
-    _hold(connection, [load_balancer_id])
+    _lock_work(connection, [load_balancer_id])
     rows = connection.execute(
         sa.select(amphora.c.id, amphora.c.confirmed)
         .where(amphora.c.load_balancer_id == load_balancer_id, _READY)
         .order_by(amphora.c.id)
     ).all()
-    found = [row.id for row in rows if take_back(connection, row.id, row.confirmed, drift)]
-    _due(connection, work.c.load_balancer_id == load_balancer_id)
+    found = [row.id for row in rows if revoke_confirmation(connection, row.id, row.confirmed, drift)]
+    _make_due(connection, work.c.load_balancer_id == load_balancer_id)
     return found
 
 
-def overtake(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
+def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
     """Take a generation greater than one that an amphora has from somewhere else: it takes no older one.
 
     Nobody is told: no object waits for it, and what Octavia has committed counts as committed still.
@@ -198,11 +200,11 @@ def overtake(connection: sa.Connection, load_balancer_id: str, generation: int, 
         .ordered_values((work.c.committed, committed), (work.c.generation, following))
     ).rowcount
     if changed:
-        _due(connection, work.c.load_balancer_id == load_balancer_id)
+        _make_due(connection, work.c.load_balancer_id == load_balancer_id)
     return bool(changed)
 
 
-def _due(connection: sa.Connection, which: Any) -> None:
+def _make_due(connection: sa.Connection, which: Any) -> None:
     # What is urgent already stays so.
     at = sa.case((work.c.free_at < 0.0, URGENT), else_=0.0)
     connection.execute(work.update().where(which).values(dirty=True, free_at=at))

@@ -6,7 +6,7 @@ one row (its children are rows of their own), so that a small change to a large 
 small rows. All functions work inside the caller's transaction.
 
 A row changes under the generation that is wanted then, the newest one: so what was read before stays true of all rows
-but those of that generation and later ones, which `since` tells.
+but those of that generation and later ones, which `load_changes_since` tells.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
-# What every call of Octavia's needs is built once: putting a statement together costs more than running it. `OWNER` is
-# the load balancer of an object, for statements of others.
+# What every call of Octavia's needs is built once: putting a statement together costs more than running it.
+# `LOAD_BALANCER_ID_OF_OBJECT` is the load balancer of an object, for statements of others.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-OWNER = sa.select(wanted_object.c.load_balancer_id).where(
+LOAD_BALANCER_ID_OF_OBJECT = sa.select(wanted_object.c.load_balancer_id).where(
     wanted_object.c.id == sa.bindparam("of"), ~wanted_object.c.removed
 )
 _ONE = sa.select(wanted_object.c.body).where(
@@ -119,7 +119,7 @@ _REMOVE = (
 _PURGE = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
     """One object that may be new, changed or removed.
 
     Attributes:
@@ -145,7 +145,7 @@ def parent_id(node: Node) -> str | None:
     return None if field is None else cast("str", getattr(node, field))
 
 
-def flatten(node: Node) -> Iterator[Node]:
+def iter_subtree(node: Node) -> Iterator[Node]:
     """A node and everything below it, parents first."""
     yield node
     children: Sequence[Node] = ()
@@ -158,29 +158,29 @@ def flatten(node: Node) -> Iterator[Node]:
     elif isinstance(node, Pool):
         children = (*node.members, *((node.healthmonitor,) if node.healthmonitor else ()))
     for child in children:
-        yield from flatten(child)
+        yield from iter_subtree(child)
 
 
-def load_balancer_of(connection: sa.Connection, object_id: str) -> str:
+def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
     """The id of the load balancer an object belongs to.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    found = connection.execute(OWNER, {"of": object_id}).scalar()
+    found = connection.execute(LOAD_BALANCER_ID_OF_OBJECT, {"of": object_id}).scalar()
     if found is None:
         raise UnknownObject(f"find the load balancer of {object_id}", "nothing is recorded under this id")
     return str(found)
 
 
-def insert(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
-    """Write down new objects, each without its children (list those too, `flatten` does)."""
+def insert_objects(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
+    """Write down new objects, each without its children (list those too, `iter_subtree` does)."""
     rows = [_row(load_balancer_id, generation, node) for node in nodes]
     for start in range(0, len(rows), _CHUNK):
         connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
-def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
+def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
     """One object without its children.
 
     Raises:
@@ -192,7 +192,7 @@ def load(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
     return _DECODERS[kind].decode(body)
 
 
-def update(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
+def update_objects(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
     """Replace the attributes of recorded objects."""
     rows = [
         {"of": node.id, "new_body": _body(node), "new_generation": generation, "new_reference": _reference(node)}
@@ -202,13 +202,13 @@ def update(connection: sa.Connection, generation: int, nodes: Iterable[Node]) ->
         connection.execute(_UPDATE, rows)
 
 
-def children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, Any]:
+def load_children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, Any]:
     """The objects of one kind that hang under a parent, by id."""
     rows = connection.execute(_CHILDREN, {"under": parent, "of_kind": kind.value})
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
-def around_member(connection: sa.Connection, member: Member) -> tuple[list[str], list[str]]:
+def load_member_context(connection: sa.Connection, member: Member) -> tuple[list[str], list[str]]:
     """What a new member touches.
 
     The bodies are searched as text, in the database: to read them all would cost a thousand times more.
@@ -224,7 +224,7 @@ def around_member(connection: sa.Connection, member: Member) -> tuple[list[str],
     return users, [row.id for row in rows if row.kind == Kind.MEMBER and row.id != member.id]
 
 
-def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
+def list_descendants(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
     """Everything that hangs below these objects, as (kind, id)."""
     found: list[tuple[Kind, str]] = []
     layer = list(object_ids)
@@ -235,13 +235,13 @@ def below(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Ki
     return found
 
 
-def remove(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
+def mark_removed(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
     """Mark objects as no longer wanted. The rows stay until the removal is confirmed and reported."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_REMOVE, {"ids": object_ids[start : start + _CHUNK], "new_generation": generation})
 
 
-def purge(connection: sa.Connection, object_ids: Sequence[str]) -> None:
+def purge_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
     """Forget removed objects for good."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_PURGE, {"ids": object_ids[start : start + _CHUNK]})
@@ -253,7 +253,7 @@ def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, s
     return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
 
 
-def around(
+def load_l4_context(
     connection: sa.Connection, load_balancer_id: str, node: Listener | Pool, known_pool: str | None = None
 ) -> LoadBalancer:
     """A load balancer, and of its children those that virtual servers serve together with one of them.
@@ -270,10 +270,10 @@ def around(
     Raises:
         UnknownObject: the load balancer is not recorded, or it is removed.
     """
-    found: LoadBalancer = load(connection, Kind.LOAD_BALANCER, load_balancer_id)
+    found: LoadBalancer = load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     if isinstance(node, Pool):
         users = users_of_pool(connection, node.id) if node.uses_l4 and node.members else []
-        fronts = [load(connection, kind, one) for kind, one, _ in users if kind is Kind.LISTENER]
+        fronts = [load_object(connection, kind, one) for kind, one, _ in users if kind is Kind.LISTENER]
         return msgspec.structs.replace(found, listeners=tuple(fronts))
     if not node.uses_l4 or node.default_pool_id in (None, known_pool):
         return found
@@ -281,7 +281,7 @@ def around(
     if body is None:
         return found
     pool: Pool = _DECODERS[Kind.POOL].decode(body)
-    members = children(connection, pool.id, Kind.MEMBER)
+    members = load_children(connection, pool.id, Kind.MEMBER)
     return msgspec.structs.replace(found, pools=(msgspec.structs.replace(pool, members=tuple(members.values())),))
 
 
@@ -321,7 +321,9 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     )
 
 
-def since(connection: sa.Connection, load_balancer_id: str, generation: int) -> tuple[int, list[Change]]:
+def load_changes_since(
+    connection: sa.Connection, load_balancer_id: str, generation: int
+) -> tuple[int, list[ObjectChange]]:
     """What was recorded of a load balancer under a generation or later ones; and how many objects it has now.
 
     Rows that were forgotten meanwhile are not among the changes: only the number shows it.
@@ -331,7 +333,7 @@ def since(connection: sa.Connection, load_balancer_id: str, generation: int) -> 
     for row in rows:
         kind = Kind(row.kind)
         node = None if row.removed else _DECODERS[kind].decode(row.body)
-        changes.append(Change(id=row.id, kind=kind, parent_id=row.parent_id, created=row.created, node=node))
+        changes.append(ObjectChange(id=row.id, kind=kind, parent_id=row.parent_id, created=row.created, node=node))
     return (int(rows[0].alive) if rows else 0), changes
 
 
@@ -345,27 +347,29 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     recorded = {row.id: row.body for row in rows if not row.removed}
     # Octavia shows what is being deleted too, and does not say so.
     removed = {row.id for row in rows if row.removed}
-    nodes = {node.id: node for node in flatten(tree) if node.id not in removed}
-    purge(connection, [object_id for object_id in recorded if object_id not in nodes])
+    nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
+    purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])
     added = [node for object_id, node in nodes.items() if object_id not in recorded]
-    insert(connection, tree.id, generation, added)
-    known = [_with_ours(node, recorded[object_id]) for object_id, node in nodes.items() if object_id in recorded]
-    update(connection, generation, [node for node in known if _body(node) != recorded[node.id]])
+    insert_objects(connection, tree.id, generation, added)
+    known = [
+        _with_local_fields(node, recorded[object_id]) for object_id, node in nodes.items() if object_id in recorded
+    ]
+    update_objects(connection, generation, [node for node in known if _body(node) != recorded[node.id]])
     return added
 
 
-def refresh(connection: sa.Connection, generation: int, node: LoadBalancer | Listener | Pool) -> bool:
+def refresh_object(connection: sa.Connection, generation: int, node: LoadBalancer | Listener | Pool) -> bool:
     """Take the attributes of a recorded object from what was read of it; False if it is not wanted any more."""
     row = connection.execute(_ONE, {"of": node.id, "of_kind": kind_of(node).value}).first()
     if row is None:
         return False
-    ordered = _with_ours(node, row.body)
+    ordered = _with_local_fields(node, row.body)
     if _body(ordered) != row.body:
-        update(connection, generation, [ordered])
+        update_objects(connection, generation, [ordered])
     return True
 
 
-def _with_ours(node: Node, recorded: str) -> Node:
+def _with_local_fields(node: Node, recorded: str) -> Node:
     """The node with what only we know: what a load balancer's creation chose, and the order of SNI certificates.
 
     Octavia's database keeps no order of them, and the first one is shown to clients that name no host.

@@ -22,9 +22,9 @@ from amphora_driver.store.amphorae import State
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-_LONGEST_TEXT = 1000
+_MAX_TEXT = 1000
 # How many are forgotten in one transaction: nobody is to wait for that.
-_MOST_FORGOTTEN = 500
+_PURGE_BATCH = 500
 
 
 class Cause(str, Enum):
@@ -57,7 +57,7 @@ class Event(str, Enum):
     ENDED = "ended"
 
 
-class Outcome(str, Enum):
+class FailoverOutcome(str, Enum):
     """How it ended."""
 
     DONE = "done"
@@ -66,7 +66,7 @@ class Outcome(str, Enum):
     RECOVERED = "recovered"
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True):
+class FailoverTrigger(msgspec.Struct, frozen=True, kw_only=True):
     """Cause of a fail-over.
 
     Attributes:
@@ -83,8 +83,12 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     silent_since: float | None = None
 
 
-def begin(
-    connection: sa.Connection, load_balancer_id: str, amphora_ids: Sequence[str] | None, why: Why, now: float
+def open_failovers(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    amphora_ids: Sequence[str] | None,
+    why: FailoverTrigger,
+    now: float,
 ) -> int:
     """Retire amphorae of one load balancer, make it due, and write down why.
 
@@ -113,9 +117,9 @@ def begin(
         connection.execute(
             amphora.update()
             .where(amphora.c.id == amphora_id)
-            .values(state=State.RETIRING.value, reason=why.reason[:_LONGEST_TEXT])
+            .values(state=State.RETIRING.value, reason=why.reason[:_MAX_TEXT])
         )
-        _open(connection, load_balancer_id, amphora_id, why, now)
+        _insert_failover(connection, load_balancer_id, amphora_id, why, now)
     if found:
         # What failed before may well have failed because of these.
         due = {"dirty": True, "free_at": URGENT, "attempts": 0}
@@ -124,22 +128,24 @@ def begin(
     return len(found)
 
 
-def _open(connection: sa.Connection, load_balancer_id: str, amphora_id: str, why: Why, now: float) -> None:
+def _insert_failover(
+    connection: sa.Connection, load_balancer_id: str, amphora_id: str, why: FailoverTrigger, now: float
+) -> None:
     row = {
         "load_balancer_id": load_balancer_id,
         "amphora_id": amphora_id,
         "cause": why.cause.value,
-        "reason": why.reason[:_LONGEST_TEXT],
+        "reason": why.reason[:_MAX_TEXT],
         "asked_by": why.asked_by,
         "rotation_id": why.rotation_id,
         "silent_since": why.silent_since,
         "begun_at": now,
     }
     key = connection.execute(failover.insert().values(**row)).inserted_primary_key
-    _event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, why.reason)
+    _insert_event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, why.reason)
 
 
-def note(
+def record_event(
     connection: sa.Connection,
     load_balancer_id: str,
     event: Event,
@@ -149,19 +155,19 @@ def note(
 ) -> None:
     """Write an event into the time line of each open fail-over of a load balancer; nothing where there is none."""
     for failover_id in _open_ids(connection, load_balancer_id):
-        _event(connection, failover_id, now, event, amphora_id, detail)
+        _insert_event(connection, failover_id, now, event, amphora_id, detail)
 
 
-def failed(connection: sa.Connection, load_balancer_id: str, now: float, reason: str) -> None:
+def record_failure(connection: sa.Connection, load_balancer_id: str, now: float, reason: str) -> None:
     """Something went wrong on the way and is tried again; said once where it goes wrong in the same way each time."""
     newest = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id.desc()).limit(1)
     for failover_id in _open_ids(connection, load_balancer_id):
         last = connection.execute(newest.where(failover_event.c.failover_id == failover_id)).first()
-        if last is None or (last.word, last.detail) != (Event.FAILED.value, reason[:_LONGEST_TEXT]):
-            _event(connection, failover_id, now, Event.FAILED, None, reason)
+        if last is None or (last.word, last.detail) != (Event.FAILED.value, reason[:_MAX_TEXT]):
+            _insert_event(connection, failover_id, now, Event.FAILED, None, reason)
 
 
-def served(connection: sa.Connection, load_balancer_id: str, now: float, but: Collection[str] = ()) -> None:
+def record_served(connection: sa.Connection, load_balancer_id: str, now: float, but: Collection[str] = ()) -> None:
     """Users are served again by all that is wanted; the first time counts. Who is gone by now is done with.
 
     Args:
@@ -170,59 +176,65 @@ def served(connection: sa.Connection, load_balancer_id: str, now: float, but: Co
         now: seconds since 1970, by the database's clock.
         but: amphorae that were well when it was looked what is wanted: their fail-overs begun since then are not meant.
     """
-    for row in connection.execute(_left_of(load_balancer_id).where(failover.c.served_at.is_(None))).all():
+    for row in connection.execute(_open_with_amphora(load_balancer_id).where(failover.c.served_at.is_(None))).all():
         if row.amphora_id not in but:
-            _serve(connection, row.id, now)
+            _set_served(connection, row.id, now)
             if row.there is None:
-                _end(connection, row.id, Outcome.DONE, now, row.amphora_id)
+                _finish_failover(connection, row.id, FailoverOutcome.DONE, now, row.amphora_id)
 
 
-def settle(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
+def finish_settled_failovers(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
     """Nothing is left to do for a load balancer: the fail-overs of amphorae that are gone have ended."""
-    for row in connection.execute(_left_of(load_balancer_id).where(amphora.c.id.is_(None))).all():
+    for row in connection.execute(_open_with_amphora(load_balancer_id).where(amphora.c.id.is_(None))).all():
         if row.served_at is None:
-            _serve(connection, row.id, now)
-        _end(connection, row.id, Outcome.DONE, now, row.amphora_id)
+            _set_served(connection, row.id, now)
+        _finish_failover(connection, row.id, FailoverOutcome.DONE, now, row.amphora_id)
 
 
-def _left_of(load_balancer_id: str) -> sa.Select[Any]:
+def _open_with_amphora(load_balancer_id: str) -> sa.Select[Any]:
     """Its fail-overs that go on; `there` is empty where the amphora is gone."""
     columns = (failover.c.id, failover.c.amphora_id, failover.c.served_at, amphora.c.id.label("there"))
     left = sa.select(*columns).outerjoin(amphora, amphora.c.id == failover.c.amphora_id)
     return left.where(failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
 
 
-def _serve(connection: sa.Connection, failover_id: int, now: float) -> None:
+def _set_served(connection: sa.Connection, failover_id: int, now: float) -> None:
     connection.execute(failover.update().where(failover.c.id == failover_id).values(served_at=now))
-    _event(connection, failover_id, now, Event.SERVED, None, None)
+    _insert_event(connection, failover_id, now, Event.SERVED, None, None)
 
 
-def released(connection: sa.Connection, load_balancer_id: str, amphora_id: str, now: float) -> None:
+def record_release(connection: sa.Connection, load_balancer_id: str, amphora_id: str, now: float) -> None:
     """An amphora is gone with all that was made for it. Its fail-over ends with that, once users are served by all."""
-    note(connection, load_balancer_id, Event.RELEASED, now, amphora_id)
+    record_event(connection, load_balancer_id, Event.RELEASED, now, amphora_id)
     over = (failover.c.amphora_id == amphora_id, failover.c.ended_at.is_(None), failover.c.served_at.is_not(None))
     for row in connection.execute(sa.select(failover.c.id).where(*over)).all():
-        _end(connection, row.id, Outcome.DONE, now, amphora_id)
+        _finish_failover(connection, row.id, FailoverOutcome.DONE, now, amphora_id)
 
 
-def end(
-    connection: sa.Connection, load_balancer_id: str, outcome: Outcome, now: float, amphora_id: str | None = None
+def finish_failovers(
+    connection: sa.Connection,
+    load_balancer_id: str,
+    outcome: FailoverOutcome,
+    now: float,
+    amphora_id: str | None = None,
 ) -> None:
     """Nothing is left to do: of one amphora's fail-over, or of all that are open."""
     mine = [failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)]
     if amphora_id is not None:
         mine.append(failover.c.amphora_id == amphora_id)
     for row in connection.execute(sa.select(failover.c.id).where(*mine)).all():
-        _end(connection, row.id, outcome, now, amphora_id)
+        _finish_failover(connection, row.id, outcome, now, amphora_id)
 
 
-def _end(connection: sa.Connection, failover_id: int, outcome: Outcome, now: float, amphora_id: str | None) -> None:
+def _finish_failover(
+    connection: sa.Connection, failover_id: int, outcome: FailoverOutcome, now: float, amphora_id: str | None
+) -> None:
     ended = {"ended_at": now, "outcome": outcome.value}
     connection.execute(failover.update().where(failover.c.id == failover_id).values(**ended))
-    _event(connection, failover_id, now, Event.ENDED, amphora_id, outcome.value)
+    _insert_event(connection, failover_id, now, Event.ENDED, amphora_id, outcome.value)
 
 
-def tidy(connection: sa.Connection, before: float, most: int = _MOST_FORGOTTEN) -> bool:
+def purge_old_failovers(connection: sa.Connection, before: float, most: int = _PURGE_BATCH) -> bool:
     """Forget fail-overs that ended long ago, with their time lines; the oldest first.
 
     Args:
@@ -242,18 +254,18 @@ def tidy(connection: sa.Connection, before: float, most: int = _MOST_FORGOTTEN) 
     return len(old) == most
 
 
-def open_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:
+def list_open_failovers_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:
     """The fail-overs of one load balancer that go on, the oldest first."""
     mine = (failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
     return connection.execute(sa.select(failover).where(*mine).order_by(failover.c.id)).all()
 
 
-def open_ones(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+def list_open_failovers(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Every fail-over that goes on, the oldest first."""
     return connection.execute(sa.select(failover).where(failover.c.ended_at.is_(None)).order_by(failover.c.id)).all()
 
 
-def events(connection: sa.Connection, failover_id: int) -> Sequence[sa.Row[Any]]:
+def list_failover_events(connection: sa.Connection, failover_id: int) -> Sequence[sa.Row[Any]]:
     """The time line of one fail-over."""
     query = sa.select(failover_event).where(failover_event.c.failover_id == failover_id)
     return connection.execute(query.order_by(failover_event.c.id)).all()
@@ -266,7 +278,7 @@ def _open_ids(connection: sa.Connection, load_balancer_id: str) -> list[int]:
     return [int(row.id) for row in connection.execute(query)]
 
 
-def _event(
+def _insert_event(
     connection: sa.Connection, failover_id: int, now: float, event: Event, amphora_id: str | None, detail: str | None
 ) -> None:
     connection.execute(
@@ -275,6 +287,6 @@ def _event(
             at=now,
             word=event.value,
             amphora_id=amphora_id,
-            detail=None if detail is None else detail[:_LONGEST_TEXT],
+            detail=None if detail is None else detail[:_MAX_TEXT],
         )
     )

@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 _ALL_COMMITTED = work.c.committed >= work.c.generation
 # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
-_NEXT: list[tuple[Any, Any]] = [
+_INCREMENT: list[tuple[Any, Any]] = [
     (work.c.committed, sa.case((_ALL_COMMITTED, work.c.generation + 1), else_=work.c.committed)),
     (work.c.generation, work.c.generation + 1),
 ]
 _SETTLED = (~work.c.dirty, work.c.owner.is_(None), work.c.op == "apply", work.c.applied >= work.c.generation)
 # Which secret of a load balancer its TLS ticket keys are made from: see `model.secrets.tickets`.
-_STATE = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
+_IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
-def renew(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
+def bump_generation(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
     """Take the next generation, unless it was taken meanwhile."""
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id, work.c.generation == generation)
-        .ordered_values(*_NEXT)
+        .ordered_values(*_INCREMENT)
     )
 
 
-def begin_tickets(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
+def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
     """Note that a load balancer has TLS ticket keys now, and when the next ones are due (seconds since 1970)."""
     connection.execute(
         work.update().where(work.c.load_balancer_id == load_balancer_id).values(tickets=1, tickets_due=due)
@@ -60,7 +60,7 @@ class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bytes | None
 
 
-def due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueTickets, ...]:
+def list_due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueTickets, ...]:
     """Load balancers whose TLS ticket keys are due, those that wait longest first.
 
     A load balancer that is being changed is left out until that has ended.
@@ -72,7 +72,7 @@ def due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueT
     """
     rows = connection.execute(
         sa.select(work.c.load_balancer_id, work.c.tickets, secret.c.sealed)
-        .outerjoin(secret, sa.and_(secret.c.object_id == work.c.load_balancer_id, *_STATE))
+        .outerjoin(secret, sa.and_(secret.c.object_id == work.c.load_balancer_id, *_IS_TICKET_SECRET))
         .where(work.c.tickets_due <= now, *_SETTLED)
         .order_by(work.c.tickets_due)
         .limit(limit)
@@ -89,7 +89,7 @@ def rotate_tickets(
 
     Args:
         connection: of `Database.write`.
-        due: what `due_tickets` returned, each with the sealed state that follows; None leaves the state as it is.
+        due: what `list_due_tickets` returned, each with the sealed state that follows; None leaves the state as it is.
         now: seconds since 1970.
         period: seconds until they are due again.
     """
@@ -104,9 +104,9 @@ def rotate_tickets(
         unchanged = work.c.load_balancer_id == one.load_balancer_id, work.c.tickets == one.number
         # A change between reading and writing may have made new keys, which are due later.
         query = work.update().where(*unchanged, work.c.tickets_due <= now, *_SETTLED)
-        if connection.execute(query.ordered_values(*_NEXT, *more)).rowcount:
+        if connection.execute(query.ordered_values(*_INCREMENT, *more)).rowcount:
             rotated += 1
             if following is not None:
-                kept = secret.update().where(secret.c.object_id == one.load_balancer_id, *_STATE)
+                kept = secret.update().where(secret.c.object_id == one.load_balancer_id, *_IS_TICKET_SECRET)
                 connection.execute(kept.values(sealed=following))
     return rotated

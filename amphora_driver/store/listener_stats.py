@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
+class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
     """A listener's totals; `version` is the sum of its rows' versions, which grows with every change."""
 
     listener_id: str
@@ -41,7 +41,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def due(connection: sa.Connection, limit: int) -> list[Totals]:
+def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotals]:
     """Totals of listeners of which Octavia has not taken the newest ones."""
     table = listener_statistics
     changed = (
@@ -72,7 +72,7 @@ def due(connection: sa.Connection, limit: int) -> list[Totals]:
         .group_by(table.c.listener_id)
     )
     return [
-        Totals(
+        ListenerTotals(
             listener_id=row.listener_id,
             active_connections=int(row.active),
             bytes_in=int(row.bytes_in),
@@ -85,7 +85,7 @@ def due(connection: sa.Connection, limit: int) -> list[Totals]:
     ]
 
 
-def taken(connection: sa.Connection, totals: Sequence[Totals]) -> None:
+def mark_totals_reported(connection: sa.Connection, totals: Sequence[ListenerTotals]) -> None:
     """Octavia has taken these; a listener whose counters moved on meanwhile stays due."""
     table = listener_statistics
     for one in totals:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CHUNK = 500
 
 
-class Thing(str, Enum):
+class OrphanKind(str, Enum):
     """What may belong to nobody."""
 
     MACHINE = "machine"
@@ -34,21 +34,21 @@ class Thing(str, Enum):
     """A load balancer's VIPs, by the load balancer's id."""
 
 
-def unowned(connection: sa.Connection, thing: Thing, found: Collection[str]) -> set[str]:
+def find_unowned(connection: sa.Connection, thing: OrphanKind, found: Collection[str]) -> set[str]:
     """Those of the ids a backend listed that no row owns; the backend was asked before this transaction began."""
-    if thing is not Thing.VIP:
+    if thing is not OrphanKind.VIP:
         return _missing(connection, amphora.c.id, found)
     return _missing(connection, vip_claim.c.load_balancer_id, _missing(connection, work.c.load_balancer_id, found))
 
 
-def noted(connection: sa.Connection, thing: Thing, backend: str) -> dict[str, float]:
+def read_orphans(connection: sa.Connection, thing: OrphanKind, backend: str) -> dict[str, float]:
     """What was noted of a backend, and when (seconds since 1970)."""
     rows = connection.execute(sa.select(orphan).where(orphan.c.kind == thing.value, orphan.c.backend == backend))
     return {row.id: row.found_at for row in rows}
 
 
-def note(
-    connection: sa.Connection, thing: Thing, backend: str, found: Collection[str], now: float, grace: float
+def update_orphans(
+    connection: sa.Connection, thing: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
 ) -> list[str]:
     """Write down what belongs to nobody, and forget what was written down and is not among it any more.
 
@@ -64,7 +64,7 @@ def note(
         Those that were noted so long ago.
     """
     mine = (orphan.c.kind == thing.value, orphan.c.backend == backend)
-    before = noted(connection, thing, backend)
+    before = read_orphans(connection, thing, backend)
     for one in sorted(before.keys() - set(found)):
         connection.execute(orphan.delete().where(*mine, orphan.c.id == one))
     for one in sorted(set(found) - before.keys()):
@@ -72,7 +72,7 @@ def note(
     return sorted(one for one in found if before.get(one, now) <= now - grace)
 
 
-def drop_rows(connection: sa.Connection) -> int:
+def delete_stale_rows(connection: sa.Connection) -> int:
     """Delete what was written of amphorae and load balancers in the moment they went; returns how many rows."""
     seen = amphora_seen.delete().where(~sa.exists().where(amphora.c.id == amphora_seen.c.amphora_id))
     counted = listener_statistics.delete().where(

@@ -22,33 +22,33 @@ _Objects = list[tuple[Kind, str]]
 _ASKED = sa.select(work.c.read_back, work.c.reread).where(work.c.load_balancer_id == sa.bindparam("of"))
 
 
-def ask_for(connection: sa.Connection, load_balancer_id: str, kind: Kind, object_id: str) -> None:
+def request_object_reread(connection: sa.Connection, load_balancer_id: str, kind: Kind, object_id: str) -> None:
     """Have one listener or pool read after Octavia's commit."""
     row = connection.execute(_ASKED, {"of": load_balancer_id}).one()
     if row.read_back and row.reread is None:
         return
-    objects = list(objects_of(row.reread) or ())
+    objects = list(decode_objects(row.reread) or ())
     if (kind, object_id) not in objects:
         objects.append((kind, object_id))
     _set(connection, load_balancer_id, read_back=True, reread=msgspec.json.encode(objects).decode())
 
 
-def ask_for_all(connection: sa.Connection, load_balancer_id: str) -> None:
+def request_tree_reread(connection: sa.Connection, load_balancer_id: str) -> None:
     """Have the whole tree read after Octavia's commit."""
     _set(connection, load_balancer_id, read_back=True, reread=None)
 
 
-def objects_of(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
+def decode_objects(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
     """The objects that are to be read, as the column has them; None for the whole tree."""
     return None if reread is None else msgspec.json.decode(reread, type=_Objects)
 
 
-def done(connection: sa.Connection, load_balancer_id: str) -> None:
+def finish_reread(connection: sa.Connection, load_balancer_id: str) -> None:
     """All that can be known is known: the load balancer may be worked on."""
     _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=DUE_NOW)
 
 
-def forget(connection: sa.Connection, load_balancer_id: str) -> None:
+def cancel_reread(connection: sa.Connection, load_balancer_id: str) -> None:
     """Nobody needs to know any more."""
     _set(connection, load_balancer_id, read_back=False, reread=None)
 

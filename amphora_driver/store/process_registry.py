@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 # Seconds between two signs of life, and after which a row of one that has gone without a word is dropped.
-EVERY = 2.0
-_FORGOTTEN_AFTER = 3600.0
+HEARTBEAT_INTERVAL = 2.0
+_PURGED_AFTER = 3600.0
 
 
-class Kind(str, Enum):
+class ProcessKind(str, Enum):
     """What a process is there for."""
 
     CONTROLLER = "controller"
@@ -36,7 +36,7 @@ class Kind(str, Enum):
     PROVIDER_AGENT = "provider-agent"
 
 
-class Registry:
+class ProcessRegistration:
     """One process's row.
 
     Args:
@@ -45,7 +45,7 @@ class Registry:
         kind: what it is there for.
     """
 
-    def __init__(self, database: Database, name: str, kind: Kind) -> None:
+    def __init__(self, database: Database, name: str, kind: ProcessKind) -> None:
         self._database = database
         self._name = name
         self._kind = kind
@@ -70,7 +70,7 @@ class Registry:
             said = {"seen_at": now, "beat": self._beat, "jobs": jobs}
             mine, host = process.c.name == self._name, socket.gethostname()
             if not connection.execute(process.update().where(mine).values(**said)).rowcount:
-                whole = {**said, "kind": self._kind.value, "host": host, "version": version()}
+                whole = {**said, "kind": self._kind.value, "host": host, "version": installed_version()}
                 whole |= {"name": self._name, "started_at": now, "draining": self._draining}
                 connection.execute(process.insert().values(**whole))
             self._draining = bool(connection.execute(sa.select(process.c.draining).where(mine)).scalar())
@@ -92,19 +92,19 @@ class Registry:
         )
 
 
-def every(connection: sa.Connection, kind: Kind | None = None) -> Sequence[sa.Row[Any]]:
+def list_processes(connection: sa.Connection, kind: ProcessKind | None = None) -> Sequence[sa.Row[Any]]:
     """All that are known, or those of a kind, by name."""
     query = sa.select(process).order_by(process.c.kind, process.c.name)
     return connection.execute(query if kind is None else query.where(process.c.kind == kind.value)).all()
 
 
-def drain(connection: sa.Connection, name: str, *, draining: bool) -> bool:
+def set_process_draining(connection: sa.Connection, name: str, *, draining: bool) -> bool:
     """Have a controller take up nothing new, or go on; False if it is not known. It ends with the process."""
-    mine = process.c.name == name, process.c.kind == Kind.CONTROLLER.value
+    mine = process.c.name == name, process.c.kind == ProcessKind.CONTROLLER.value
     return bool(connection.execute(process.update().where(*mine).values(draining=draining)).rowcount)
 
 
-def drain_host(connection: sa.Connection, host: str, asked_by: str | None, *, draining: bool) -> bool:
+def set_host_draining(connection: sa.Connection, host: str, asked_by: str | None, *, draining: bool) -> bool:
     """Have a host's controllers take up nothing new, or go on: those that run now, and those that start there later.
 
     Args:
@@ -121,17 +121,17 @@ def drain_host(connection: sa.Connection, host: str, asked_by: str | None, *, dr
         connection.execute(drained_host.insert().values(host=host, since=clock.now(connection), asked_by=asked_by))
     elif known is not None and not draining:
         connection.execute(drained_host.delete().where(drained_host.c.host == host))
-    theirs = process.c.host == host, process.c.kind == Kind.CONTROLLER.value, process.c.draining != draining
+    theirs = process.c.host == host, process.c.kind == ProcessKind.CONTROLLER.value, process.c.draining != draining
     changed = connection.execute(process.update().where(*theirs).values(draining=draining)).rowcount
     return bool(changed) or (known is None) == draining
 
 
-def drained_hosts(connection: sa.Connection) -> dict[str, float]:
+def list_drained_hosts(connection: sa.Connection) -> dict[str, float]:
     """Hosts whose controllers take up nothing new, and since when (seconds since 1970)."""
     return dict(connection.execute(sa.select(drained_host.c.host, drained_host.c.since)).tuples().all())
 
 
-def duties(connection: sa.Connection) -> dict[str, list[str]]:
+def list_duties(connection: sa.Connection) -> dict[str, list[str]]:
     """The duties that each process performs now, by its name."""
     found: dict[str, list[str]] = {}
     held = sa.select(duty.c.owner, duty.c.name).where(duty.c.leased_until > clock.now(connection))
@@ -140,18 +140,18 @@ def duties(connection: sa.Connection) -> dict[str, list[str]]:
     return found
 
 
-def forget(connection: sa.Connection, name: str) -> None:
+def remove_dead_process(connection: sa.Connection, name: str) -> None:
     """A process is known to be dead: others may have its duties."""
     connection.execute(duty.update().where(duty.c.owner == name).values(leased_until=0.0))
     connection.execute(process.delete().where(process.c.name == name))
 
 
-def tidy(connection: sa.Connection, now: float) -> None:
+def purge_silent_processes(connection: sa.Connection, now: float) -> None:
     """Forget those of whom nothing was heard for long."""
-    connection.execute(process.delete().where(process.c.seen_at < now - _FORGOTTEN_AFTER))
+    connection.execute(process.delete().where(process.c.seen_at < now - _PURGED_AFTER))
 
 
-def version() -> str:
+def installed_version() -> str:
     """Of this installation."""
     try:
         return metadata.version("octavia-amphora-driver")

@@ -24,7 +24,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
 from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
     Check = Callable[[Node], None]
     Fits = Callable[[Node, LoadBalancer], None]
-    Contents = Mapping[SecretName, Sealed]
+    Contents = Mapping[SecretName, SealedSecret]
 
 
 # Objects as the history calls them.
-_WORDS = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
+_KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
 # Requests remembered for a load balancer: about so many of its newest ones.
-_REMEMBERED = 200
-_TIDIED_EVERY = 50
+_HISTORY_LENGTH = 200
+_PURGE_INTERVAL = 50
 
 
 class Op:
@@ -53,7 +53,7 @@ class Op:
     SPARES = "spares"
 
 
-class Intents:
+class RequestRecorder:
     """Records what users want.
 
     Args:
@@ -76,7 +76,7 @@ class Intents:
             read_back: the tree is incomplete, it is read from Octavia after the commit.
             contents: what came of the secrets it uses.
         """
-        nodes = list(desired_objects.flatten(tree))
+        nodes = list(desired_objects.iter_subtree(tree))
         for node in nodes:
             self._check(node)
             if self._fits:
@@ -101,10 +101,12 @@ class Intents:
                     epoch=0,
                 )
             )
-            desired_objects.insert(connection, tree.id, 1, nodes)
-            sealed_secrets.put(connection, tree.id, contents or {})
-            status_outbox.expect(connection, tree.id, 1, [(desired_objects.kind_of(node), node.id) for node in nodes])
-            _remember(connection, tree.id, 1, "create loadbalancer", tree.id)
+            desired_objects.insert_objects(connection, tree.id, 1, nodes)
+            sealed_secrets.replace_secrets(connection, tree.id, contents or {})
+            status_outbox.expect_confirmation(
+                connection, tree.id, 1, [(desired_objects.kind_of(node), node.id) for node in nodes]
+            )
+            _record_request(connection, tree.id, 1, "create loadbalancer", tree.id)
 
         self._database.write(write)
 
@@ -116,14 +118,14 @@ class Intents:
             generation = _advance(connection, load_balancer_id, op=Op.DELETE)
             everything = [
                 (Kind.LOAD_BALANCER, load_balancer_id),
-                *desired_objects.below(connection, [load_balancer_id]),
+                *desired_objects.list_descendants(connection, [load_balancer_id]),
             ]
-            desired_objects.remove(connection, generation, [object_id for _, object_id in everything])
-            sealed_secrets.drop_load_balancer(connection, load_balancer_id)
-            pending_rereads.forget(connection, load_balancer_id)
-            failovers.end(connection, load_balancer_id, failovers.Outcome.GONE, now)
-            status_outbox.expect(connection, load_balancer_id, generation, everything)
-            _remember(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
+            desired_objects.mark_removed(connection, generation, [object_id for _, object_id in everything])
+            sealed_secrets.delete_secrets_of_load_balancer(connection, load_balancer_id)
+            pending_rereads.cancel_reread(connection, load_balancer_id)
+            failovers.finish_failovers(connection, load_balancer_id, failovers.FailoverOutcome.GONE, now)
+            status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything)
+            _record_request(connection, load_balancer_id, generation, "delete loadbalancer", load_balancer_id)
 
         self._database.write(write)
 
@@ -133,10 +135,12 @@ class Intents:
 
         def write(connection: sa.Connection) -> None:
             generation = _advance(connection, load_balancer_id)
-            why = failovers.Why(cause=failovers.Cause.ASKED, reason="fail-over was asked for")
-            failovers.begin(connection, load_balancer_id, None, why, now)
-            status_outbox.expect(connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)])
-            _remember(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
+            why = failovers.FailoverTrigger(cause=failovers.Cause.ASKED, reason="fail-over was asked for")
+            failovers.open_failovers(connection, load_balancer_id, None, why, now)
+            status_outbox.expect_confirmation(
+                connection, load_balancer_id, generation, [(Kind.LOAD_BALANCER, load_balancer_id)]
+            )
+            _record_request(connection, load_balancer_id, generation, "failover loadbalancer", load_balancer_id)
 
         self._database.write(write)
 
@@ -151,31 +155,33 @@ class Intents:
             for_listener: the listener a new pool becomes the default pool of.
             contents: what came of the secrets it uses; the rest is read from Octavia after its commit.
         """
-        nodes = list(desired_objects.flatten(node))
+        nodes = list(desired_objects.iter_subtree(node))
         for one in nodes:
             self._check(one)
 
         def write(connection: sa.Connection) -> str:
-            load_balancer_id, generation = _advance_of(connection, str(desired_objects.parent_id(node)))
+            load_balancer_id, generation = _advance_owner(connection, str(desired_objects.parent_id(node)))
             self._check_fit(connection, load_balancer_id, node)
             self._check_place(connection, load_balancer_id, node)
             whole = list(nodes)
             if isinstance(node, L7Policy):
-                whole[0] = _make_room(connection, generation, node)
-            around = _around(connection, generation, node)
+                whole[0] = _shift_policies(connection, generation, node)
+            around = _affected_by_new(connection, generation, node)
             if isinstance(node, Member) and ":" in node.address:
                 self._check_spelling(connection, node)
-            desired_objects.insert(connection, load_balancer_id, generation, whole)
-            _keep_secrets(connection, load_balancer_id, None, node, (), contents or {})
+            desired_objects.insert_objects(connection, load_balancer_id, generation, whole)
+            _sync_secrets(connection, load_balancer_id, None, node, (), contents or {})
             if for_listener is not None:
-                listener: Listener = desired_objects.load(connection, Kind.LISTENER, for_listener)
+                listener: Listener = desired_objects.load_object(connection, Kind.LISTENER, for_listener)
                 served = msgspec.structs.replace(listener, default_pool_id=node.id)
                 if nodes[1:]:
                     self._check_fit(connection, load_balancer_id, served)
-                desired_objects.update(connection, generation, [served])
+                desired_objects.update_objects(connection, generation, [served])
                 around.append((Kind.LISTENER, for_listener))
             new = [(desired_objects.kind_of(one), one.id) for one in nodes]
-            self._finish(connection, load_balancer_id, generation, around, f"create {_WORDS[kind]}", node.id, new=new)
+            self._finish(
+                connection, load_balancer_id, generation, around, f"create {_KIND_NAMES[kind]}", node.id, new=new
+            )
             return load_balancer_id
 
         return self._database.write(write)
@@ -191,25 +197,25 @@ class Intents:
         """
         if kind is Kind.L7RULE:
             # The check of a regular expression must not hold the locks of the transaction, where its result is cached.
-            rule = self._database.read(lambda connection: desired_objects.load(connection, kind, object_id))
+            rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._check(from_octavia.apply_changes(rule, fields))
 
         def write(connection: sa.Connection) -> str:
-            load_balancer_id, generation = _advance_of(connection, object_id)
-            before = desired_objects.load(connection, kind, object_id)
+            load_balancer_id, generation = _advance_owner(connection, object_id)
+            before = desired_objects.load_object(connection, kind, object_id)
             after = from_octavia.apply_changes(before, fields)
             self._check(after)
             self._check_fit(connection, load_balancer_id, after, getattr(before, "default_pool_id", None))
             if isinstance(after, L7Policy) and after.position != before.position:
-                after = _make_room(connection, generation, after)
-            desired_objects.update(connection, generation, [after])
+                after = _shift_policies(connection, generation, after)
+            desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
                 # Octavia changes the security groups of a VIP without a word to us.
-                pending_rereads.ask_for(connection, load_balancer_id, kind, object_id)
-            _keep_secrets(connection, load_balancer_id, before, after, fields, contents or {})
-            _read_the_unread(connection, load_balancer_id, before)
+                pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
+            _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
+            _reread_unread_listeners(connection, load_balancer_id, before)
             touched = [(kind, object_id), *_ancestors(connection, after)]
-            self._finish(connection, load_balancer_id, generation, touched, f"update {_WORDS[kind]}", object_id)
+            self._finish(connection, load_balancer_id, generation, touched, f"update {_KIND_NAMES[kind]}", object_id)
             return load_balancer_id
 
         return self._database.write(write)
@@ -218,19 +224,19 @@ class Intents:
         """An object and everything below it goes; returns the load balancer's id."""
 
         def write(connection: sa.Connection) -> str:
-            load_balancer_id, generation = _advance_of(connection, object_id)
-            node = desired_objects.load(connection, kind, object_id)
-            gone = [(kind, object_id), *desired_objects.below(connection, [object_id])]
+            load_balancer_id, generation = _advance_owner(connection, object_id)
+            node = desired_objects.load_object(connection, kind, object_id)
+            gone = [(kind, object_id), *desired_objects.list_descendants(connection, [object_id])]
             touched = gone + _ancestors(connection, node)
             if isinstance(node, Pool):
-                _let_go_of_pool(connection, generation, node)
-            desired_objects.remove(connection, generation, [one for _, one in gone])
+                _clear_pool_references(connection, generation, node)
+            desired_objects.mark_removed(connection, generation, [one for _, one in gone])
             if isinstance(node, L7Policy):
-                _close_up(connection, generation, node.listener_id)
+                _renumber_policies(connection, generation, node.listener_id)
             if type(node) in SECRET_FIELDS:
-                sealed_secrets.drop_objects(connection, [object_id])
-                _read_the_unread(connection, load_balancer_id, node)
-            self._finish(connection, load_balancer_id, generation, touched, f"delete {_WORDS[kind]}", object_id)
+                sealed_secrets.delete_secrets_of_objects(connection, [object_id])
+                _reread_unread_listeners(connection, load_balancer_id, node)
+            self._finish(connection, load_balancer_id, generation, touched, f"delete {_KIND_NAMES[kind]}", object_id)
             return load_balancer_id
 
         return self._database.write(write)
@@ -244,9 +250,9 @@ class Intents:
         """
 
         def write(connection: sa.Connection) -> str:
-            load_balancer_id, generation = _advance_of(connection, pool_id)
-            pool: Pool = desired_objects.load(connection, Kind.POOL, pool_id)
-            before = desired_objects.children(connection, pool_id, Kind.MEMBER)
+            load_balancer_id, generation = _advance_owner(connection, pool_id)
+            pool: Pool = desired_objects.load_object(connection, Kind.POOL, pool_id)
+            before = desired_objects.load_children(connection, pool_id, Kind.MEMBER)
             added: list[Node] = []
             changed: list[Node] = []
             for member_id, build, fields in members:
@@ -262,9 +268,9 @@ class Intents:
             self._check_virtual(connection, load_balancer_id, whole)
             kept = {member_id for member_id, _, _ in members}
             gone = [member_id for member_id in before if member_id not in kept]
-            desired_objects.insert(connection, load_balancer_id, generation, added)
-            desired_objects.update(connection, generation, changed)
-            desired_objects.remove(connection, generation, gone)
+            desired_objects.insert_objects(connection, load_balancer_id, generation, added)
+            desired_objects.update_objects(connection, generation, changed)
+            desired_objects.mark_removed(connection, generation, gone)
             # Octavia puts every member of the request PENDING, also those that come out unchanged.
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before] + _ancestors(connection, pool)
             touched.append((Kind.POOL, pool_id))
@@ -276,20 +282,20 @@ class Intents:
 
     def _check_spelling(self, connection: sa.Connection, member: Member) -> None:
         """Octavia compares addresses as text, but those of IPv6 can be written in many ways: look at the whole pool."""
-        pool: Pool = desired_objects.load(connection, Kind.POOL, member.pool_id)
-        others = desired_objects.children(connection, member.pool_id, Kind.MEMBER)
+        pool: Pool = desired_objects.load_object(connection, Kind.POOL, member.pool_id)
+        others = desired_objects.load_children(connection, member.pool_id, Kind.MEMBER)
         self._check(msgspec.structs.replace(pool, members=(*others.values(), member)))
 
     def _check_place(self, connection: sa.Connection, load_balancer_id: str, node: Node) -> None:
         """What a new object hangs under may be nothing for it: look at both together."""
         if isinstance(node, L7Policy):
-            listener: Listener = desired_objects.load(connection, Kind.LISTENER, node.listener_id)
+            listener: Listener = desired_objects.load_object(connection, Kind.LISTENER, node.listener_id)
             self._check(msgspec.structs.replace(listener, l7policies=(node,)))
         elif isinstance(node, HealthMonitor):
-            pool: Pool = desired_objects.load(connection, Kind.POOL, node.pool_id)
+            pool: Pool = desired_objects.load_object(connection, Kind.POOL, node.pool_id)
             self._check(msgspec.structs.replace(pool, healthmonitor=node))
         elif isinstance(node, Member):
-            pool = desired_objects.load(connection, Kind.POOL, node.pool_id)
+            pool = desired_objects.load_object(connection, Kind.POOL, node.pool_id)
             self._check_virtual(connection, load_balancer_id, msgspec.structs.replace(pool, members=(node,)))
 
     def _check_virtual(self, connection: sa.Connection, load_balancer_id: str, pool: Pool) -> None:
@@ -304,7 +310,7 @@ class Intents:
         if self._fits and isinstance(node, LoadBalancer):
             self._fits(node, node)
         elif self._fits and isinstance(node, (Listener, Pool)):
-            self._fits(node, desired_objects.around(connection, load_balancer_id, node, known))
+            self._fits(node, desired_objects.load_l4_context(connection, load_balancer_id, node, known))
 
     def _finish(
         self,
@@ -318,16 +324,16 @@ class Intents:
         new: Iterable[tuple[Kind, str]] = (),
     ) -> None:
         everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
-        status_outbox.expect(connection, load_balancer_id, generation, everything, new)
-        _remember(connection, load_balancer_id, generation, action, object_id)
+        status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
+        _record_request(connection, load_balancer_id, generation, action, object_id)
 
 
 # What every call of Octavia's needs is built once: putting a statement together costs more than running it.
 _LOCK = sa.select(work.c.generation, work.c.op).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
 # Only the row of `work` is locked: whoever changes anything of a load balancer does so first.
-_LOCK_OF = (
+_LOCK_OWNER = (
     sa.select(work.c.load_balancer_id, work.c.generation, work.c.op)
-    .where(work.c.load_balancer_id == desired_objects.OWNER.scalar_subquery())
+    .where(work.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
     .with_for_update()
 )
 _ADVANCE = (
@@ -342,27 +348,27 @@ _ADVANCE = (
         error=None,
     )
 )
-_REMEMBER = request.insert()
-_REMEMBERED_AS = sa.select(request.c.id).where(
+_INSERT_REQUEST = request.insert()
+_REQUEST_MARKER = sa.select(request.c.id).where(
     request.c.id == sa.bindparam("row"), request.c.load_balancer_id == sa.bindparam("of")
 )
-_TIDY = request.delete().where(
+_PURGE_REQUESTS = request.delete().where(
     request.c.load_balancer_id == sa.bindparam("of"), request.c.generation <= sa.bindparam("too_old")
 )
 
 
-def _advance_of(connection: sa.Connection, object_id: str) -> tuple[str, int]:
+def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]:
     """The load balancer an object belongs to and its next generation; its job is made due at once.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
     """
-    row = connection.execute(_LOCK_OF, {"of": object_id}).first()
+    row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
         # Either it or its load balancer is not there: one of these says which.
-        load_balancer_id = desired_objects.load_balancer_of(connection, object_id)
+        load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
-    return row.load_balancer_id, _advanced(connection, row.load_balancer_id, row, Op.APPLY)
+    return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
 
 
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> int:
@@ -374,19 +380,21 @@ def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPL
             "this provider has no record of it",
             "An operator can read it in again from Octavia.",
         )
-    return _advanced(connection, load_balancer_id, row, op)
+    return _write_generation(connection, load_balancer_id, row, op)
 
 
-def _advanced(connection: sa.Connection, load_balancer_id: str, row: Any, op: str) -> int:
+def _write_generation(connection: sa.Connection, load_balancer_id: str, row: Any, op: str) -> int:
     generation = int(row.generation) + 1
     todo = Op.DELETE if Op.DELETE in (row.op, op) else op
     connection.execute(_ADVANCE, {"of": load_balancer_id, "new_generation": generation, "new_op": todo})
     return generation
 
 
-def _remember(connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str) -> None:
+def _record_request(
+    connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str
+) -> None:
     added = connection.execute(
-        _REMEMBER,
+        _INSERT_REQUEST,
         {
             "load_balancer_id": load_balancer_id,
             "generation": generation,
@@ -397,15 +405,15 @@ def _remember(connection: sa.Connection, load_balancer_id: str, generation: int,
     )
     # No two calls ever have the same row.
     (row,) = added.inserted_primary_key or (None,)
-    set_commit_marker(connection, _REMEMBERED_AS, {"row": row, "of": load_balancer_id})
-    if generation % _TIDIED_EVERY == 0:
+    set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
+    if generation % _PURGE_INTERVAL == 0:
         # A generation is one request.
-        connection.execute(_TIDY, {"of": load_balancer_id, "too_old": generation - _REMEMBERED})
+        connection.execute(_PURGE_REQUESTS, {"of": load_balancer_id, "too_old": generation - _HISTORY_LENGTH})
     # The last thing of every call.
     failpoints.reach(failpoints.Point.INTENT_WRITTEN)
 
 
-def _around(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
+def _affected_by_new(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
     """What a new object brings into motion: its ancestors, and a member whose place it takes.
 
     Octavia's own table takes an address and port of a pool once. If we still know another member there, Octavia never
@@ -413,10 +421,10 @@ def _around(connection: sa.Connection, generation: int, node: Node) -> list[tupl
     """
     if not isinstance(node, Member):
         return _ancestors(connection, node)
-    listeners, ghosts = desired_objects.around_member(connection, node)
+    listeners, ghosts = desired_objects.load_member_context(connection, node)
     for ghost in ghosts:
         LOG.warning("member %s takes the place of %s, which Octavia never kept", node.id, ghost)
-    desired_objects.remove(connection, generation, ghosts)
+    desired_objects.mark_removed(connection, generation, ghosts)
     found = [(Kind.POOL, node.pool_id), *((Kind.LISTENER, listener) for listener in listeners)]
     return [*found, *((Kind.MEMBER, ghost) for ghost in ghosts)]
 
@@ -433,12 +441,12 @@ def _ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
     if kind is Kind.L7POLICY:
         return [(Kind.LISTENER, str(parent))]
     if kind is Kind.L7RULE:
-        policy = desired_objects.load(connection, Kind.L7POLICY, str(parent))
+        policy = desired_objects.load_object(connection, Kind.L7POLICY, str(parent))
         return [(Kind.L7POLICY, policy.id), (Kind.LISTENER, policy.listener_id)]
     return []
 
 
-def _keep_secrets(
+def _sync_secrets(
     connection: sa.Connection,
     load_balancer_id: str,
     before: Node | None,
@@ -457,14 +465,14 @@ def _keep_secrets(
     used, used_before = secrets_of_object(after), secrets_of_object(before) if before is not None else {}
     if not used and not used_before:
         return
-    missing = sealed_secrets.settle(connection, load_balancer_id, after.id, used, contents)
+    missing = sealed_secrets.sync_object_secrets(connection, load_balancer_id, after.id, used, contents)
     # Octavia does not say so when the last SNI certificate is taken away: an update that names none may be that.
     unsaid = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or unsaid or secrets_in_fields(after, fields).keys() - contents.keys():
-        pending_rereads.ask_for(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
+        pending_rereads.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
 
 
-def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
+def _reread_unread_listeners(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
     """Octavia may hand over now what it did not, if this was the reason: read everything once more.
 
     Args:
@@ -474,31 +482,31 @@ def _read_the_unread(connection: sa.Connection, load_balancer_id: str, changed: 
     if isinstance(changed, Listener):
         listeners = (changed,)
     elif isinstance(changed, Pool) and secrets_of_object(changed):
-        listeners = desired_objects.children(connection, load_balancer_id, Kind.LISTENER).values()
+        listeners = desired_objects.load_children(connection, load_balancer_id, Kind.LISTENER).values()
     if any(one.unread for one in listeners):
-        pending_rereads.ask_for_all(connection, load_balancer_id)
+        pending_rereads.request_tree_reread(connection, load_balancer_id)
 
 
-def _make_room(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
+def _shift_policies(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:
     """Shift the policies of the same listener as Octavia does; returns the one they make room for, at its place."""
-    before: dict[str, L7Policy] = desired_objects.children(connection, policy.listener_id, Kind.L7POLICY)
+    before: dict[str, L7Policy] = desired_objects.load_children(connection, policy.listener_id, Kind.L7POLICY)
     now = {one.id: one for one in l7policy_positions.insert_at_position(before.values(), policy)}
     own = now.pop(policy.id)
-    desired_objects.update(connection, generation, [one for one in now.values() if one != before[one.id]])
+    desired_objects.update_objects(connection, generation, [one for one in now.values() if one != before[one.id]])
     return own
 
 
-def _close_up(connection: sa.Connection, generation: int, listener_id: str) -> None:
+def _renumber_policies(connection: sa.Connection, generation: int, listener_id: str) -> None:
     """Close the gap a policy has left."""
-    before: dict[str, L7Policy] = desired_objects.children(connection, listener_id, Kind.L7POLICY)
-    desired_objects.update(
+    before: dict[str, L7Policy] = desired_objects.load_children(connection, listener_id, Kind.L7POLICY)
+    desired_objects.update_objects(
         connection, generation, [one for one in l7policy_positions.renumber(before.values()) if one != before[one.id]]
     )
 
 
-def _let_go_of_pool(connection: sa.Connection, generation: int, pool: Pool) -> None:
+def _clear_pool_references(connection: sa.Connection, generation: int, pool: Pool) -> None:
     """Octavia empties the references to a deleted pool without another call; so do we."""
     for kind, object_id, _ in desired_objects.users_of_pool(connection, pool.id):
         field = "default_pool_id" if kind is Kind.LISTENER else "redirect_pool_id"
-        node: Any = desired_objects.load(connection, kind, object_id)
-        desired_objects.update(connection, generation, [msgspec.structs.replace(node, **{field: None})])
+        node: Any = desired_objects.load_object(connection, kind, object_id)
+        desired_objects.update_objects(connection, generation, [msgspec.structs.replace(node, **{field: None})])

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 # Rows looked at together.
 _CHUNK = 500
 # Seconds for which it is remembered what came of one.
-_REMEMBERED = 30 * 86400.0
+_KEPT_SECONDS = 30 * 86400.0
 
 
-class Outcome(str, Enum):
+class ResyncOutcome(str, Enum):
     """What came of it."""
 
     DONE = "done"
@@ -43,7 +43,7 @@ class Outcome(str, Enum):
     """It is being deleted: nothing is read, Octavia hears when it is gone."""
 
 
-def ask(
+def request_resyncs(
     connection: sa.Connection,
     load_balancer_ids: Collection[str],
     now: float,
@@ -60,7 +60,7 @@ def ask(
         asked_by: who.
         remove_unknown: remove those that only one side knows, where they are known.
     """
-    connection.execute(resync.delete().where(resync.c.ended_at < now - _REMEMBERED))
+    connection.execute(resync.delete().where(resync.c.ended_at < now - _KEPT_SECONDS))
     values = {"asked_at": now, "asked_by": asked_by, "remove_unknown": remove_unknown}
     fresh = {"ended_at": None, "outcome": None, "detail": None}
     for one in sorted(load_balancer_ids):
@@ -69,13 +69,13 @@ def ask(
             connection.execute(resync.insert().values(load_balancer_id=one, **values))
 
 
-def open_ones(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+def list_open_resyncs(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Those that are not done, the first asked for first."""
     order = (resync.c.asked_at, resync.c.load_balancer_id)
     return connection.execute(sa.select(resync).where(resync.c.ended_at.is_(None)).order_by(*order)).all()
 
 
-def of(connection: sa.Connection, load_balancer_ids: Collection[str] | None = None) -> list[sa.Row[Any]]:
+def list_resyncs(connection: sa.Connection, load_balancer_ids: Collection[str] | None = None) -> list[sa.Row[Any]]:
     """The last time each was asked for, by id; of all that ever were where nobody is named."""
     query = sa.select(resync).order_by(resync.c.load_balancer_id)
     if load_balancer_ids is None:
@@ -87,20 +87,22 @@ def of(connection: sa.Connection, load_balancer_ids: Collection[str] | None = No
     return found
 
 
-def waits(connection: sa.Connection, load_balancer_id: str, detail: str) -> None:
+def set_resync_detail(connection: sa.Connection, load_balancer_id: str, detail: str) -> None:
     """Note what it waits for."""
     mine = resync.c.load_balancer_id == load_balancer_id
     connection.execute(resync.update().where(mine, resync.c.ended_at.is_(None)).values(detail=detail))
 
 
-def end(connection: sa.Connection, asked: sa.Row[Any], outcome: Outcome, now: float, detail: str | None = None) -> bool:
+def finish_resync(
+    connection: sa.Connection, asked: sa.Row[Any], outcome: ResyncOutcome, now: float, detail: str | None = None
+) -> bool:
     """Note what came of it; False if it is done already, or was asked for anew."""
     mine = (resync.c.load_balancer_id == asked.load_balancer_id, resync.c.asked_at == asked.asked_at)
     values = {"ended_at": now, "outcome": outcome.value, "detail": detail}
     return bool(connection.execute(resync.update().where(*mine, resync.c.ended_at.is_(None)).values(**values)).rowcount)
 
 
-def say_again(connection: sa.Connection, load_balancer_id: str) -> None:
+def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     """Have Octavia told every status of a load balancer's objects again, whatever it was told before.
 
     Only of one whose row in Octavia is PENDING, which keeps users from changing it: a provisioning status that is said

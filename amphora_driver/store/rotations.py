@@ -24,14 +24,14 @@ from amphora_driver.store.amphorae import State as AmphoraState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-_LONGEST_TEXT = 1000
+_MAX_TEXT = 1000
 # A row of `duty` that nobody ever holds: who asks for a rotation locks it.
-_TURNSTILE = "rotation request"
+_REQUEST_LOCK = "rotation request"
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
 
-class State(str, Enum):
+class RotationState(str, Enum):
     """Where a rotation is. An aborted one has ended when what it had begun has."""
 
     RUNNING = "running"
@@ -78,7 +78,7 @@ class Rotation(msgspec.Struct, frozen=True, kw_only=True):
     """One rotation as recorded; times are seconds since 1970."""
 
     id: int
-    state: State
+    state: RotationState
     wanted: Selection
     max_unavailable: int
     asked_by: str | None
@@ -88,7 +88,7 @@ class Rotation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
+class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer of a rotation.
 
     Attributes:
@@ -106,7 +106,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-def ask(connection: sa.Connection, wanted: Selection, max_unavailable: int, asked_by: str | None) -> Rotation:
+def request_rotation(
+    connection: sa.Connection, wanted: Selection, max_unavailable: int, asked_by: str | None
+) -> Rotation:
     """Write a rotation down; a controller begins with it within a second or two.
 
     Args:
@@ -119,21 +121,23 @@ def ask(connection: sa.Connection, wanted: Selection, max_unavailable: int, aske
         Conflict: another one has not ended, or there is nothing to do.
         UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
     """
-    _one_at_a_time(connection)
-    current = active(connection)
+    _lock_requests(connection)
+    current = get_active_rotation(connection)
     if current is not None:
-        what = "has been aborted, and finishes what it has begun" if current.state is State.ABORTED else "goes on"
+        what = (
+            "has been aborted, and finishes what it has begun" if current.state is RotationState.ABORTED else "goes on"
+        )
         raise Conflict(
             "begin a rotation",
             f"rotation {current.id} {what}, and there is one at a time",
             f"See: amphoractl rotation show {current.id}.",
         )
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-    chosen = choose(connection, wanted, now)
+    chosen = select_amphorae(connection, wanted, now)
     if not chosen:
         raise Conflict("begin a rotation", "every amphora is as wanted already")
     row = {
-        "state": State.RUNNING.value,
+        "state": RotationState.RUNNING.value,
         "wanted": msgspec.json.encode(wanted).decode(),
         "max_unavailable": max_unavailable,
         "asked_by": asked_by,
@@ -154,32 +158,32 @@ def ask(connection: sa.Connection, wanted: Selection, max_unavailable: int, aske
     ]
     connection.execute(rotation_item.insert(), items)
     _retire_spares(connection, rotation_id, wanted, now)
-    return get(connection, rotation_id)
+    return get_rotation(connection, rotation_id)
 
 
-def choose(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
+def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
     """The amphorae a selection means, by load balancer, in the order in which they are to be replaced.
 
     Raises:
         UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
     """
     found: dict[str, list[str]] = {}
-    for row in connection.execute(_chosen(wanted, now)):
+    for row in connection.execute(_selection_query(wanted, now)):
         found.setdefault(row.load_balancer_id, []).append(row.id)
     if wanted.left_of is not None:
-        left = _left_of(connection, wanted.left_of)
+        left = _remaining_amphorae(connection, wanted.left_of)
         found = {one: [each for each in ids if each in left.get(one, ())] for one, ids in found.items()}
     if wanted.compute_flavor is not None:
-        fitting = _of_compute_flavor(connection, list(found), wanted.compute_flavor)
+        fitting = _filter_compute_flavor(connection, list(found), wanted.compute_flavor)
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
-        _check_known(connection, wanted.load_balancers)
+        _require_known(connection, wanted.load_balancers)
         # In the order in which they were named.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
 
-def get(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
+def get_rotation(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
     """One rotation; nobody else changes it before this transaction ends if it is locked.
 
     Raises:
@@ -189,51 +193,51 @@ def get(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> R
     row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
         raise UnknownObject(f"find rotation {rotation_id}", "there is none of this number", "See: rotation list.")
-    return _rotation(row)
+    return _to_rotation(row)
 
 
-def active(connection: sa.Connection) -> Rotation | None:
+def get_active_rotation(connection: sa.Connection) -> Rotation | None:
     """The one that has not ended, if there is one."""
     row = connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None)).order_by(rotation.c.id)).first()
-    return None if row is None else _rotation(row)
+    return None if row is None else _to_rotation(row)
 
 
-def newest(connection: sa.Connection, limit: int) -> list[Rotation]:
+def list_newest_rotations(connection: sa.Connection, limit: int) -> list[Rotation]:
     """The last ones that were asked for, the newest first."""
     query = sa.select(rotation).order_by(rotation.c.id.desc()).limit(limit)
-    return [_rotation(row) for row in connection.execute(query)]
+    return [_to_rotation(row) for row in connection.execute(query)]
 
 
-def items(
+def list_items(
     connection: sa.Connection, rotation_id: int, states: Collection[ItemState] | None = None, limit: int | None = None
-) -> list[Item]:
+) -> list[RotationItem]:
     """Load balancers of a rotation in their order; those in these states, or all."""
     query = sa.select(rotation_item).where(rotation_item.c.rotation_id == rotation_id).order_by(rotation_item.c.place)
     if states is not None:
         query = query.where(rotation_item.c.state.in_([one.value for one in states]))
-    return [_item(row) for row in connection.execute(query if limit is None else query.limit(limit))]
+    return [_to_item(row) for row in connection.execute(query if limit is None else query.limit(limit))]
 
 
-def counts(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
+def count_items(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
     """How many load balancers are in which state."""
     query = sa.select(rotation_item.c.state, sa.func.count()).where(rotation_item.c.rotation_id == rotation_id)
     return dict(connection.execute(query.group_by(rotation_item.c.state)).tuples().all())
 
 
-def pause(connection: sa.Connection, rotation_id: int, reason: str) -> None:
+def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> None:
     """Begin nothing new until it is resumed; what was begun is finished.
 
     Raises:
         UnknownObject: there is none of this number.
         Conflict: it does not run.
     """
-    found = get(connection, rotation_id, lock=True)
-    if found.state is not State.RUNNING:
+    found = get_rotation(connection, rotation_id, lock=True)
+    if found.state is not RotationState.RUNNING:
         raise Conflict(f"pause rotation {rotation_id}", f"it is {found.state.value}")
-    turn(connection, rotation_id, State.PAUSED, reason)
+    set_rotation_state(connection, rotation_id, RotationState.PAUSED, reason)
 
 
-def resume(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
+def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
     """Go on with a paused one.
 
     Args:
@@ -246,75 +250,79 @@ def resume(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = 
         UnknownObject: there is none of this number.
         Conflict: it is not paused.
     """
-    found = get(connection, rotation_id, lock=True)
-    if found.state is not State.PAUSED:
+    found = get_rotation(connection, rotation_id, lock=True)
+    if found.state is not RotationState.PAUSED:
         raise Conflict(f"resume rotation {rotation_id}", f"it is {found.state.value}")
-    for item in items(connection, rotation_id, [ItemState.FAILED]):
+    for item in list_items(connection, rotation_id, [ItemState.FAILED]):
         if leave_failed:
-            finish(connection, rotation_id, item, ItemState.SKIPPED, f"left as it was: {item.reason}")
+            finish_item(connection, rotation_id, item, ItemState.SKIPPED, f"left as it was: {item.reason}")
         else:
-            _again(connection, found, item)
-    turn(connection, rotation_id, State.RUNNING, None)
+            _restart_item(connection, found, item)
+    set_rotation_state(connection, rotation_id, RotationState.RUNNING, None)
 
 
-def abort(connection: sa.Connection, rotation_id: int) -> None:
+def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
     """Begin nothing any more; what was begun is finished.
 
     Raises:
         UnknownObject: there is none of this number.
         Conflict: it has ended, or was aborted already.
     """
-    found = get(connection, rotation_id, lock=True)
-    if found.state not in (State.RUNNING, State.PAUSED):
+    found = get_rotation(connection, rotation_id, lock=True)
+    if found.state not in (RotationState.RUNNING, RotationState.PAUSED):
         raise Conflict(f"abort rotation {rotation_id}", f"it is {found.state.value}")
     mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.state == ItemState.WAITING.value
     skipped = {"state": ItemState.SKIPPED.value, "ended_at": clock.now(connection), "reason": "it was aborted"}
     connection.execute(rotation_item.update().where(*mine).values(**skipped))
-    turn(connection, rotation_id, State.ABORTED, found.reason)
-    if not items(connection, rotation_id, [ItemState.RUNNING], 1):
-        end(connection, rotation_id, State.ABORTED)
+    set_rotation_state(connection, rotation_id, RotationState.ABORTED, found.reason)
+    if not list_items(connection, rotation_id, [ItemState.RUNNING], 1):
+        finish_rotation(connection, rotation_id, RotationState.ABORTED)
 
 
-def turn(connection: sa.Connection, rotation_id: int, state: State, reason: str | None) -> None:
+def set_rotation_state(connection: sa.Connection, rotation_id: int, state: RotationState, reason: str | None) -> None:
     """It goes over into a state."""
-    told = {"state": state.value, "reason": _short(reason), "changed_at": clock.now(connection)}
+    told = {"state": state.value, "reason": _truncate(reason), "changed_at": clock.now(connection)}
     connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**told))
 
 
-def say(connection: sa.Connection, rotation_id: int, reason: str | None) -> None:
+def set_rotation_reason(connection: sa.Connection, rotation_id: int, reason: str | None) -> None:
     """What it waits for."""
-    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(reason=_short(reason)))
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(reason=_truncate(reason)))
 
 
-def end(connection: sa.Connection, rotation_id: int, state: State) -> None:
+def finish_rotation(connection: sa.Connection, rotation_id: int, state: RotationState) -> None:
     """Nothing of it is left to do."""
     now = clock.now(connection)
     ended: dict[str, Any] = {"state": state.value, "ended_at": now, "changed_at": now}
-    if state is State.DONE:
+    if state is RotationState.DONE:
         # It waits for nothing any more.
         ended["reason"] = None
     connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**ended))
 
 
-def begin(connection: sa.Connection, rotation_id: int, item: Item, operating: str | None) -> None:
+def begin_item(connection: sa.Connection, rotation_id: int, item: RotationItem, operating: str | None) -> None:
     """Its turn has come."""
     now = clock.now(connection)
-    _set(connection, rotation_id, item, state=ItemState.RUNNING.value, operating=operating, begun_at=now, reason=None)
+    _update_item(
+        connection, rotation_id, item, state=ItemState.RUNNING.value, operating=operating, begun_at=now, reason=None
+    )
 
 
-def finish(connection: sa.Connection, rotation_id: int, item: Item, state: ItemState, reason: str | None) -> None:
+def finish_item(
+    connection: sa.Connection, rotation_id: int, item: RotationItem, state: ItemState, reason: str | None
+) -> None:
     """Its turn is over, however."""
     now = clock.now(connection)
-    _set(connection, rotation_id, item, state=state.value, ended_at=now, reason=_short(reason))
+    _update_item(connection, rotation_id, item, state=state.value, ended_at=now, reason=_truncate(reason))
 
 
-def hold_work(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
+def lock_work(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
     """Nobody changes what is wanted of these load balancers before this transaction ends."""
     query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id.in_(list(load_balancer_ids)))
     connection.execute(query.order_by(work.c.load_balancer_id).with_for_update()).all()
 
 
-def tidy(connection: sa.Connection, before: float) -> None:
+def purge_old_rotations(connection: sa.Connection, before: float) -> None:
     """Forget rotations that ended long ago."""
     old = connection.execute(sa.select(rotation.c.id).where(rotation.c.ended_at < before)).scalars().all()
     if old:
@@ -322,37 +330,37 @@ def tidy(connection: sa.Connection, before: float) -> None:
         connection.execute(rotation.delete().where(rotation.c.id.in_(old)))
 
 
-def _again(connection: sa.Connection, found: Rotation, item: Item) -> None:
+def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem) -> None:
     """Have one that failed go on; new amphorae that are not as wanted either have to be replaced in their turn."""
     wrong: list[str] = []
     if found.wanted.image is not None:
         meant = Selection(image=found.wanted.image, load_balancers=(item.load_balancer_id,))
-        chosen = connection.execute(_chosen(meant, found.created_at)).all()
+        chosen = connection.execute(_selection_query(meant, found.created_at)).all()
         wrong = [row.id for row in chosen if row.id not in item.amphorae]
     values: dict[str, Any] = {"state": ItemState.RUNNING.value}
     if wrong:
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
-    _set(connection, found.id, item, ended_at=None, reason=None, **values)
+    _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
     # What has failed often is tried seldom.
     due = {"dirty": True, "free_at": URGENT, "attempts": 0}
     theirs = work.c.load_balancer_id == item.load_balancer_id, work.c.op == "apply"
     connection.execute(work.update().where(*theirs).values(**due))
 
 
-def _one_at_a_time(connection: sa.Connection) -> None:
+def _lock_requests(connection: sa.Connection) -> None:
     """Of two who ask in the same moment the second one waits here, and then finds the first one's."""
-    mine = duty.c.name == _TURNSTILE
+    mine = duty.c.name == _REQUEST_LOCK
     if not connection.execute(duty.update().where(mine).values(epoch=duty.c.epoch + 1)).rowcount:
-        connection.execute(duty.insert().values(name=_TURNSTILE, owner="", epoch=1, leased_until=0.0))
+        connection.execute(duty.insert().values(name=_REQUEST_LOCK, owner="", epoch=1, leased_until=0.0))
 
 
 def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
     """Have no amphora replaced by one that is as old. Pools look after the image of their spares themselves."""
     if not wanted.everything and wanted.older_than is None:
         return
-    for pool in spare_pools.pools(connection):
-        spare_pools.wake(connection, pool.load_balancer_id)
+    for pool in spare_pools.list_pools(connection):
+        spare_pools.make_pool_due(connection, pool.load_balancer_id)
         old = amphora.update().where(
             amphora.c.load_balancer_id == pool.load_balancer_id,
             amphora.c.state == AmphoraState.READY.value,
@@ -362,7 +370,7 @@ def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selectio
         connection.execute(old.values(state=AmphoraState.RETIRING.value, reason=reason))
 
 
-def _chosen(wanted: Selection, now: float) -> sa.Select[Any]:
+def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
     # Of those that are being replaced already nobody is to be made new twice.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, work.c.op == "apply"]
@@ -381,12 +389,14 @@ def _chosen(wanted: Selection, now: float) -> sa.Select[Any]:
     return sa.select(*columns).select_from(joined).where(*conditions).order_by(*ordered)
 
 
-def _left_of(connection: sa.Connection, rotation_id: int) -> dict[str, tuple[str, ...]]:
-    get(connection, rotation_id)
-    return {one.load_balancer_id: one.amphorae for one in items(connection, rotation_id)}
+def _remaining_amphorae(connection: sa.Connection, rotation_id: int) -> dict[str, tuple[str, ...]]:
+    get_rotation(connection, rotation_id)
+    return {one.load_balancer_id: one.amphorae for one in list_items(connection, rotation_id)}
 
 
-def _of_compute_flavor(connection: sa.Connection, load_balancer_ids: Sequence[str], compute_flavor: str) -> set[str]:
+def _filter_compute_flavor(
+    connection: sa.Connection, load_balancer_ids: Sequence[str], compute_flavor: str
+) -> set[str]:
     """Those whose profile names it: that is in the body of the load balancer's own row."""
     found = set()
     for start in range(0, len(load_balancer_ids), _CHUNK):
@@ -400,14 +410,14 @@ def _of_compute_flavor(connection: sa.Connection, load_balancer_ids: Sequence[st
     return found
 
 
-def _check_known(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+def _require_known(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
     for one in load_balancer_ids:
         query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id == one)
         if connection.execute(query).first() is None:
             raise UnknownObject(f"rotate the amphorae of load balancer {one}", "nothing is recorded under this id")
 
 
-def _set(connection: sa.Connection, rotation_id: int, item: Item, **values: Any) -> None:
+def _update_item(connection: sa.Connection, rotation_id: int, item: RotationItem, **values: Any) -> None:
     mine = (
         rotation_item.c.rotation_id == rotation_id,
         rotation_item.c.load_balancer_id == item.load_balancer_id,
@@ -415,11 +425,11 @@ def _set(connection: sa.Connection, rotation_id: int, item: Item, **values: Any)
     connection.execute(rotation_item.update().where(*mine).values(**values))
 
 
-def _rotation(row: Any) -> Rotation:
+def _to_rotation(row: Any) -> Rotation:
     wanted = msgspec.json.decode(row.wanted, type=Selection)
     return Rotation(
         id=row.id,
-        state=State(row.state),
+        state=RotationState(row.state),
         wanted=wanted,
         max_unavailable=row.max_unavailable,
         asked_by=row.asked_by,
@@ -430,8 +440,8 @@ def _rotation(row: Any) -> Rotation:
     )
 
 
-def _item(row: Any) -> Item:
-    return Item(
+def _to_item(row: Any) -> RotationItem:
+    return RotationItem(
         load_balancer_id=row.load_balancer_id,
         place=row.place,
         state=ItemState(row.state),
@@ -443,11 +453,11 @@ def _item(row: Any) -> Item:
     )
 
 
-def _short(reason: str | None) -> str | None:
-    return None if reason is None else reason[:_LONGEST_TEXT]
+def _truncate(reason: str | None) -> str | None:
+    return None if reason is None else reason[:_MAX_TEXT]
 
 
-def estimate(everything: Iterable[Item], max_unavailable: int) -> float | None:
+def estimate_remaining_seconds(everything: Iterable[RotationItem], max_unavailable: int) -> float | None:
     """Seconds that those still to come will take, going by those that are done; None before the first one is."""
     known = list(everything)
     took = [

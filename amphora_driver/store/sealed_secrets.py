@@ -39,37 +39,39 @@ _DELETE_OF = secret.delete().where(secret.c.object_id.in_(_IDS))
 _DELETE_ALL = secret.delete().where(secret.c.load_balancer_id == sa.bindparam("of"))
 
 
-class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+class SealedSecret(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of a secret. Without content it cannot be served, for this reason."""
 
     content: bytes | None = None
     reason: str = ""
 
 
-def place(name: SecretName) -> SecretLocation:
+def secret_location(name: SecretName) -> SecretLocation:
     """What the content of this secret is sealed for."""
     return SecretLocation("secret", (name.object_id, name.purpose.value, name.ref))
 
 
-def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, Sealed]:
+def load_secrets(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, SealedSecret]:
     """Every secret of a load balancer."""
     return {
-        SecretName(row.object_id, Purpose(row.purpose), row.ref): Sealed(content=row.sealed, reason=row.reason or "")
+        SecretName(row.object_id, Purpose(row.purpose), row.ref): SealedSecret(
+            content=row.sealed, reason=row.reason or ""
+        )
         for row in connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id})
     }
 
 
-def names(connection: sa.Connection, object_id: str) -> dict[SecretName, bool]:
+def list_secret_names(connection: sa.Connection, object_id: str) -> dict[SecretName, bool]:
     """The secrets that are kept for one object, and whether their content is known."""
     rows = connection.execute(_NAMES, {"of": object_id})
     return {SecretName(object_id, Purpose(row.purpose), row.ref): bool(row.known) for row in rows}
 
 
-def put(connection: sa.Connection, load_balancer_id: str, given: Mapping[SecretName, Sealed]) -> None:
+def replace_secrets(connection: sa.Connection, load_balancer_id: str, given: Mapping[SecretName, SealedSecret]) -> None:
     """Keep these, each in the place of what was kept under its name."""
     if not given:
         return
-    drop(connection, given)
+    delete_secrets(connection, given)
     connection.execute(
         _INSERT,
         [
@@ -86,33 +88,33 @@ def put(connection: sa.Connection, load_balancer_id: str, given: Mapping[SecretN
     )
 
 
-def drop(connection: sa.Connection, unwanted: Iterable[SecretName]) -> None:
+def delete_secrets(connection: sa.Connection, unwanted: Iterable[SecretName]) -> None:
     """Forget these."""
     rows = [{"of": one.object_id, "for_purpose": one.purpose.value, "under_ref": one.ref} for one in unwanted]
     if rows:
         connection.execute(_DELETE, rows)
 
 
-def drop_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
+def delete_secrets_of_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
     """Forget all secrets of objects that are gone."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_DELETE_OF, {"ids": object_ids[start : start + _CHUNK]})
 
 
-def drop_load_balancer(connection: sa.Connection, load_balancer_id: str) -> None:
+def delete_secrets_of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> None:
     """Forget every secret of a load balancer."""
     connection.execute(_DELETE_ALL, {"of": load_balancer_id})
 
 
-def settle(
+def sync_object_secrets(
     connection: sa.Connection,
     load_balancer_id: str,
     object_id: str,
     used: Collection[SecretName],
-    given: Mapping[SecretName, Sealed],
+    given: Mapping[SecretName, SealedSecret],
 ) -> set[SecretName]:
     """Keep what an object uses now and nothing else of it; returns what it uses and nobody has given yet."""
-    recorded = names(connection, object_id)
-    drop(connection, recorded.keys() - set(used))
-    put(connection, load_balancer_id, {name: one for name, one in given.items() if name in used})
+    recorded = list_secret_names(connection, object_id)
+    delete_secrets(connection, recorded.keys() - set(used))
+    replace_secrets(connection, load_balancer_id, {name: one for name, one in given.items() if name in used})
     return {name for name in used if name not in given and not recorded.get(name)}

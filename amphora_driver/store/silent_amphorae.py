@@ -19,7 +19,7 @@ from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Cause, Event
-from amphora_driver.store.process_registry import Kind as ProcessKind
+from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 DUTY = "detection"
 # What the detector itself begins fail-overs for.
-AUTOMATIC = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
-_AUTOMATIC = [cause.value for cause in AUTOMATIC]
-_LONGEST = 1000
+AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
+_AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
+_MAX_TEXT = 1000
 # Fail-overs that are looked through for those of a while ago, and load balancers in one statement.
-_MOST_BEGUN, _CHUNK = 20_000, 500
+_RECENT_ROWS, _CHUNK = 20_000, 500
 # Statuses that say that somebody is served.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 
-class Sight(msgspec.Struct, frozen=True, kw_only=True):
+class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
     """One amphora as its rows say: `heard_at` is when it was heard last, or became ready (seconds since 1970)."""
 
     amphora_id: str
@@ -47,14 +47,14 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     heard_at: float | None
 
 
-class Going(msgspec.Struct, frozen=True, kw_only=True):
+class UnservedFailover(msgspec.Struct, frozen=True, kw_only=True):
     """A fail-over nobody asked for that is not served again."""
 
     id: int
     load_balancer_id: str
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class LivenessSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One look.
 
     Attributes:
@@ -68,14 +68,14 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     owner: str | None
-    amphorae: tuple[Sight, ...]
+    amphorae: tuple[AmphoraLiveness, ...]
     beats: dict[str, int]
-    going: tuple[Going, ...]
+    going: tuple[UnservedFailover, ...]
     at: float
     epoch: int = 0
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
+class RecentFailovers(msgspec.Struct, frozen=True, kw_only=True):
     """Fail-overs nobody asked for of one load balancer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     there: frozenset[str]
 
 
-class Silence(msgspec.Struct, frozen=True, kw_only=True):
+class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `silence`; `since` is in seconds since 1970."""
 
     amphora_id: str
@@ -115,27 +115,29 @@ _HEARD = (
 )
 _BEATS = sa.select(process.c.name, process.c.beat).where(process.c.kind == ProcessKind.HEALTH_MANAGER.value)
 _GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
-    failover.c.ended_at.is_(None), failover.c.served_at.is_(None), failover.c.cause.in_(_AUTOMATIC)
+    failover.c.ended_at.is_(None), failover.c.served_at.is_(None), failover.c.cause.in_(_AUTOMATIC_VALUES)
 )
 
 
-def look(connection: sa.Connection) -> Look:
+def load_liveness_snapshot(connection: sa.Connection) -> LivenessSnapshot:
     """Everything the detector decides by."""
     now = clock.now(connection)
     held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
-    return Look(
+    return LivenessSnapshot(
         owner=None if mine is None else mine.owner,
-        amphorae=tuple(_sight(row) for row in connection.execute(_HEARD)),
+        amphorae=tuple(_to_liveness(row) for row in connection.execute(_HEARD)),
         beats={row.name: row.beat for row in connection.execute(_BEATS)},
-        going=tuple(Going(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)),
+        going=tuple(
+            UnservedFailover(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)
+        ),
         at=0.0 if mine is None else float(mine.at),
         epoch=0 if mine is None else mine.epoch,
     )
 
 
-def _sight(row: Any) -> Sight:
-    return Sight(
+def _to_liveness(row: Any) -> AmphoraLiveness:
+    return AmphoraLiveness(
         amphora_id=row.id,
         load_balancer_id=row.load_balancer_id,
         state=State(row.state),
@@ -145,15 +147,15 @@ def _sight(row: Any) -> Sight:
     )
 
 
-def begun(connection: sa.Connection, seconds: float) -> dict[str, Begun]:
+def load_recent_failovers(connection: sa.Connection, seconds: float) -> dict[str, RecentFailovers]:
     """What began unasked in the last `seconds`, by load balancer; of the newest fail-overs only."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     newest = connection.execute(sa.select(sa.func.max(failover.c.id))).scalar() or 0
     query = (
         sa.select(failover.c.load_balancer_id, failover.c.begun_at)
         .where(
-            failover.c.id > newest - _MOST_BEGUN,
-            failover.c.cause.in_(_AUTOMATIC),
+            failover.c.id > newest - _RECENT_ROWS,
+            failover.c.cause.in_(_AUTOMATIC_VALUES),
             failover.c.begun_at > now - seconds,
         )
         .distinct()
@@ -161,14 +163,14 @@ def begun(connection: sa.Connection, seconds: float) -> dict[str, Begun]:
     moments: dict[str, list[float]] = {}
     for row in connection.execute(query.order_by(failover.c.begun_at.desc())):
         moments.setdefault(row.load_balancer_id, []).append(row.begun_at)
-    there = _there(connection, {one: known[0] for one, known in moments.items()})
+    there = _amphorae_before(connection, {one: known[0] for one, known in moments.items()})
     return {
-        one: Begun(ages=tuple(now - at for at in known), there=frozenset(there.get(one, ())))
+        one: RecentFailovers(ages=tuple(now - at for at in known), there=frozenset(there.get(one, ())))
         for one, known in moments.items()
     }
 
 
-def _there(connection: sa.Connection, last: Mapping[str, float]) -> dict[str, set[str]]:
+def _amphorae_before(connection: sa.Connection, last: Mapping[str, float]) -> dict[str, set[str]]:
     """Amphorae that are older than the last fail-over of their load balancer, by load balancer.
 
     A warm spare that was taken in it is older too, but came with it.
@@ -192,7 +194,7 @@ def _there(connection: sa.Connection, last: Mapping[str, float]) -> dict[str, se
     return found
 
 
-def unchanged(
+def lock_still_silent(
     connection: sa.Connection, load_balancer_id: str, orders: Mapping[str, tuple[int, int] | None], owner: str
 ) -> set[str]:
     """Those of these amphorae that were not heard meanwhile and are still to be heard, locked until the end.
@@ -219,7 +221,7 @@ def unchanged(
     return {one for one in ids if one in there and places.get(one) == orders[one]}
 
 
-def not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
+def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
     """Nobody serves a load balancer: its operating status is ERROR, unless it is not meant to be served.
 
     The next heartbeat of an amphora of it says how it is then.
@@ -228,21 +230,21 @@ def not_served(connection: sa.Connection, load_balancer_id: str, reason: str) ->
     if connection.execute(known.with_for_update()).scalar() not in _SERVED:
         return False
     said = status_outbox.Observation(
-        object_id=load_balancer_id, kind=Kind.LOAD_BALANCER, operating=Operating.ERROR, reason=reason[:_LONGEST]
+        object_id=load_balancer_id, kind=Kind.LOAD_BALANCER, operating=Operating.ERROR, reason=reason[:_MAX_TEXT]
     )
-    return bool(status_outbox.observe(connection, load_balancer_id, [said]))
+    return bool(status_outbox.write_observations(connection, load_balancer_id, [said]))
 
 
-def every(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+def list_silent_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Who is silent, the longest first."""
     return connection.execute(sa.select(silence).order_by(silence.c.since, silence.c.amphora_id)).all()
 
 
-def write(connection: sa.Connection, changed: Collection[Silence], gone: Collection[str]) -> None:
+def write_silent_amphorae(connection: sa.Connection, changed: Collection[SilentAmphora], gone: Collection[str]) -> None:
     """Write down what changed, in two statements; it is for the caller not to bring too much at a time."""
     old = sorted({*gone, *(one.amphora_id for one in changed)})
     if old:
         connection.execute(silence.delete().where(silence.c.amphora_id.in_(old)))
     if changed:
-        rows = [{**msgspec.structs.asdict(one), "verdict": one.verdict[:_LONGEST]} for one in changed]
+        rows = [{**msgspec.structs.asdict(one), "verdict": one.verdict[:_MAX_TEXT]} for one in changed]
         connection.execute(silence.insert(), rows)

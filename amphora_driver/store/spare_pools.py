@@ -30,7 +30,7 @@ ROLE = "SPARE"
 _NAMESPACE = uuid.UUID("6d0f2a4e-6a55-4f0c-9a0b-0f6a1f5c2b7d")
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a pool keeps: how many machines (None: as configured) of which kind."""
 
     number: int | None = None
@@ -52,7 +52,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return Profile(**{name: getattr(self, name) for name in self.__struct_fields__ if name != "number"})
 
 
-class Stock(msgspec.Struct, frozen=True, kw_only=True):
+class SparePoolState(msgspec.Struct, frozen=True, kw_only=True):
     """A pool as its own job sees it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
         sees: whether silence means anything: the health managers hear, and there is no mass failure.
     """
 
-    spec: Spec
+    spec: SparePoolSpec
     number: int
     users: int
     unfit: dict[str, str] = {}
@@ -82,7 +82,7 @@ class Spare(msgspec.Struct, frozen=True, kw_only=True):
     heard_at: float | None
 
 
-def spec_of(profile: Profile, compute: str | None, network: str | None, configured: int) -> Spec | None:
+def spec_of(profile: Profile, compute: str | None, network: str | None, configured: int) -> SparePoolSpec | None:
     """What a load balancer's pool keeps; None if it wants no spares.
 
     Args:
@@ -93,7 +93,7 @@ def spec_of(profile: Profile, compute: str | None, network: str | None, configur
     """
     if not (configured if profile.warm_spares is None else profile.warm_spares):
         return None
-    return Spec(
+    return SparePoolSpec(
         number=profile.warm_spares,
         compute=compute,
         network=network,
@@ -105,7 +105,7 @@ def spec_of(profile: Profile, compute: str | None, network: str | None, configur
     )
 
 
-def unfit(spare: Spare, image: str | None, now: float, lasting: float) -> str | None:
+def unfit_reason(spare: Spare, image: str | None, now: float, lasting: float) -> str | None:
     """Why a spare is not to be taken; None if it may be.
 
     Args:
@@ -121,7 +121,7 @@ def unfit(spare: Spare, image: str | None, now: float, lasting: float) -> str | 
     return None
 
 
-def ready(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
+def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
     """Spares that can be taken as far as the rows say, those that were heard last first."""
     columns = (
         amphora.c.id, amphora.c.management_address, amphora.c.image, amphora.c.certificate_expires_at,
@@ -145,24 +145,26 @@ def ready(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
     return tuple(sorted(found, key=lambda one: -(one.heard_at or 0.0)))
 
 
-def heard(connection: sa.Connection) -> float | None:
+def last_heartbeat_at(connection: sa.Connection) -> float | None:
     """When any amphora at all was heard last, by the health managers' clocks; None if none ever was."""
     found: float | None = connection.execute(sa.select(sa.func.max(amphora_seen.c.seen_at))).scalar()
     return found
 
 
-def users(connection: sa.Connection, pool_id: str) -> int:
+def count_users(connection: sa.Connection, pool_id: str) -> int:
     """How many load balancers take spares from a pool."""
     counted = sa.select(sa.func.count()).where(work.c.spare_pool == pool_id)
     return int(connection.execute(counted).scalar_one())
 
 
-def pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+def list_pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """The rows of all pools."""
     return connection.execute(sa.select(work).where(work.c.op == OP).order_by(work.c.load_balancer_id)).all()
 
 
-def join(connection: sa.Connection, load_balancer_id: str, spec: Spec | None, former: str | None) -> None:
+def set_spare_pool(
+    connection: sa.Connection, load_balancer_id: str, spec: SparePoolSpec | None, former: str | None
+) -> None:
     """Have a load balancer take its spares from the pool that keeps these, which is made if there is none.
 
     Args:
@@ -173,12 +175,12 @@ def join(connection: sa.Connection, load_balancer_id: str, spec: Spec | None, fo
     """
     sought = None if spec is None else spec.id
     for pool_id in sorted({one for one in (former, sought) if one is not None}):
-        if not wake(connection, pool_id) and spec is not None and pool_id == sought:
-            _make(connection, spec)
+        if not make_pool_due(connection, pool_id) and spec is not None and pool_id == sought:
+            _insert_pool(connection, spec)
     connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(spare_pool=sought))
 
 
-def _make(connection: sa.Connection, spec: Spec) -> None:
+def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
     # Two at the same time: the second one fails, and is tried again.
     connection.execute(
         work.insert().values(
@@ -199,13 +201,13 @@ def _make(connection: sa.Connection, spec: Spec) -> None:
     )
 
 
-def wake(connection: sa.Connection, pool_id: str) -> bool:
+def make_pool_due(connection: sa.Connection, pool_id: str) -> bool:
     """Have a pool looked at at once; False if there is none."""
     due = work.update().where(work.c.load_balancer_id == pool_id, work.c.op == OP).values(dirty=True, free_at=URGENT)
     return bool(connection.execute(due).rowcount)
 
 
-def take(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer_id: str, role: str) -> bool:
+def assign_spare(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer_id: str, role: str) -> bool:
     """Give a spare to a load balancer; False if it is not there to be taken any more.
 
     Args:
@@ -215,7 +217,7 @@ def take(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer
         load_balancer_id: whose it becomes.
         role: what it becomes there.
     """
-    wake(connection, pool_id)
+    make_pool_due(connection, pool_id)
     taken = connection.execute(
         amphora.update()
         .where(
@@ -228,7 +230,7 @@ def take(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer
     return bool(taken.rowcount)
 
 
-def retire(connection: sa.Connection, amphora_id: str, pool_id: str, reason: str) -> None:
+def retire_spare(connection: sa.Connection, amphora_id: str, pool_id: str, reason: str) -> None:
     """Let nobody take an amphora of a pool any more; it is removed after this.
 
     Args:
@@ -244,7 +246,7 @@ def retire(connection: sa.Connection, amphora_id: str, pool_id: str, reason: str
     )
 
 
-def disband(connection: sa.Connection, pool_id: str) -> bool:
+def delete_unused_pool(connection: sa.Connection, pool_id: str) -> bool:
     """Remove the row of a pool that nobody uses and that has no amphorae; False if somebody came meanwhile.
 
     Args:
@@ -252,6 +254,6 @@ def disband(connection: sa.Connection, pool_id: str) -> bool:
         pool_id: which one.
     """
     left = sa.select(sa.func.count()).where(amphora.c.load_balancer_id == pool_id)
-    if users(connection, pool_id) or connection.execute(left).scalar_one():
+    if count_users(connection, pool_id) or connection.execute(left).scalar_one():
         return False
     return bool(connection.execute(work.delete().where(work.c.load_balancer_id == pool_id, work.c.op == OP)).rowcount)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CHUNK = 500
 
 
-class Due(msgspec.Struct, frozen=True, kw_only=True):
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """One report Octavia has not taken yet."""
 
     object_id: str
@@ -72,7 +72,7 @@ _RECORDED_OF = sa.select(status.c.object_id, status.c.operating, status.c.provis
 )
 
 
-def _settling(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
+def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
     """What changes with an object whose wait is over, or for `_failing` goes on.
 
     In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
@@ -100,7 +100,7 @@ _WELL = (
         _OURS, sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning == Provisioning.ERROR.value))
     )
     .ordered_values(
-        *_settling(
+        *_provisioning_change(
             sa.case((_GONE, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
             sa.case((_GONE, status.c.reason), else_=None),
         ),
@@ -116,12 +116,12 @@ _FAILED = (
         sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning != Provisioning.ERROR.value)),
         ~_GONE,
     )
-    .ordered_values(*_settling(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_OVER)
+    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_OVER)
 )
 _FAILING = (
     status.update()
     .where(_OURS, _WAITS)
-    .ordered_values(*_settling(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
+    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
 )
 _TAKEN = (
     status.update()
@@ -132,7 +132,7 @@ _FORGET = status.delete().where(status.c.object_id.in_(_IDS))
 _FORGET_WANTED = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
 
 
-def expect(
+def expect_confirmation(
     connection: sa.Connection,
     load_balancer_id: str,
     generation: int,
@@ -174,7 +174,7 @@ def expect(
         connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
-def confirm(
+def confirm_generation(
     connection: sa.Connection,
     load_balancer_id: str,
     generation: int,
@@ -201,15 +201,15 @@ def confirm(
     else:
         connection.execute(_WELL, common)
     if certain or first:
-        _conclude(connection, load_balancer_id, certain, first)
+        _write_confirmed_statuses(connection, load_balancer_id, certain, first)
 
 
-def fail(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
+def fail_generation(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
     """Nothing came of `generation` for now: what waited for it becomes ERROR, and still waits."""
     connection.execute(_FAILING, {"of": load_balancer_id, "upto": generation, "now": time.time(), "why": reason})
 
 
-def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
+def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write down operating statuses that differ from the recorded ones; returns how many did."""
     # One order for everybody, so that two writers wait for each other instead of deadlocking.
     ordered = sorted(seen, key=lambda one: one.object_id)
@@ -219,7 +219,7 @@ def observe(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Obs
     )
 
 
-def due(connection: sa.Connection, limit: int, after: str = "") -> list[Due]:
+def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> list[StatusReport]:
     """What may be reported now, load balancer by load balancer, children before the load balancer itself.
 
     Args:
@@ -248,7 +248,7 @@ def due(connection: sa.Connection, limit: int, after: str = "") -> list[Due]:
         operating = None if row.operating is None else Operating(row.operating)
         if provisioning is not None or operating is not None:
             found.append(
-                Due(
+                StatusReport(
                     object_id=row.object_id,
                     kind=Kind(row.kind),
                     load_balancer_id=row.load_balancer_id,
@@ -260,7 +260,7 @@ def due(connection: sa.Connection, limit: int, after: str = "") -> list[Due]:
     return found
 
 
-def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
+def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) -> None:
     """Octavia has taken these; an object it was told is DELETED is forgotten."""
     by_version: dict[int, list[str]] = defaultdict(list)
     for report in reports:
@@ -272,7 +272,7 @@ def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
-            _forget(connection, report.object_id)
+            _delete_load_balancer_rows(connection, report.object_id)
     gone = [report.object_id for report in deleted]
     for start in range(0, len(gone), _CHUNK):
         chunk = gone[start : start + _CHUNK]
@@ -280,7 +280,7 @@ def taken(connection: sa.Connection, reports: Sequence[Due]) -> None:
         connection.execute(_FORGET_WANTED, {"ids": chunk})
 
 
-def operating_of(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
+def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
     """The recorded operating status of load balancers; OFFLINE, Octavia's own first word, where none is recorded."""
     rows = connection.execute(
         sa.select(status.c.object_id, status.c.operating).where(status.c.object_id.in_(load_balancer_ids))
@@ -308,7 +308,7 @@ def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Seque
     return len(differing)
 
 
-def _conclude(
+def _write_confirmed_statuses(
     connection: sa.Connection, load_balancer_id: str, certain: Sequence[Observation], first: Sequence[Observation]
 ) -> None:
     """Write operating statuses that follow from a confirmation, where nothing else was written meanwhile.
@@ -336,7 +336,7 @@ def _conclude(
         connection.execute(_CONCLUDE, differing)
 
 
-def _forget(connection: sa.Connection, load_balancer_id: str) -> None:
+def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
     """Octavia knows that the load balancer is gone: nothing of it is kept."""
     for table in (status, wanted_object, secret, work, request, listener_statistics):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))

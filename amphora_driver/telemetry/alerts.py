@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from amphora_driver.store.circuit_breaker import BLIND
-from amphora_driver.store.process_registry import EVERY, Kind
+from amphora_driver.store.process_registry import HEARTBEAT_INTERVAL, ProcessKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.fleet_snapshot import Balancer, Fleet, Machine
 
 # Seconds after which a process that has said nothing is taken for gone.
-_GONE_AFTER = 5 * EVERY
+_GONE_AFTER = 5 * HEARTBEAT_INTERVAL
 # Seconds a job may be due, a status may wait for Octavia, and a user for a change, before somebody should look.
 _LATE = 30.0
 _VERY_LATE = 300.0
@@ -32,9 +32,9 @@ _MONTH = 30 * _DAY
 # The part of its life after which an amphora's certificate is late.
 _OLD = 0.75
 _GONE = {
-    Kind.CONTROLLER.value: "no controller runs: nothing is changed, replaced or repaired",
-    Kind.HEALTH_MANAGER.value: "no health manager runs: nobody hears the amphorae",
-    Kind.PROVIDER_AGENT.value: "no provider agent runs: Octavia is told nothing",
+    ProcessKind.CONTROLLER.value: "no controller runs: nothing is changed, replaced or repaired",
+    ProcessKind.HEALTH_MANAGER.value: "no health manager runs: nobody hears the amphorae",
+    ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia is told nothing",
 }
 # So many alike are shown one by one; of more than that, so many.
 _MOST_ALIKE = 4
@@ -183,7 +183,7 @@ def _processes(fleet: Fleet) -> Iterator[Notice]:
     for process in fleet.processes:
         if fleet.at - process.seen_at > _GONE_AFTER and process.kind in alive:
             yield _fleet(Level.WATCH, f"{process.kind} {process.name} has said nothing more", process.seen_at)
-    controllers = [one for one in fleet.processes if one.kind == Kind.CONTROLLER.value]
+    controllers = [one for one in fleet.processes if one.kind == ProcessKind.CONTROLLER.value]
     if controllers and all(one.draining for one in controllers):
         yield _fleet(Level.TROUBLE, "every controller is draining: nothing new is taken up")
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from amphora_driver.database import clock, tables, tables_fleet
 from amphora_driver.store import circuit_breaker, spare_pools
 from amphora_driver.store.requests import Op
-from amphora_driver.store.spare_pools import Spec
+from amphora_driver.store.spare_pools import SparePoolSpec
 from amphora_driver.telemetry.fleet_snapshot import (
     SPARE,
     Authority,
@@ -61,7 +61,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 _body = msgspec.json.Decoder(_Body).decode
-_spec = msgspec.json.Decoder(Spec).decode
+_spec = msgspec.json.Decoder(SparePoolSpec).decode
 
 _WORK = tables.work
 _STATUS = tables.status
@@ -207,7 +207,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> Fleet:
     machines = connection.execute(_AMPHORAE).all()
     accepted = {row.load_balancer_id: row.accepted_at for row in connection.execute(_ACCEPTED)}
     amphorae = _machines(machines, {row.load_balancer_id: row for row in rows})
-    rows_of_breaker = circuit_breaker.every(connection)
+    rows_of_breaker = circuit_breaker.read_breaker_rows(connection)
     outbox = connection.execute(_OUTBOX).one()
     return Fleet(
         at=now,
@@ -232,7 +232,7 @@ def _of(kind: Any, row: Any) -> Any:
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__})
 
 
-def _breaker(rows: Mapping[str, circuit_breaker.Row]) -> Breaker:
+def _breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> Breaker:
     """What is so of all its rows: an operator goes before the automatic."""
     automatic, operator = rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.OPERATOR)
     found = Breaker()
@@ -250,7 +250,7 @@ def _breaker(rows: Mapping[str, circuit_breaker.Row]) -> Breaker:
     return msgspec.structs.replace(found, **held)
 
 
-def _sight(row: circuit_breaker.Row | None) -> Sight:
+def _sight(row: circuit_breaker.BreakerRow | None) -> Sight:
     return Sight() if row is None else Sight(state=row.state, since=row.since, reason=row.reason)
 
 

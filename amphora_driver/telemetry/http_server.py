@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amphora_driver.store.process_registry import Kind, version
+from amphora_driver.store.process_registry import ProcessKind, installed_version
 from amphora_driver.telemetry.handlers import Answer, Answers, TokenFile, refused
 from amphora_driver.telemetry.http_request import LONGEST_HEAD, Refused, parse
 from amphora_driver.telemetry.snapshot_cache import Looking, read_only
@@ -278,9 +278,12 @@ class Telemetry:
         does_its_duty: whether it does; asked by whoever watches the process.
     """
 
-    def __init__(self, conf: ConfigOpts, kind: Kind, name: str, does_its_duty: Callable[[], bool]) -> None:
+    def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, does_its_duty: Callable[[], bool]) -> None:
         options = conf.status
-        ports = {Kind.HEALTH_MANAGER: options.health_bind_port, Kind.PROVIDER_AGENT: options.provider_agent_port}
+        ports = {
+            ProcessKind.HEALTH_MANAGER: options.health_bind_port,
+            ProcessKind.PROVIDER_AGENT: options.provider_agent_port,
+        }
         port = ports.get(kind, options.bind_port)
         self._looking: Looking | None = None
         self.server: StatusServer | NoServer = NoServer()
@@ -289,7 +292,7 @@ class Telemetry:
         who = Who(
             kind=kind.value,
             name=name,
-            version=version(),
+            version=installed_version(),
             interval=conf.health.interval,
             silent_after=conf.failover.silent_after,
         )

@@ -30,7 +30,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_driver.database.engine import Database
 from amphora_driver.host import detached_process
 from amphora_driver.store import process_registry
-from amphora_driver.store.process_registry import Kind
+from amphora_driver.store.process_registry import ProcessKind
 
 pytestmark = pytest.mark.root
 AGENT_PORT, METRICS_PORT, IDLE_AGENT_PORT = 9443, 9102, 15558
@@ -275,8 +275,12 @@ def test_idle_daemons_do_their_duty(made, room):
     daemons = {one["name"]: one for one in made.processes()}
     database = Database(f"sqlite:///{room.place}/etc/store.sqlite")
     signs = {
-        "amphora-controller": lambda: database.read(lambda c: process_registry.every(c, Kind.CONTROLLER)),
-        "amphora-health-manager": lambda: database.read(lambda c: process_registry.every(c, Kind.HEALTH_MANAGER)),
+        "amphora-controller": lambda: database.read(
+            lambda c: process_registry.list_processes(c, ProcessKind.CONTROLLER)
+        ),
+        "amphora-health-manager": lambda: database.read(
+            lambda c: process_registry.list_processes(c, ProcessKind.HEALTH_MANAGER)
+        ),
         "amphora-agent": lambda: room.run(listens, IDLE_AGENT_PORT),
     }
     assert set(signs) == set(daemons)

@@ -65,7 +65,7 @@ def differences(ours, octavias):
 def recorded(cloud, balancer):
     """Our rows of a load balancer: for each object (kind, id) its fields, without those that say nothing."""
     tree = cloud.database.read(lambda connection: desired_objects.load_tree(connection, balancer.id))
-    return {(desired_objects.kind_of(node).value, node.id): _ours(node) for node in desired_objects.flatten(tree)}
+    return {(desired_objects.kind_of(node).value, node.id): _ours(node) for node in desired_objects.iter_subtree(tree)}
 
 
 def _ours(node):

@@ -110,11 +110,13 @@ class Cloud:
     @contextmanager
     def without_automatic_failover(self):
         """No amphora is replaced unasked in this block: a test may keep one silent for as long as it likes."""
-        self.database.write(lambda c: circuit_breaker.hold(c, "a test keeps an amphora silent", self.database.now()))
+        self.database.write(
+            lambda c: circuit_breaker.hold_breaker_open(c, "a test keeps an amphora silent", self.database.now())
+        )
         try:
             yield
         finally:
-            self.database.write(lambda c: circuit_breaker.close(c, "the test is over", self.database.now()))
+            self.database.write(lambda c: circuit_breaker.close_breaker(c, "the test is over", self.database.now()))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Cloud:
                 return True
             told = row.applied >= row.generation and row.committed >= row.generation and not row.read_back
             return told and not any(
-                one.load_balancer_id == load_balancer_id for one in status_outbox.due(connection, 100)
+                one.load_balancer_id == load_balancer_id for one in status_outbox.list_due_reports(connection, 100)
             )
 
         deadline = time.monotonic() + PATIENCE

@@ -254,8 +254,8 @@ class Lab:
                 # A pool is looked after for ever; what is to be in it the test itself asks.
                 work.c.op != spare_pools.OP,
             )
-            said = [(one.object_id, one.provisioning) for one in status_outbox.due(connection, 100)]
-            replacing = [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
+            said = [(one.object_id, one.provisioning) for one in status_outbox.list_due_reports(connection, 100)]
+            replacing = [("is being replaced", one.amphora_id) for one in failovers.list_open_failovers(connection)]
             return [tuple(row) for row in connection.execute(busy)] + said + replacing
 
         return self.database.read(read)
@@ -277,7 +277,7 @@ class Lab:
                 },
                 values(tables.amphora_seen.c.amphora_id),
                 values(tables.orphan.c.id),
-                {row.load_balancer_id for row in spare_pools.pools(connection)},
+                {row.load_balancer_id for row in spare_pools.list_pools(connection)},
             )
 
         amphorae, ports, owned, seen, noted, pools = self.database.read(read)

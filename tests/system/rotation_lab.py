@@ -157,16 +157,16 @@ class Fleet:
     def rotate(self, most, **selection):
         """Ask for a rotation as the command does; returns its number."""
         wanted = rotations.Selection(**selection)
-        return self.database.write(lambda c: rotations.ask(c, wanted, most, "a test")).id
+        return self.database.write(lambda c: rotations.request_rotation(c, wanted, most, "a test")).id
 
     def rotation(self, number):
-        return self.database.read(lambda c: rotations.get(c, number))
+        return self.database.read(lambda c: rotations.get_rotation(c, number))
 
     def counts(self, number):
-        return self.database.read(lambda c: rotations.counts(c, number))
+        return self.database.read(lambda c: rotations.count_items(c, number))
 
     def items(self, number):
-        return self.database.read(lambda c: rotations.items(c, number))
+        return self.database.read(lambda c: rotations.list_items(c, number))
 
     def ended(self, number, seconds):
         """Wait until it has ended; one that is paused meanwhile says why."""

@@ -128,7 +128,7 @@ def canaries(cloud, authority_keys):
     users = {"default": DEFAULT, "sni": SNI, "client": CLIENT, "passphrase-protected": SEALED, "refused": MISMATCHED}
     vault = Vault.load(str(etc / "encryption.keys"))
     kept = cloud.database.read(lambda c: c.execute(sa.select(secret).where(secret.c.purpose == "tickets")).all())
-    seeds = [vault.open(row.sealed, sealed_secrets.place(ticket_secret_name(row.object_id))) for row in kept]
+    seeds = [vault.open(row.sealed, sealed_secrets.secret_location(ticket_secret_name(row.object_id))) for row in kept]
     assert len(seeds) == 1
     heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
     derived = base64.b64decode(ticket_keys(seeds[0]).reveal().splitlines()[1])
@@ -267,14 +267,16 @@ def with_agents(settings, ask):
 def failed_in_the_controller(cloud, balancer, listener):
     """A secret that cannot be read when it is opened: the fault is in a frame that has it in clear."""
     vault = Vault.load(str(cloud.settings.etc / "encryption.keys"))
-    before = cloud.database.read(lambda c: sealed_secrets.of_load_balancer(c, balancer.id))
+    before = cloud.database.read(lambda c: sealed_secrets.load_secrets(c, balancer.id))
     (name,) = [one for one in before if one.ref == "sni"]
-    spoilt = vault.seal(Secret(SNI.pem.encode() + b"\xff"), sealed_secrets.place(name))
-    cloud.database.write(lambda c: sealed_secrets.put(c, balancer.id, {name: sealed_secrets.Sealed(content=spoilt)}))
+    spoilt = vault.seal(Secret(SNI.pem.encode() + b"\xff"), sealed_secrets.secret_location(name))
+    cloud.database.write(
+        lambda c: sealed_secrets.replace_secrets(c, balancer.id, {name: sealed_secrets.SealedSecret(content=spoilt)})
+    )
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="renamed")
     cloud.until(lambda: state(cloud, listener) == "ERROR", "it is noticed")
     cloud.active(balancer.id)
-    cloud.database.write(lambda c: sealed_secrets.put(c, balancer.id, {name: before[name]}))
+    cloud.database.write(lambda c: sealed_secrets.replace_secrets(c, balancer.id, {name: before[name]}))
 
 
 def said(cloud, words):
@@ -346,7 +348,7 @@ def rotated(cloud, balancer):
     cloud.put(f"listeners/{listener.id}", {"listener": {"sni_container_refs": ["sni", "sealed"]}})
     cloud.active(balancer.id)
     vault = Vault.load(str(path))
-    kept = cloud.database.read(lambda c: sealed_secrets.of_load_balancer(c, balancer.id))
+    kept = cloud.database.read(lambda c: sealed_secrets.load_secrets(c, balancer.id))
     places = {name.ref: vault.key_index(one.content) for name, one in kept.items()}
     assert (places["sni"], places["client"]) == (0, 1), "the API process has taken the new key up"
     assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
@@ -355,7 +357,7 @@ def rotated(cloud, balancer):
 def authorities_rotated(cloud, balancer):
     """Both authorities are replaced by new ones; returns their keys, and all that the command has said."""
     settings, said_by_it = cloud.settings, []
-    for kind in ca_records.Kind:
+    for kind in ca_records.CaKind:
         done = subprocess.run(
             [Path(sys.executable).with_name("amphoractl"), "-vvv", "authority", "rotate", "--kind", kind.value],
             env={**os.environ, config.FILE_VARIABLE: str(settings.our_configuration)},
@@ -366,15 +368,15 @@ def authorities_rotated(cloud, balancer):
         assert done.returncode == 0, done.stderr
         said_by_it.append(done.stdout + done.stderr)
     vault = Vault.load(str(settings.etc / "encryption.keys"))
-    recorded = cloud.database.read(lambda c: ca_records.every(c, gone=True))
+    recorded = cloud.database.read(lambda c: ca_records.list_cas(c, gone=True))
     keys = {
-        one.id: vault.open(one.sealed_key, ca_records.key_place(one.kind, one.certificate))
+        one.id: vault.open(one.sealed_key, ca_records.key_location(one.kind, one.certificate))
         for one in recorded
         if one.sealed_key is not None
     }
     assert len(keys) == 2
     cloud.until(
-        lambda: {one.state for one in cloud.database.read(ca_records.every)} == {ca_records.State.CURRENT},
+        lambda: {one.state for one in cloud.database.read(ca_records.list_cas)} == {ca_records.CaState.CURRENT},
         "both rotations have ended",
     )
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="after a rotation")

@@ -29,7 +29,7 @@ from amphora_driver.errors import AgentError, AgentUntrusted
 from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import Kind, State
+from amphora_driver.store.ca_records import CaKind, CaState
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
@@ -153,26 +153,26 @@ def test_one_whose_certificate_has_expired_is_enrolled_again(lab, witness):
 
 def phase_of(lab, kind):
     """The phase in which a rotation is; None when it has ended."""
-    found = {one.state for one in lab.database.read(ca_records.every) if one.kind is kind}
-    return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
+    found = {one.state for one in lab.database.read(ca_records.list_cas) if one.kind is kind}
+    return next((state for state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) if state in found), None)
 
 
-@pytest.mark.parametrize("kind", [Kind.CONTROLLER, Kind.AMPHORA])
+@pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
 def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     cloud, balancer = lab.cloud, witness.balancer
     amphora_id = only(lab, balancer)
-    ask(lab, amphora_id, by_files=kind is Kind.CONTROLLER)
+    ask(lab, amphora_id, by_files=kind is CaKind.CONTROLLER)
     looks, moved = f"Authority-{kind.value}-before", f"Authority-{kind.value}-marked"
     lab.hold(looks)
     lab.hold(moved)
     begun = amphoractl(lab, "authority", "rotate", "--kind", kind.value)
     assert begun["State"] == "next"
     booted = cloud.balancers.create_load_balancer(name=f"meanwhile-{kind.value}", vip_subnet_id=balancer.vip_subnet_id)
-    assert phase_of(lab, kind) is State.NEXT
+    assert phase_of(lab, kind) is CaState.NEXT
     changed(lab, balancer, 10)
     lab.arm(looks)
     cloud.until(lambda: looks not in lab.armed(), "whoever looks dies")
-    for number, phase in enumerate((State.FORMER, State.LEAVING, None), start=11):
+    for number, phase in enumerate((CaState.FORMER, CaState.LEAVING, None), start=11):
         # Who has moved it on waits, and dies then: nothing but that is written down.
         lab.held(moved)
         assert phase_of(lab, kind) is phase
@@ -188,11 +188,11 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
     cloud.active(booted.id)
     lab.settled()
     assert only(lab, balancer) == amphora_id, "nothing was failed over"
-    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
-    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+    (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)
     for each in (amphora_id, *cloud.amphorae(booted)):
         row = row_of(lab, each)
-        if kind is Kind.CONTROLLER:
+        if kind is CaKind.CONTROLLER:
             assert row.trusts.split("/")[0] == str(now.id)
         else:
             assert row.certificate_authority == now.id
@@ -205,7 +205,7 @@ def test_an_authority_is_replaced_wherever_controllers_die(lab, witness, kind):
 def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, witness):
     """Both authorities were rotated: what is left of the files is worth nothing to anybody."""
     etc, cloud = lab.settings.etc, lab.cloud
-    if len([one for one in lab.database.read(ca_records.every) if one.state is State.CURRENT]) < 2:
+    if len([one for one in lab.database.read(ca_records.list_cas) if one.state is CaState.CURRENT]) < 2:
         pytest.skip("needs the rotations before")
     away = etc / "away"
     away.mkdir()
@@ -222,9 +222,9 @@ def test_files_are_needed_no_more_and_the_next_rotation_begins_from_rows(lab, wi
     assert cloud.answers(made.vip_address, 2) == {"member1": 2}
     first = amphoractl(lab, "authority", "list", "--all")
     assert amphoractl(lab, "authority", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
-    cloud.until(lambda: phase_of(lab, Kind.AMPHORA) is None, "the next rotation has ended")
+    cloud.until(lambda: phase_of(lab, CaKind.AMPHORA) is None, "the next rotation has ended")
     changed(lab, witness.balancer, 7)
-    keys = lab.database.read(lambda c: ca_records.every(c, gone=True))
-    assert [one.sealed_key is None for one in keys] == [one.state is State.GONE for one in keys], "erased"
+    keys = lab.database.read(lambda c: ca_records.list_cas(c, gone=True))
+    assert [one.sealed_key is None for one in keys] == [one.state is CaState.GONE for one in keys], "erased"
     for name in names:
         shutil.move(away / name, etc / name)

@@ -169,8 +169,10 @@ def test_an_answer_that_was_never_noted_and_renders_otherwise_now(cloud, stack, 
 
     def forget_the_answer(connection):
         found = connection.execute(sa.select(tables.work.c.generation).where(mine)).scalar_one()
-        listener = desired_objects.load(connection, Kind.LISTENER, cloud.listener_of(balancer).id)
-        desired_objects.update(connection, found, [msgspec.structs.replace(listener, timeout_client_data=61_000)])
+        listener = desired_objects.load_object(connection, Kind.LISTENER, cloud.listener_of(balancer).id)
+        desired_objects.update_objects(
+            connection, found, [msgspec.structs.replace(listener, timeout_client_data=61_000)]
+        )
         connection.execute(tables.work.update().where(mine).values(applied=found - 1, dirty=True, free_at=0.0))
         connection.execute(tables.amphora.update().where(its_amphora).values(confirmed=found - 1))
         return found

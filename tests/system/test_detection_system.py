@@ -107,11 +107,11 @@ def rows(cloud):
 
 
 def breaker(cloud, name=circuit_breaker.AUTOMATIC):
-    return cloud.database.read(circuit_breaker.every).get(name)
+    return cloud.database.read(circuit_breaker.read_breaker_rows).get(name)
 
 
 def silent(cloud):
-    return {row.amphora_id: row for row in cloud.database.read(silent_amphorae.every)}
+    return {row.amphora_id: row for row in cloud.database.read(silent_amphorae.list_silent_amphorae)}
 
 
 def seeing(cloud):
@@ -189,7 +189,7 @@ def test_a_dead_amphora_is_replaced_unasked(cloud, balancer):
     cloud.until(lambda: old not in cloud.amphorae(balancer), "the dead one is gone", 90)
     cloud.online(balancer.id)
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
-    words = [one.word for one in cloud.database.read(lambda c: failovers.events(c, row.id))]
+    words = [one.word for one in cloud.database.read(lambda c: failovers.list_failover_events(c, row.id))]
     assert {"begun", "found"} <= set(words)
     assert len(rows(cloud)) == 1
     seeing(cloud)

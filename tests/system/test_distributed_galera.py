@@ -21,7 +21,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard
 from amphora_driver.store import amphorae
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 BALANCERS = [f"lb{number}" for number in range(6)]
@@ -85,7 +85,7 @@ class Workers:
 
 def accept(database, name, failed):
     """One host's API: every call goes to one of the load balancers the other host is asked about too."""
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     try:
         for number in range(CALLS):
             intents.update(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
@@ -96,7 +96,7 @@ def accept(database, name, failed):
 
 def test_nothing_is_lost_and_nothing_is_done_twice(nodes):
     for number, one in enumerate(BALANCERS):
-        intents = Intents(nodes[number % 2], lambda node: None)
+        intents = RequestRecorder(nodes[number % 2], lambda node: None)
         intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
     workers, failed = Workers(), []
     controllers = [
@@ -170,7 +170,7 @@ def lagging(here, there):
 def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
     """The node has received the claim of the other one and not applied it: the lease looks valid there."""
     here, there = nodes
-    intents = Intents(here, lambda node: None)
+    intents = RequestRecorder(here, lambda node: None)
     intents.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
     here.write(lambda c: amphorae.record(c, "late-amphora", "late", "SINGLE", b"key"))
     # A lease of no length has ended when the next controller looks.

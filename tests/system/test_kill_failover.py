@@ -18,7 +18,7 @@ from amphora_driver.database.tables import work
 from amphora_driver.host import namespaces
 from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae, failovers, rotations, spare_pools
-from amphora_driver.store.failovers import Cause, Why
+from amphora_driver.store.failovers import Cause, FailoverTrigger
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
@@ -112,9 +112,9 @@ def was_replaced(lab, balancer, *former, cause, number=1):
 
 def operator_replaces(lab, balancer, amphora_id):
     """What `amphoractl amphora failover` writes."""
-    why = Why(cause=Cause.OPERATOR, reason="an operator wants it", asked_by="test")
+    why = FailoverTrigger(cause=Cause.OPERATOR, reason="an operator wants it", asked_by="test")
     now = lab.database.now()
-    begun = lab.database.write(lambda c: failovers.begin(c, balancer.id, [amphora_id], why, now))
+    begun = lab.database.write(lambda c: failovers.open_failovers(c, balancer.id, [amphora_id], why, now))
     assert begun == 1
 
 
@@ -194,7 +194,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     pool_id = lab.database.read(lambda c: c.execute(its_pool).scalar_one())
 
     def ready():
-        return {one.id for one in lab.database.read(lambda c: spare_pools.ready(c, pool_id))}
+        return {one.id for one in lab.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))}
 
     (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
     (former,) = cloud.amphorae(balancer)
@@ -216,7 +216,7 @@ def test_a_warm_spare(lab, cloud, flavored):
     cloud.gone(balancer.id)
     lab.reached()
     lab.settled()
-    assert lab.database.read(spare_pools.pools) == [], "nobody uses it any more"
+    assert lab.database.read(spare_pools.list_pools) == [], "nobody uses it any more"
 
 
 def test_a_rotation(lab, cloud):
@@ -224,17 +224,17 @@ def test_a_rotation(lab, cloud):
     former = {one.id: cloud.amphorae(one) for one in balancers}
     lab.arm("rotation-written", "rotation-moved", "failover-written", *steps("Record", "Push", "Release"))
     chosen = rotations.Selection(everything=True, load_balancers=tuple(former))
-    asked = lab.database.write(lambda c: rotations.ask(c, chosen, 1, "test"))
+    asked = lab.database.write(lambda c: rotations.request_rotation(c, chosen, 1, "test"))
 
     def ended():
-        found = lab.database.read(lambda c: rotations.get(c, asked.id))
-        assert found.state is not rotations.State.PAUSED, found.reason
+        found = lab.database.read(lambda c: rotations.get_rotation(c, asked.id))
+        assert found.state is not rotations.RotationState.PAUSED, found.reason
         return found.ended_at is not None
 
     cloud.until(ended, "the rotation has ended", 240)
     assert lab.armed() == set()
     lab.settled()
-    items = lab.database.read(lambda c: rotations.items(c, asked.id))
+    items = lab.database.read(lambda c: rotations.list_items(c, asked.id))
     assert [one.state for one in items] == [rotations.ItemState.DONE] * 2
     for one in balancers:
         was_replaced(lab, one, *former[one.id], cause="rotation")

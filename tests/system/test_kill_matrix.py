@@ -100,7 +100,7 @@ def test_update(lab, cloud, victim):
 
 
 def recorded_weight(lab, member_id):
-    return lab.database.read(lambda c: desired_objects.load(c, Kind.MEMBER, member_id)).weight
+    return lab.database.read(lambda c: desired_objects.load_object(c, Kind.MEMBER, member_id)).weight
 
 
 def test_batch(lab, cloud, victim):

@@ -132,7 +132,7 @@ def sees_for(lab, seconds):
     """Wait until the detector has seen for so long without being blind in between."""
 
     def ask():
-        sight = lab.database.read(circuit_breaker.every).get(circuit_breaker.SIGHT)
+        sight = lab.database.read(circuit_breaker.read_breaker_rows).get(circuit_breaker.SIGHT)
         now = lab.database.now()
         return sight is not None and sight.state == circuit_breaker.SEEING and now - sight.since > seconds
 

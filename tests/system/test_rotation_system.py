@@ -22,7 +22,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty, work
 from amphora_driver.sandbox import demo
 from amphora_driver.store import process_registry, rotations
-from amphora_driver.store.rotations import State
+from amphora_driver.store.rotations import RotationState
 
 pytestmark = pytest.mark.root
 
@@ -111,10 +111,10 @@ def balancers(fleet, request):
 def nothing_goes_on(fleet):
     """What a test that failed has left goes no further than that."""
     yield
-    left = fleet.database.read(rotations.active)
-    if left is not None and left.state is not State.ABORTED:
-        fleet.database.write(lambda c: rotations.abort(c, left.id))
-    Cloud.until(lambda: fleet.database.read(rotations.active) is None, "no rotation goes on", PATIENCE)
+    left = fleet.database.read(rotations.get_active_rotation)
+    if left is not None and left.state is not RotationState.ABORTED:
+        fleet.database.write(lambda c: rotations.abort_rotation(c, left.id))
+    Cloud.until(lambda: fleet.database.read(rotations.get_active_rotation) is None, "no rotation goes on", PATIENCE)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def second_controller(stack, fleet):
 
 
 def controllers(fleet):
-    rows = fleet.database.read(lambda c: process_registry.every(c, process_registry.Kind.CONTROLLER))
+    rows = fleet.database.read(lambda c: process_registry.list_processes(c, process_registry.ProcessKind.CONTROLLER))
     return {row.name: row for row in rows}
 
 
@@ -177,7 +177,7 @@ def test_paused_resumed_aborted_and_taken_up_again_under_load(fleet, balancers, 
         first = fleet.ctl("rotate", "--all", "--max-unavailable", "2")["ID"]
         Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two have begun", PATIENCE)
         # By the rows, as the commands do it: on a machine that is very busy a command takes many seconds to start.
-        fleet.database.write(lambda c: rotations.pause(c, first, "a test paused it"))
+        fleet.database.write(lambda c: rotations.pause_rotation(c, first, "a test paused it"))
         Cloud.until(lambda: "running" not in fleet.counts(first), "what has begun is finished", PATIENCE)
         paused = fleet.counts(first)
         assert paused == {"done": 2, "waiting": NUMBER - 2}
@@ -186,9 +186,9 @@ def test_paused_resumed_aborted_and_taken_up_again_under_load(fleet, balancers, 
         assert shown["Load balancers"] == paused, "nothing was begun while it was paused"
         assert shown["Seconds each"] > 0
 
-        fleet.database.write(lambda c: rotations.resume(c, first))
+        fleet.database.write(lambda c: rotations.resume_rotation(c, first))
         Cloud.until(lambda: fleet.counts(first).get("running") == 2, "it goes on", 30)
-        fleet.database.write(lambda c: rotations.abort(c, first))
+        fleet.database.write(lambda c: rotations.abort_rotation(c, first))
         assert fleet.ended(first, PATIENCE).state.value == "aborted"
         assert fleet.counts(first) == {"done": 4, "skipped": NUMBER - 4}
 
@@ -217,7 +217,7 @@ def test_a_replacement_that_fails_pauses_it(fleet, balancers, python):
             assert one.id in found.reason
             assert fleet.counts(number) == {"failed": 1, "waiting": 1}
         assert fleet.failovers(number) == {one.id: 1}, "nobody else had a turn"
-        fleet.database.write(lambda c: rotations.resume(c, number))
+        fleet.database.write(lambda c: rotations.resume_rotation(c, number))
         fleet.ended(number, PATIENCE)
     assert fleet.counts(number) == {"done": 2}
     now = fleet.serving([one, other])
@@ -260,25 +260,25 @@ def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack,
     number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
     drained = Cloud.until(lambda: rotating(fleet), "somebody has the duty", 30)
     # By its row, as the command does it: the rotation is to go on still when it is heard.
-    fleet.database.write(lambda c: process_registry.drain(c, drained, draining=True))
+    fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=True))
     other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
     fleet.ended(number, PATIENCE)
     query = sa.select(work.c.owner).where(work.c.owner == drained)
     Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "it has laid down its work", 60)
-    Cloud.until(lambda: drained not in fleet.database.read(process_registry.duties), "it has no duty any more", 60)
+    Cloud.until(lambda: drained not in fleet.database.read(process_registry.list_duties), "it has no duty any more", 60)
     rows = {one["Name"]: one for one in fleet.ctl("controller", "list")}
     assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
     assert rows[drained]["Jobs"] == 0
 
     # What is drained as a host stays so whatever is said of one of them, and whoever starts there.
     host, before = rows[drained]["Host"], said(stack, "it was asked to drain")
-    fleet.database.write(lambda c: process_registry.drain(c, drained, draining=False))
+    fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=False))
     Cloud.until(lambda: said(stack, "takes up work again") == 1, "it goes on", 30)
-    fleet.database.write(lambda c: process_registry.drain_host(c, host, "a test", draining=True))
+    fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=True))
     Cloud.until(lambda: said(stack, "it was asked to drain") == before + 2, "both have heard of it", 30)
     again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
     Cloud.until(lambda: rotating(fleet) is None, "nobody has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}
-    fleet.database.write(lambda c: process_registry.drain_host(c, host, "a test", draining=False))
+    fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=False))
     fleet.ended(again, PATIENCE)
     assert fleet.counts(again) == {"done": 1}

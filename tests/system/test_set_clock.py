@@ -30,7 +30,7 @@ from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import ca_records, circuit_breaker, orphans, silent_amphorae, vip_claims
-from amphora_driver.store.ca_records import State
+from amphora_driver.store.ca_records import CaState
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(900)]
 
@@ -80,7 +80,7 @@ class Lab:
 
     def replaced(self):
         """What was replaced unasked."""
-        causes = [cause.value for cause in silent_amphorae.AUTOMATIC]
+        causes = [cause.value for cause in silent_amphorae.AUTOMATIC_CAUSES]
         return self.database.read(lambda c: c.execute(sa.select(failover).where(failover.c.cause.in_(causes))).all())
 
     def sees_for(self, seconds):
@@ -88,9 +88,9 @@ class Lab:
         begun = time.monotonic()
 
         def ask():
-            rows = self.database.read(circuit_breaker.every)
+            rows = self.database.read(circuit_breaker.read_breaker_rows)
             sight = rows.get(circuit_breaker.SIGHT)
-            quiet = not self.database.read(silent_amphorae.every)
+            quiet = not self.database.read(silent_amphorae.list_silent_amphorae)
             return (
                 quiet
                 and sight is not None
@@ -231,7 +231,7 @@ def test_what_is_young_stays(lab):
     def there():
         claim = sa.select(vip_claim.c.load_balancer_id).where(vip_claim.c.load_balancer_id == claimed)
         owners = set(lab.network.owners().load_balancers)
-        noted = lab.database.read(lambda c: orphans.noted(c, orphans.Thing.VIP, "local"))
+        noted = lab.database.read(lambda c: orphans.read_orphans(c, orphans.OrphanKind.VIP, "local"))
         kept = lab.database.read(lambda c: c.scalar(claim))
         return kept == claimed, {claimed, lost} <= owners, lost in noted
 
@@ -289,8 +289,8 @@ def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
     begun = lab.amphoractl("authority", "rotate", "--kind", "controller")
 
     def over():
-        known = {one.id: one.state for one in lab.database.read(ca_records.every)}
-        return known == {begun["ID"]: State.CURRENT}
+        known = {one.id: one.state for one in lab.database.read(ca_records.list_cas)}
+        return known == {begun["ID"]: CaState.CURRENT}
 
     lab.cloud.until(over, "it is replaced", 120)
     lab.changed(balancer, 9)

@@ -18,7 +18,7 @@ from amphora_driver.database.tables import work
 from amphora_driver.host import namespaces
 from amphora_driver.queue import local_socket
 from amphora_driver.sandbox import demo, topology
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 pytestmark = pytest.mark.root
 
@@ -65,7 +65,7 @@ def connection(settings):
 def intents(cloud, settings, database):
     """The driver's own door: Octavia refuses what its users may not ask for while something is PENDING."""
     bells = str(settings.run / "bells")
-    made = Intents(database, lambda node: None)
+    made = RequestRecorder(database, lambda node: None)
 
     def ask(call, load_balancer_id):
         getattr(made, call)(load_balancer_id)

@@ -12,7 +12,7 @@ from free_ports import free_ports
 from amphora_driver import config
 from amphora_driver.host import namespaces
 from amphora_driver.sandbox import configuration
-from amphora_driver.store.process_registry import Kind
+from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry.http_server import Telemetry
 
 pytestmark = pytest.mark.root
@@ -135,7 +135,7 @@ def test_who_has_the_token_sees_it_and_nobody_else_does(settings, tmp_path):
     conf.set_override("token_file", str(token), "status")
     conf.set_override("bind_port", free_port, "status")
     address = f"http://127.0.0.1:{free_port}/"
-    with Telemetry(conf, Kind.CONTROLLER, "of-a-test", lambda: True) as telemetry:
+    with Telemetry(conf, ProcessKind.CONTROLLER, "of-a-test", lambda: True) as telemetry:
         assert telemetry.server.listening(30)
         with browsing(password="correct horse") as friend:
             friend.visit(address)

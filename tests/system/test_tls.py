@@ -119,7 +119,7 @@ def status(cloud, listener):
 
 
 def references(cloud, balancer, listener):
-    found = cloud.database.read(lambda connection: sealed_secrets.of_load_balancer(connection, balancer.id))
+    found = cloud.database.read(lambda connection: sealed_secrets.load_secrets(connection, balancer.id))
     return {name.ref for name, one in found.items() if name.object_id == listener and one.content}
 
 

@@ -22,7 +22,7 @@ from kill_lab import Witness
 from amphora_driver import config
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.store import ca_records, process_registry
-from amphora_driver.store.ca_records import Kind, State
+from amphora_driver.store.ca_records import CaKind, CaState
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 
@@ -101,7 +101,10 @@ def log_of(lab, name):
 
 def controllers(lab):
     return {
-        row.name for row in lab.database.read(lambda c: process_registry.every(c, process_registry.Kind.CONTROLLER))
+        row.name
+        for row in lab.database.read(
+            lambda c: process_registry.list_processes(c, process_registry.ProcessKind.CONTROLLER)
+        )
     }
 
 
@@ -116,26 +119,26 @@ def left_to(lab, works, rests):
     """One controller takes up nothing new any more, and all is for the other one."""
 
     def write(connection):
-        process_registry.drain(connection, rests, draining=True)
-        process_registry.drain(connection, works, draining=False)
+        process_registry.set_process_draining(connection, rests, draining=True)
+        process_registry.set_process_draining(connection, works, draining=False)
 
     lab.database.write(write)
     # They hear of it when they give their next sign of life.
-    beat = {row.name: row.beat for row in lab.database.read(process_registry.every)}
+    beat = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
 
     def heard():
-        now = {row.name: row.beat for row in lab.database.read(process_registry.every)}
+        now = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
         return all(now[one] > beat[one] + 1 for one in (works, rests))
 
     lab.cloud.until(heard, "both have heard of it")
 
 
 def phase_of(connection, kind):
-    found = {one.state for one in ca_records.every(connection) if one.kind is kind}
-    return next((state for state in (State.NEXT, State.FORMER, State.LEAVING) if state in found), None)
+    found = {one.state for one in ca_records.list_cas(connection) if one.kind is kind}
+    return next((state for state in (CaState.NEXT, CaState.FORMER, CaState.LEAVING) if state in found), None)
 
 
-@pytest.mark.parametrize("kind", [Kind.CONTROLLER, Kind.AMPHORA])
+@pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
 def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, tmp_path, kind):
     """They take turns in each step: what one has begun the other goes on with, and each talks to every amphora."""
     cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
@@ -151,7 +154,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
         assert status == 0, begun
         made, weight = [], 10
         turns = [(ours, theirs), (theirs, ours)]
-        for phase in (State.NEXT, State.FORMER, State.LEAVING, None):
+        for phase in (CaState.NEXT, CaState.FORMER, CaState.LEAVING, None):
             cloud.until(lambda p=phase: lab.database.read(lambda c: phase_of(c, kind)) is p, f"it is {phase}")
             lab.hold(looks)
             for works, rests in turns:
@@ -164,9 +167,9 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
             turns.reverse()
             assert lab.database.read(lambda c: phase_of(c, kind)) is phase
             lab.disarm()
-        lab.database.write(lambda c: process_registry.drain(c, ours, draining=False))
-    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
-    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+        lab.database.write(lambda c: process_registry.set_process_draining(c, ours, draining=False))
+    (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)
     for balancer in made:
         assert lab.replacements(balancer.id) == []
         change(lab, balancer, 1)
@@ -179,7 +182,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
 
 def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
     """The next version meets ours, which nobody has stopped: neither works with what the other one has begun."""
-    new, kind = previous.next_schema(tmp_path), Kind.CONTROLLER
+    new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
     # Beside the driver's own way to it: that one looks at the schema too.
     engine = sa.create_engine(lab.settings.database_url)
 
@@ -211,7 +214,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         lab.disarm()
         # Ours would have moved it on by now, if it did anything: it looks each second.
         time.sleep(SETTLE + 4)
-        assert phase() is State.NEXT
+        assert phase() is CaState.NEXT
         with second_controller(lab, tmp_path):
             lab.cloud.until(lambda: phase() is None, "the next version has brought it to its end")
     finally:
@@ -221,6 +224,6 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         lab.disarm()
     # The processes of ours are those from before: they have looked again.
     change(lab, witness.balancer, 51)
-    (now,) = [one for one in lab.database.read(ca_records.every) if one.kind is kind]
-    assert (now.id, now.state) == (begun["ID"], State.CURRENT)
+    (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
+    assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)
     lab.settled()

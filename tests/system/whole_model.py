@@ -278,7 +278,7 @@ def in_words(tree, text):
 
 def names(tree):
     """Every id with the word that stands for it."""
-    for node in desired_objects.flatten(tree):
+    for node in desired_objects.iter_subtree(tree):
         if isinstance(getattr(node, "type", None), str) and hasattr(node, "l7policy_id"):
             parent = next(one.name for each in tree.listeners for one in each.l7policies if one.id == node.l7policy_id)
             yield node.id, f"{parent}/{node.type}"

@@ -223,7 +223,9 @@ def _recorded(provider):
 
     def read(connection):
         ids = connection.execute(sa.select(tables.work.c.load_balancer_id)).scalars().all()
-        nodes = [node for one in ids for node in desired_objects.flatten(desired_objects.load_tree(connection, one))]
+        nodes = [
+            node for one in ids for node in desired_objects.iter_subtree(desired_objects.load_tree(connection, one))
+        ]
         kinds = [desired_objects.kind_of(node) for node in nodes]
         return {one: kinds.count(one) for one in (Kind.LOAD_BALANCER, Kind.LISTENER, Kind.POOL, Kind.MEMBER)}
 

@@ -7,7 +7,7 @@ import pytest
 
 from amphora_driver.certificates import ca_rotation
 from amphora_driver.certificates.ca_rotation import DAY, Terms, Wanted, common, controllers_in, differs, phase, trusts
-from amphora_driver.store.ca_records import Held, Kind, Recorded, State
+from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
 NOW = 2_000_000_000.0
 TERMS = Terms(validity=7 * DAY, renew_at=0.5)
@@ -16,13 +16,13 @@ FILES = trusts((), b"controllers", b"signer")
 
 def held(number=0, *, age=0.0, authority=None, trusts=FILES, **more):
     values = {"issued_at": NOW - age * DAY, "expires_at": NOW + (7 - age) * DAY, **more}
-    return Held(
+    return AmphoraCertificate(
         amphora_id=f"amphora-{number}", load_balancer_id="lb", ready=True, authority=authority, trusts=trusts, **values
     )
 
 
-def recorded(number, state, kind=Kind.CONTROLLER, changed_at=NOW - 1000):
-    return Recorded(
+def recorded(number, state, kind=CaKind.CONTROLLER, changed_at=NOW - 1000):
+    return CaRecord(
         id=number, kind=kind, state=state, certificate=b"", sealed_key=b"",
         created_at=0.0, changed_at=changed_at, expires_at=0.0,
     )  # fmt: skip
@@ -107,15 +107,15 @@ def test_those_that_were_issued_together_are_not_renewed_together():
 
 CONTROLLERS = [
     # authorities, what amphorae trust, the step that is taken, who is waited for
-    ([(1, State.CURRENT)], ["1"], {}, 0),
-    ([(1, State.CURRENT), (2, State.NEXT)], ["1"], {}, 1),
-    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2", FILES], {}, 1),
-    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2", None], {}, 1),
-    ([(1, State.CURRENT), (2, State.NEXT)], ["1,2"], {1: State.FORMER, 2: State.CURRENT}, 0),
-    ([(1, State.FORMER), (2, State.CURRENT)], ["1,2"], {1: State.LEAVING}, 0),
-    ([(1, State.LEAVING), (2, State.CURRENT)], ["1,2", "2"], {}, 1),
-    ([(1, State.LEAVING), (2, State.CURRENT)], ["unknown"], {}, 1),
-    ([(1, State.LEAVING), (2, State.CURRENT)], ["2", "2/abc"], {1: State.GONE}, 0),
+    ([(1, CaState.CURRENT)], ["1"], {}, 0),
+    ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1"], {}, 1),
+    ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1,2", FILES], {}, 1),
+    ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1,2", None], {}, 1),
+    ([(1, CaState.CURRENT), (2, CaState.NEXT)], ["1,2"], {1: CaState.FORMER, 2: CaState.CURRENT}, 0),
+    ([(1, CaState.FORMER), (2, CaState.CURRENT)], ["1,2"], {1: CaState.LEAVING}, 0),
+    ([(1, CaState.LEAVING), (2, CaState.CURRENT)], ["1,2", "2"], {}, 1),
+    ([(1, CaState.LEAVING), (2, CaState.CURRENT)], ["unknown"], {}, 1),
+    ([(1, CaState.LEAVING), (2, CaState.CURRENT)], ["2", "2/abc"], {1: CaState.GONE}, 0),
     ([], [FILES], {}, 0),
 ]
 
@@ -124,28 +124,28 @@ CONTROLLERS = [
 def test_the_controllers_authority_moves_when_nobody_is_shut_out(states, trusted, moves, waits):
     rows = [recorded(*one) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
-    found = phase(Kind.CONTROLLER, rows, everyone, NOW, 90.0)
+    found = phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0)
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
-    assert phase(Kind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.Phase(), (
+    assert phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0) == ca_rotation.Phase(), (
         "the other kind is none of its business"
     )
 
 
 AMPHORAE = [
-    ([(1, State.CURRENT), (2, State.NEXT)], [None], {1: State.FORMER, 2: State.CURRENT}, 0),
-    ([(1, State.FORMER), (2, State.CURRENT)], [1, 2, None], {}, 2),
-    ([(1, State.FORMER), (2, State.CURRENT)], [2, 2], {1: State.LEAVING}, 0),
-    ([(1, State.LEAVING), (2, State.CURRENT)], [1], {}, 1),
-    ([(1, State.LEAVING), (2, State.CURRENT)], [2], {1: State.GONE}, 0),
+    ([(1, CaState.CURRENT), (2, CaState.NEXT)], [None], {1: CaState.FORMER, 2: CaState.CURRENT}, 0),
+    ([(1, CaState.FORMER), (2, CaState.CURRENT)], [1, 2, None], {}, 2),
+    ([(1, CaState.FORMER), (2, CaState.CURRENT)], [2, 2], {1: CaState.LEAVING}, 0),
+    ([(1, CaState.LEAVING), (2, CaState.CURRENT)], [1], {}, 1),
+    ([(1, CaState.LEAVING), (2, CaState.CURRENT)], [2], {1: CaState.GONE}, 0),
 ]
 
 
 @pytest.mark.parametrize(("states", "signed", "moves", "waits"), AMPHORAE)
 def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(states, signed, moves, waits):
-    rows = [recorded(*one, Kind.AMPHORA) for one in states]
+    rows = [recorded(*one, CaKind.AMPHORA) for one in states]
     everyone = [held(number, authority=one) for number, one in enumerate(signed)]
-    found = phase(Kind.AMPHORA, rows, everyone, NOW, 90.0)
+    found = phase(CaKind.AMPHORA, rows, everyone, NOW, 90.0)
     assert {one.id: state for one, state in found.moves.items()} == moves
     assert len(found.waits_for) == waits
 
@@ -154,6 +154,6 @@ def test_the_amphorae_s_authority_moves_when_all_are_signed_by_the_new_one(state
 def test_no_step_is_shorter_than_it_takes_to_forget_the_one_before(states, trusted, moves, _waits):
     rows = [recorded(*one, changed_at=NOW - 80) for one in states]
     everyone = [held(number, trusts=text) for number, text in enumerate(trusted)]
-    assert phase(Kind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}
-    found = phase(Kind.CONTROLLER, rows, everyone, NOW + 10, 90.0).moves
+    assert phase(CaKind.CONTROLLER, rows, everyone, NOW, 90.0).moves == {}
+    found = phase(CaKind.CONTROLLER, rows, everyone, NOW + 10, 90.0).moves
     assert {one.id: state for one, state in found.items()} == moves

@@ -18,7 +18,7 @@ from amphora_driver.database.tables_fleet import authority
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError, StoreError
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import Kind, State
+from amphora_driver.store.ca_records import CaKind, CaState
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 
@@ -48,13 +48,13 @@ class House:
     def begin(self, kind):
         new = trusting.create(kind, self.vault, 30)
         present = trusting.configured(self.conf, kind)
-        number = self.database.write(lambda c: ca_records.begin(c, kind, present, new, 1.0))
+        number = self.database.write(lambda c: ca_records.begin_ca_rotation(c, kind, present, new, 1.0))
         return number, new.certificate
 
     def move(self, **steps):
-        rows = {one.id: one for one in self.database.read(ca_records.every)}
-        moves = {rows[int(name[1:])]: State(state) for name, state in steps.items()}
-        assert self.database.write(lambda c: ca_records.move(c, moves, 2.0))
+        rows = {one.id: one for one in self.database.read(ca_records.list_cas)}
+        moves = {rows[int(name[1:])]: CaState(state) for name, state in steps.items()}
+        assert self.database.write(lambda c: ca_records.change_ca_states(c, moves, 2.0))
 
     def file(self, name):
         return (self.folder / name).read_bytes()
@@ -86,7 +86,7 @@ def test_before_the_first_rotation_the_files_count(house):
 
 
 def test_the_authority_of_controllers(house):
-    new, certificate = house.begin(Kind.CONTROLLER)
+    new, certificate = house.begin(CaKind.CONTROLLER)
     file = house.file("controller.pem")
     # Both are trusted; the present one is shown still, and that is a file.
     papers = house.trust.papers()
@@ -105,7 +105,7 @@ def test_the_authority_of_controllers(house):
 
 
 def test_the_authority_of_amphorae(house):
-    new, certificate = house.begin(Kind.AMPHORA)
+    new, certificate = house.begin(CaKind.AMPHORA)
     file = house.file("amphora.pem")
     assert subjects(house.trust.instead().authorities) == subjects(file + certificate)
     papers = house.trust.papers()
@@ -125,7 +125,7 @@ def test_the_authority_of_amphorae(house):
 
 
 def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
-    house.begin(Kind.AMPHORA)
+    house.begin(CaKind.AMPHORA)
     certificate, key = create_authority("another")
     house.folder.joinpath("amphora.pem").write_bytes(certificate)
     house.folder.joinpath("amphora.key").write_bytes(key.reveal())
@@ -134,7 +134,7 @@ def test_files_that_were_exchanged_in_a_rotation_sign_nothing(house):
 
 
 def test_while_the_database_is_away_what_was_read_last_counts(house, monkeypatch):
-    new, _ = house.begin(Kind.CONTROLLER)
+    new, _ = house.begin(CaKind.CONTROLLER)
     before = house.trust.papers()
 
     def away(_work):
@@ -169,7 +169,7 @@ class Reads:
 @pytest.fixture
 def reads(house, monkeypatch):
     """The authorities are known, and are to be read again; what is known is not too old to be used meanwhile."""
-    house.begin(Kind.CONTROLLER)
+    house.begin(CaKind.CONTROLLER)
     house.trust.papers()
     made = Reads(house, monkeypatch)
     clock = Clock(house.trust, monkeypatch)
@@ -275,13 +275,13 @@ def test_who_knows_nothing_is_told_so_without_asking_each_time(house, reads):
 
 
 def test_keys_of_authorities_that_are_gone_are_forgotten(house):
-    new, _ = house.begin(Kind.CONTROLLER)
+    new, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{new}": "current", f"_{new - 1}": "former"})
     house.trust.instead()
     assert set(house.trust._issuers) == {new}
     house.move(**{f"_{new - 1}": "leaving"})
     house.move(**{f"_{new - 1}": "gone"})
-    newest, _ = house.begin(Kind.CONTROLLER)
+    newest, _ = house.begin(CaKind.CONTROLLER)
     house.move(**{f"_{newest}": "current", f"_{new}": "former"})
     house.trust.instead()
     assert set(house.trust._issuers) == {new, newest}, "it is trusted still"
@@ -292,20 +292,20 @@ def test_keys_of_authorities_that_are_gone_are_forgotten(house):
 
 
 def test_no_two_authorities_have_one_name(house):
-    first, second = (trusting.create(Kind.AMPHORA, house.vault, 30) for _ in range(2))
+    first, second = (trusting.create(CaKind.AMPHORA, house.vault, 30) for _ in range(2))
     assert subjects(first.certificate) != subjects(second.certificate)
-    key = house.vault.open(first.sealed_key, ca_records.key_place(Kind.AMPHORA, first.certificate))
+    key = house.vault.open(first.sealed_key, ca_records.key_location(CaKind.AMPHORA, first.certificate))
     assert Authority(first.certificate, key).expires_at == first.expires_at
 
 
 def test_the_key_of_another_authority_signs_nothing(house):
     """With the rights to write to the database: to have an authority sign for the other kind."""
-    for kind in Kind:
+    for kind in CaKind:
         number, _ = house.begin(kind)
         house.move(**{f"_{number - 1}": "former", f"_{number}": "current"})
-    by_kind = {one.kind: one for one in house.database.read(ca_records.every) if one.state is State.CURRENT}
-    copied = by_kind[Kind.CONTROLLER].sealed_key
-    mine = authority.c.id == by_kind[Kind.AMPHORA].id
+    by_kind = {one.kind: one for one in house.database.read(ca_records.list_cas) if one.state is CaState.CURRENT}
+    copied = by_kind[CaKind.CONTROLLER].sealed_key
+    mine = authority.c.id == by_kind[CaKind.AMPHORA].id
     house.database.write(lambda c: c.execute(authority.update().where(mine).values(sealed_key=copied)))
     house.trust.instead()
     with pytest.raises(StoreError, match="table authority was sealed for another row or purpose"):

@@ -46,7 +46,7 @@ def fill(connection):
         profile=Profile(compute="netns", network="local", timeout_tunnel=60000),
         listeners=(Listener(id=LISTENER, loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80),),
     )
-    desired_objects.insert(connection, LB, 8, list(desired_objects.flatten(tree)))
+    desired_objects.insert_objects(connection, LB, 8, list(desired_objects.iter_subtree(tree)))
     for lb, project, dirty in ((LB, "project", True), (OTHER, "another", False)):
         connection.execute(
             work.insert().values(

@@ -12,7 +12,7 @@ from amphora_driver.certificates.ca import create_authority, fingerprint
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import State
+from amphora_driver.store.ca_records import CaState
 
 DAY = 86400.0
 
@@ -106,15 +106,15 @@ def test_an_authority_is_rotated_by_one_command(amphoractl, place, database):
     status, _, err = amphoractl(place, "authority", "rotate", "--kind", "controller")
     assert status == 1
     assert "has not ended" in err
-    keys = [one.sealed_key for one in database.read(ca_records.every)]
+    keys = [one.sealed_key for one in database.read(ca_records.list_cas)]
     assert keys[0] is None, "the one of the files stays in its file"
     assert keys[1].startswith(b"gAAAA"), "sealed"
 
 
 def test_once_rotated_the_files_are_not_asked_for(amphoractl, place, database):
     answer(amphoractl, place, "authority", "rotate", "--kind", "amphora")
-    old, new = database.read(ca_records.every)
-    database.write(lambda c: ca_records.move(c, {old: State.GONE, new: State.CURRENT}, 1.0))
+    old, new = database.read(ca_records.list_cas)
+    database.write(lambda c: ca_records.change_ca_states(c, {old: CaState.GONE, new: CaState.CURRENT}, 1.0))
     (place.parent / "amphora.pem").unlink()
     assert answer(amphoractl, place, "authority", "rotate", "--kind", "amphora")["ID"] == new.id + 1
     found = [one for one in answer(amphoractl, place, "authority", "list", "--all") if one["Kind"] == "amphora"]

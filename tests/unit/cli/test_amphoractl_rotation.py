@@ -12,7 +12,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import rotations
-from amphora_driver.store.process_registry import Kind, Registry
+from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
 from amphora_driver.store.rotations import ItemState
 
 NAMES = ("0a000000-0000-4000-8000-000000000001", "0b000000-0000-4000-8000-000000000002")
@@ -80,11 +80,11 @@ def test_a_rotation_from_the_beginning_to_its_end(run, database):
 
 
 def _one_done_one_running(connection):
-    found = rotations.active(connection)
-    first, second = rotations.items(connection, found.id)
-    rotations.begin(connection, found.id, first, "ONLINE")
-    rotations.begin(connection, found.id, second, "ONLINE")
-    rotations.finish(connection, found.id, first, ItemState.DONE, None)
+    found = rotations.get_active_rotation(connection)
+    first, second = rotations.list_items(connection, found.id)
+    rotations.begin_item(connection, found.id, first, "ONLINE")
+    rotations.begin_item(connection, found.id, second, "ONLINE")
+    rotations.finish_item(connection, found.id, first, ItemState.DONE, None)
     connection.execute(rotations.rotation_item.update().values(begun_at=time.time() - 10.0))
 
 
@@ -119,9 +119,9 @@ def test_what_makes_no_sense(run, words):
 
 
 def test_controllers(run, database):
-    one = Registry(database, "here:1:aa", Kind.CONTROLLER)
+    one = ProcessRegistration(database, "here:1:aa", ProcessKind.CONTROLLER)
     one.sign(jobs=3)
-    Registry(database, "here:2:bb", Kind.HEALTH_MANAGER).sign()
+    ProcessRegistration(database, "here:2:bb", ProcessKind.HEALTH_MANAGER).sign()
     hold_duty(database, "housekeeping", "here:1:aa", 60)
     (row,) = run("controller", "list", "-f", "json")
     assert (row["Name"], row["Host"], row["Jobs"], row["Duties"], row["Draining"]) == (

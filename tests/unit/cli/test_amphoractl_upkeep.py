@@ -277,7 +277,9 @@ def test_keys_are_rotated(amphoractl, place, database):
             "purpose": "certificate",
             "ref": "r",
             "load_balancer_id": LB,
-            "sealed": vault.seal(Secret(b"canary"), sealed_secrets.place(SecretName("o", Purpose.CERTIFICATE, "r"))),
+            "sealed": vault.seal(
+                Secret(b"canary"), sealed_secrets.secret_location(SecretName("o", Purpose.CERTIFICATE, "r"))
+            ),
         },
     )
     put(

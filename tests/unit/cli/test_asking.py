@@ -13,11 +13,11 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.store import failovers, spare_pools
-from amphora_driver.store.spare_pools import Spec
+from amphora_driver.store.spare_pools import SparePoolSpec
 
 LB, GONE, FRESH = (f"52cf0000-0000-4000-8000-00000000000{number}" for number in range(3))
 FIRST, SECOND, LAST, SPARE = (f"0b9d1c52-7f0e-4a55-9f0c-00000000000{number}" for number in range(4))
-SPEC = Spec(number=2, compute="netns", network="local", compute_flavor="big")
+SPEC = SparePoolSpec(number=2, compute="netns", network="local", compute_flavor="big")
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_what_is_refused(said, database, words, reason):
 
 
 def test_what_is_being_replaced_already_is_refused_with_its_cause(said, database):
-    why = failovers.Why(cause=failovers.Cause.SILENT, reason="not heard for 10 s")
-    database.write(lambda c: failovers.begin(c, LB, None, why, time.time() - 30))
+    why = failovers.FailoverTrigger(cause=failovers.Cause.SILENT, reason="not heard for 10 s")
+    database.write(lambda c: failovers.open_failovers(c, LB, None, why, time.time() - 30))
     for words in (("amphora", "failover", FIRST), ("loadbalancer", "failover", LB)):
         status, _, err = said(*words)
         assert status != 0

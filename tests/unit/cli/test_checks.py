@@ -95,7 +95,7 @@ def test_rotations(rows, result, words):
 
 
 def breaker(name, state, **more):
-    return circuit_breaker.Row(name=name, state=state, since=NOW, **more)
+    return circuit_breaker.BreakerRow(name=name, state=state, since=NOW, **more)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ def put(database, table, **values):
 
 def sees(database, **automatic):
     rows = [
-        circuit_breaker.Row(
+        circuit_breaker.BreakerRow(
             name=circuit_breaker.SIGHT, state=circuit_breaker.SEEING, since=time.time(), watched=20, silent=1
         )
     ]
     if automatic:
-        rows.append(circuit_breaker.Row(name=circuit_breaker.AUTOMATIC, since=time.time(), **automatic))
-    database.write(lambda c: [circuit_breaker.put(c, row) for row in rows])
+        rows.append(circuit_breaker.BreakerRow(name=circuit_breaker.AUTOMATIC, since=time.time(), **automatic))
+    database.write(lambda c: [circuit_breaker.write_breaker_row(c, row) for row in rows])
 
 
 def detects(database):

@@ -23,7 +23,7 @@ from amphora_driver.database.tables_fleet import process
 from amphora_driver.database.vault import Vault
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import key_place
-from amphora_driver.store.process_registry import version
+from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
     *("Doorbells", "Broker", "Database", "Keys", "Backends"),
@@ -131,7 +131,7 @@ def well(database, sockets):
 
     def write(connection):
         for kind in ("controller", "health-manager", "provider-agent"):
-            row = {"name": f"{kind}-1", "kind": kind, "host": socket.gethostname(), "version": version()}
+            row = {"name": f"{kind}-1", "kind": kind, "host": socket.gethostname(), "version": installed_version()}
             connection.execute(process.insert().values(**row, started_at=0.0, seen_at=time.time()))
 
     database.write(write)

@@ -25,7 +25,7 @@ from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 from amphora_driver.topology import ActiveStandbyTopology
 
 LB, LISTENER = "lb", "listener"
@@ -132,7 +132,7 @@ class Control:
         self.world = world or World()
         self.database = database
         self.jobs = Jobs(database, "me", 60.0)
-        self.intents = Intents(database, lambda node: None)
+        self.intents = RequestRecorder(database, lambda node: None)
         names = dict.fromkeys(("catalogue", "agents", "authority"), self.world)
         everything = Backends(conf=conf, database=database, vault=Vault([Fernet.generate_key()]), **names)
         self.reconciler = Reconciler(everything, self.jobs, lambda: None)

@@ -133,7 +133,7 @@ class Scene:
         return {row.amphora_id: (row.kind, row.verdict) for row in self.read(sa.select(silence))}
 
     def breaker(self, name=circuit_breaker.AUTOMATIC):
-        return self.database.read(circuit_breaker.every)[name]
+        return self.database.read(circuit_breaker.read_breaker_rows)[name]
 
     def operating(self, load_balancer_id):
         (row,) = self.read(sa.select(status.c.operating, status.c.reason).where(status.c.object_id == load_balancer_id))
@@ -143,7 +143,7 @@ class Scene:
         """What a controller does: another amphora serves in the place of those that were replaced."""
         self.write(amphora.delete().where(amphora.c.load_balancer_id == load_balancer_id))
         self.amphora(load_balancer_id, amphora_id)
-        self.database.write(lambda c: failovers.served(c, load_balancer_id, self.wall()))
+        self.database.write(lambda c: failovers.record_served(c, load_balancer_id, self.wall()))
 
 
 def small(tmp_path, monkeypatch, number, options=""):

@@ -25,7 +25,7 @@ from amphora_driver.render.bundle import BundleFile, Served, bundle
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records
-from amphora_driver.store.sealed_secrets import Sealed, place
+from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 
 LB = "10000000-0000-4000-8000-000000000001"
 PLAIN, SECURE, BROKEN, POOL, CRYPTED = (f"20000000-0000-4000-8000-00000000000{n}" for n in range(1, 6))
@@ -69,7 +69,9 @@ TREE = LoadBalancer(
 def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     files = (File(name="a", content="list"), File(name="b", secret=CERTIFICATE))
     found, lost = secret_files.filled(
-        files, {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))}, vault
+        files,
+        {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))},
+        vault,
     )
     assert lost == {}
     assert [(one.name, one.content.reveal().decode()) for one in found] == [("a", "list"), ("b", MARK)]
@@ -80,12 +82,16 @@ def test_a_secret_becomes_the_content_and_stays_wrapped(vault):
     ("sealed", "word"),
     [
         ({}, "never handed over"),
-        ({CERTIFICATE: Sealed(reason="Octavia could not")}, "Octavia could not"),
+        ({CERTIFICATE: SealedSecret(reason="Octavia could not")}, "Octavia could not"),
         (
-            {CERTIFICATE: Sealed(content=Vault([Fernet.generate_key()]).seal(Secret(b"x"), place(CERTIFICATE)))},
+            {
+                CERTIFICATE: SealedSecret(
+                    content=Vault([Fernet.generate_key()]).seal(Secret(b"x"), secret_location(CERTIFICATE))
+                )
+            },
             "cannot be opened",
         ),
-        ({CERTIFICATE: Sealed(content=b"rubbish")}, "cannot be opened"),
+        ({CERTIFICATE: SealedSecret(content=b"rubbish")}, "cannot be opened"),
     ],
 )
 def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
@@ -97,19 +103,19 @@ def test_what_cannot_be_had_costs_its_own_object(vault, sealed, word):
 
 LISTENER = "20000000-0000-4000-8000-00000000000f"
 OTHERS = [
-    place(SecretName(LISTENER, Purpose.CERTIFICATE, "one")),
-    place(SecretName(SECURE, Purpose.CA, "one")),
-    place(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
-    place(ticket_secret_name(LB)),
+    secret_location(SecretName(LISTENER, Purpose.CERTIFICATE, "one")),
+    secret_location(SecretName(SECURE, Purpose.CA, "one")),
+    secret_location(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
+    secret_location(ticket_secret_name(LB)),
     amphorae.key_place("am"),
-    ca_records.key_place(ca_records.Kind.AMPHORA, b"certificate"),
+    ca_records.key_location(ca_records.CaKind.AMPHORA, b"certificate"),
 ]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: "-".join((other.table, *other.row[1:])))
 def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
     """With the rights to write to the database: to have an own amphora given what others keep."""
-    copied = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), other))}
+    copied = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), other))}
     found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), copied, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "was sealed for another row or purpose" in lost[SECURE]
@@ -118,7 +124,9 @@ def test_a_value_that_was_copied_from_another_row_is_not_served(vault, other):
 
 def test_one_that_is_no_text_costs_its_own_object_and_is_not_quoted(vault):
     """Python's own error about it would have all of it among its attributes."""
-    spoilt = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode() + b"\xff"), place(CERTIFICATE)))}
+    spoilt = {
+        CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode() + b"\xff"), secret_location(CERTIFICATE)))
+    }
     found, lost = secret_files.filled((File(name="b", secret=CERTIFICATE),), spoilt, vault)
     assert (found, list(lost)) == ((), [SECURE])
     assert "not in PEM format" in lost[SECURE]
@@ -137,12 +145,14 @@ def test_the_document(vault):
 
 
 def test_a_pool_nothing_leads_to_is_said_to_lack_its_secret_too(vault):
-    known = Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))
-    authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: Sealed(reason="gone")}
+    known = SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))
+    authority, listeners = SecretName(CRYPTED, Purpose.CA, "ca"), {CERTIFICATE: SealedSecret(reason="gone")}
     assert secret_files.lacking(TREE, {authority: known, **listeners}) == {}, (
         "a listener is served, or speaks for itself"
     )
-    assert secret_files.lacking(TREE, {authority: Sealed(reason="Octavia could not")}) == {CRYPTED: "Octavia could not"}
+    assert secret_files.lacking(TREE, {authority: SealedSecret(reason="Octavia could not")}) == {
+        CRYPTED: "Octavia could not"
+    }
 
 
 @pytest.fixture
@@ -171,7 +181,7 @@ def wanted(tree, sealed):
 
 def test_one_listener_without_its_certificate_takes_no_other_along(pushing, vault, caplog):
     caplog.set_level(logging.DEBUG)
-    sealed = {CERTIFICATE: Sealed(content=vault.seal(Secret(MARK.encode()), place(CERTIFICATE)))}
+    sealed = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), secret_location(CERTIFICATE)))}
     served = pushing._rendered(wanted(TREE, sealed), TREE)
     assert set(pushing._failed) == {BROKEN}
     assert f"frontend {SECURE}" in served.text

@@ -22,7 +22,7 @@ def test_a_dead_amphora_is_replaced(scene):
     (row,) = scene.read(sa.select(failover))
     assert (row.load_balancer_id, row.amphora_id, row.cause) == ("lb3", "a3", "silent")
     assert row.silent_since == pytest.approx(scene.wall(), abs=20)
-    found = {one.word: one.detail for one in scene.database.read(lambda c: failovers.events(c, row.id))}
+    found = {one.word: one.detail for one in scene.database.read(lambda c: failovers.list_failover_events(c, row.id))}
     assert found["found"].startswith("heard last at 2")
     assert "does not answer (timed out)" in found["found"]
     assert set(scene.told) == {"controller", "reporter"}
@@ -130,12 +130,12 @@ def test_a_trial_that_fails_opens_it_again(scene):
 
 
 def test_an_operator_holds_it_open(scene):
-    scene.database.write(lambda c: circuit_breaker.hold(c, "anna: switches are replaced", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.hold_breaker_open(c, "anna: switches are replaced", scene.wall()))
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
     assert "an operator holds the breaker open (anna: switches are replaced)" in scene.verdicts()["a3"][1]
     assert scene.operating("lb3")[0] == "ERROR", "that it is dead is not in doubt"
-    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(1)
     assert scene.replaced() == {"a3"}
 
@@ -143,7 +143,7 @@ def test_an_operator_holds_it_open(scene):
 def test_an_operator_closes_it(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     assert scene.breaker().state == "open"
-    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert scene.breaker().state == "closed"
     assert len(scene.replaced()) == 2, "at most so many at once"

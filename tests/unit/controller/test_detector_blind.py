@@ -94,7 +94,9 @@ def test_who_has_lost_the_duty_begins_nothing(scene):
     )
     scene.hush("a3").go(20)
     assert scene.replaced() == set()
-    held = scene.database.write(lambda c: silent_amphorae.unchanged(c, "lb4", {"a4": (1, scene.sequence)}, "me"))
+    held = scene.database.write(
+        lambda c: silent_amphorae.lock_still_silent(c, "lb4", {"a4": (1, scene.sequence)}, "me")
+    )
     assert held == set()
     assert not hold_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
 
@@ -104,7 +106,7 @@ def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):
     place = (1, scene.sequence)
 
     def still(**orders):
-        return scene.database.write(lambda c: silent_amphorae.unchanged(c, "lb4", orders, "me"))
+        return scene.database.write(lambda c: silent_amphorae.lock_still_silent(c, "lb4", orders, "me"))
 
     assert still(a4=place) == {"a4"}
     assert still(a4=(1, scene.sequence - 1)) == set()
@@ -117,8 +119,8 @@ def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
     scene.agents.saying["a3"] = How.ANSWERS
     scene.go(5).hush("a3").go(15)
     written = []
-    monkeypatch.setattr(silent_amphorae, "write", lambda *_: written.append("silence"))
-    monkeypatch.setattr(circuit_breaker, "put", lambda *_: written.append("breaker"))
+    monkeypatch.setattr(silent_amphorae, "write_silent_amphorae", lambda *_: written.append("silence"))
+    monkeypatch.setattr(circuit_breaker, "write_breaker_row", lambda *_: written.append("breaker"))
     scene.go(10)
     assert written == []
 
@@ -215,7 +217,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
         )
     )
     sizes = []
-    real = silent_amphorae.write
+    real = silent_amphorae.write_silent_amphorae
 
     def counting(connection, changed, gone):
         statements = []
@@ -223,7 +225,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
         real(connection, changed, gone)
         sizes.append((len(changed) + len(gone), len(statements)))
 
-    monkeypatch.setattr(silent_amphorae, "write", counting)
+    monkeypatch.setattr(silent_amphorae, "write_silent_amphorae", counting)
     scene.go(5 + 7 + 6)
     assert len(scene.verdicts()) == 1000
     assert max(rows for rows, _ in sizes) == 200
@@ -242,7 +244,7 @@ def hiccup(scene):
 
 def test_what_an_operator_has_accepted_outlives_a_hiccup(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
-    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(2)
     assert len(scene.replaced()) == 2
     hiccup(scene)
@@ -257,7 +259,7 @@ def test_what_an_operator_has_accepted_outlives_a_hiccup(scene):
 def test_what_an_operator_closes_during_a_hiccup_is_closed(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
     hiccup(scene)
-    scene.database.write(lambda c: circuit_breaker.close(c, "closed by anna", scene.wall()))
+    scene.database.write(lambda c: circuit_breaker.close_breaker(c, "closed by anna", scene.wall()))
     scene.go(15)
     assert scene.breaker().state == "closed"
 
@@ -311,7 +313,7 @@ def test_both_of_a_pair_are_one_beginning(scene):
     scene.go(5).hush("p1", "p2").go(9)
     assert scene.replaced() == {"p1", "p2"}
     assert len(scene.read(sa.select(failover))) == 2
-    found = scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))
+    found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))
     assert len(found["pair"].ages) == 1
     other = scene.made("other")
     scene.detector.leave("it ends")
@@ -330,8 +332,8 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
     )
     # A spare that was taken is older than all that.
     scene.amphora("pair", "spare")
-    scene.database.write(lambda c: failovers.note(c, "pair", failovers.Event.ADOPTED, scene.wall(), "spare"))
-    found = scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))["pair"]
+    scene.database.write(lambda c: failovers.record_event(c, "pair", failovers.Event.ADOPTED, scene.wall(), "spare"))
+    found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))["pair"]
     assert found.there == {"p1", "p2"}
     other = scene.made("other")
     scene.detector.leave("it ends")
@@ -342,11 +344,11 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
 
 
 def test_what_began_too_long_ago_is_not_looked_at(scene, monkeypatch):
-    monkeypatch.setattr(silent_amphorae, "_MOST_BEGUN", 2)
+    monkeypatch.setattr(silent_amphorae, "_RECENT_ROWS", 2)
     row = {"cause": "silent", "begun_at": scene.wall() - 5}
     scene.write(*(failover.insert().values(load_balancer_id=f"lb{index}", **row) for index in range(4)))
-    assert set(scene.database.read(lambda c: silent_amphorae.begun(c, 600.0))) == {"lb2", "lb3"}
-    assert scene.database.read(lambda c: silent_amphorae.begun(c, 1.0)) == {}
+    assert set(scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))) == {"lb2", "lb3"}
+    assert scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 1.0)) == {}
 
 
 def test_very_many_without_anybody_who_serves_are_told_a_few_at_a_time(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from amphora_driver.reconcile.executor import Backends, Steps
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 LB, OLD, NEW = "lb", "old", "new"
 TREE = LoadBalancer(
@@ -70,7 +70,7 @@ def conf(tmp_path):
 def database(conf):
     migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
-    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     for name, role, state in ((OLD, "MASTER", State.RETIRING), (NEW, "BACKUP", State.READY)):
         database.write(lambda c, name=name, role=role: amphorae.record(c, name, LB, role, b"key"))
         database.write(lambda c, name=name, state=state: amphorae.change(c, name, state=state, confirmed=1))

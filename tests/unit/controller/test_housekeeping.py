@@ -21,11 +21,11 @@ from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
 from amphora_driver.store import sealed_secrets, vip_claims
-from amphora_driver.store.generations import begin_tickets
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.generations import start_ticket_rotation
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 VAULT = Vault([Fernet.generate_key()])
-PLACE = sealed_secrets.place(ticket_secret_name("lb"))
+PLACE = sealed_secrets.secret_location(ticket_secret_name("lb"))
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -131,13 +131,15 @@ SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty"
 def served_with_tickets(database, content, name="lb"):
     """A load balancer that serves its newest generation, and whose ticket keys are due."""
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id=name, **SETTLED)))
-    database.write(lambda c: sealed_secrets.put(c, name, {ticket_secret_name(name): Sealed(content=content)}))
-    database.write(lambda c: begin_tickets(c, name, time.time() - 1))
+    database.write(
+        lambda c: sealed_secrets.replace_secrets(c, name, {ticket_secret_name(name): SealedSecret(content=content)})
+    )
+    database.write(lambda c: start_ticket_rotation(c, name, time.time() - 1))
 
 
 def state(database, name="lb"):
-    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))[ticket_secret_name(name)].content
-    return VAULT.open(found, sealed_secrets.place(ticket_secret_name(name)))
+    found = database.read(lambda c: sealed_secrets.load_secrets(c, name))[ticket_secret_name(name)].content
+    return VAULT.open(found, sealed_secrets.secret_location(ticket_secret_name(name)))
 
 
 def lines(kept):

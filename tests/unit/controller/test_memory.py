@@ -24,7 +24,7 @@ from amphora_driver.model.enums import (
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.reconcile.tree_cache import Trees, count
 from amphora_driver.store import desired_objects, pending_rereads, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -54,7 +54,7 @@ class Story:
     def __init__(self, database, dice):
         self.database = database
         self.dice = dice
-        self.intents = Intents(database, lambda node: None)
+        self.intents = RequestRecorder(database, lambda node: None)
         self.intents.create_load_balancer(TREE, read_back=False)
         self.pools, self.listeners, self.policies, self.members = [], [], [], {}
 
@@ -73,8 +73,8 @@ class Story:
         def write(connection):
             generation = connection.execute(sa.select(work.c.generation)).scalar_one()
             connection.execute(work.update().values(applied=generation, committed=generation))
-            status_outbox.confirm(connection, "lb", generation, {})
-            status_outbox.taken(connection, status_outbox.due(connection, 10_000))
+            status_outbox.confirm_generation(connection, "lb", generation, {})
+            status_outbox.mark_reported(connection, status_outbox.list_due_reports(connection, 10_000))
 
         self.database.write(write)
 
@@ -89,7 +89,7 @@ class Story:
         def write(connection):
             generation = connection.execute(sa.select(work.c.generation)).scalar_one()
             desired_objects.replace_tree(connection, generation, tree)
-            pending_rereads.done(connection, "lb")
+            pending_rereads.finish_reread(connection, "lb")
 
         self.database.write(write)
         self.pools.append(fresh.id)

@@ -7,16 +7,16 @@ from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.spare_pool_plan import LOOK_PAUSE
 from amphora_driver.store import spare_pools
 from amphora_driver.store.amphorae import Amphora, State
-from amphora_driver.store.spare_pools import Spare, Spec, Stock
+from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 NOW = 1000.0
-SPEC = Spec(number=2, compute="netns", network="local")
+SPEC = SparePoolSpec(number=2, compute="netns", network="local")
 
 
 def wanted(number=2, users=1, unfit=None, **more):
     values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0, "gone": False, "readable": True}
     sees = {"heard": NOW - 1, "sees": True, **{name: more.pop(name) for name in ("heard", "sees") if name in more}}
-    stock = Stock(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
+    stock = SparePoolState(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
     return planning.Wanted(**{**values, "tree": None, "networks": {}, "now": NOW, "stock": stock, **more})
 
 
@@ -139,10 +139,10 @@ def test_a_pool_is_looked_at_now_and_then():
 )
 def test_which_spares_may_be_taken(image, expires, now_wanted, fit):
     one = Spare(id="a", management_address="x", image=image, expires_at=expires, heard_at=None)
-    assert (spare_pools.unfit(one, now_wanted, NOW, 50.0) is None) is fit
+    assert (spare_pools.unfit_reason(one, now_wanted, NOW, 50.0) is None) is fit
 
 
 def test_a_pool_is_known_by_what_it_keeps():
-    assert Spec(number=2, compute="netns", network="local").id == SPEC.id
-    assert Spec(number=3, compute="netns", network="local").id != SPEC.id
-    assert Spec(number=2, compute="netns", network="local", image_tag="x").id != SPEC.id
+    assert SparePoolSpec(number=2, compute="netns", network="local").id == SPEC.id
+    assert SparePoolSpec(number=3, compute="netns", network="local").id != SPEC.id
+    assert SparePoolSpec(number=2, compute="netns", network="local", image_tag="x").id != SPEC.id

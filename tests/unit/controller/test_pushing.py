@@ -27,7 +27,7 @@ from amphora_driver.reconcile.push import Pushing
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
 from amphora_driver.store.amphorae import Plugged, State
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 LB, LISTENER, SECOND, THIRD, FOURTH = (f"10000000-0000-4000-8000-00000000000{number}" for number in range(1, 6))
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -89,7 +89,7 @@ class House:
         self.database = database
         self.agents = Agents()
         self.vault = Vault([Fernet.generate_key()])
-        Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+        RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
         for number, (name, role) in enumerate(((M, "MASTER"), (B, "BACKUP")), start=21):
             database.write(lambda c, name=name, role=role: amphorae.record(c, name, LB, role, b"key"))
             self.change(name, state=State.READY, plugged=(plugged(number),), management_address="203.0.113.9")
@@ -218,7 +218,7 @@ def test_nothing_depends_on_who_has_the_vips_if_nobody_can_say(house, said, take
 
 def test_what_goes_first_is_looked_for_between_two_waves(house):
     def answer(_document):
-        Intents(house.database, lambda node: None).delete_load_balancer(LB)
+        RequestRecorder(house.database, lambda node: None).delete_load_balancer(LB)
 
     house.agents.answers[B] = answer
     with pytest.raises(Superseded, match="deletion"):
@@ -252,7 +252,7 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     fronts = {udp: virtual(udp, protocol) for udp, protocol in ((THIRD, "UDP"), (FOURTH, "SCTP"))}
     tree = replace(TREE, listeners=(*TREE.listeners, *fronts.values()))
     for one in fronts.values():
-        Intents(house.database, lambda node: None).create(Kind.LISTENER, one)
+        RequestRecorder(house.database, lambda node: None).create(Kind.LISTENER, one)
     newest = house.work().generation
     for name in old:
         house.agents.answers[name] = older
@@ -303,7 +303,7 @@ def test_a_dead_standby_keeps_no_change_from_the_users(house, trouble):
     assert house.agents.order == [B, M]
     assert (house.one(M).confirmed, house.one(B).confirmed) == (1, 0)
     assert house.work().applied == 0, "but ACTIVE it is not"
-    assert house.database.read(lambda c: status_outbox.due(c, 10)) == []
+    assert house.database.read(lambda c: status_outbox.list_due_reports(c, 10)) == []
     del house.agents.answers[B]
     (again,) = planning.plan(wanted(), house.observed())
     assert again.waves == ((B,),)
@@ -319,7 +319,7 @@ def test_nothing_depends_on_one_that_is_about_to_go(house):
 
 
 def test_what_is_confirmed_is_as_wanted_again(house):
-    house.database.write(lambda c: config_drift.mark(c, {M: True, B: True}))
+    house.database.write(lambda c: config_drift.set_drifting(c, {M: True, B: True}))
     house.agents.answers[M] = away
     with pytest.raises(AgentUnreachable):
         house.push(((B,), (M,)))
@@ -344,9 +344,9 @@ def test_what_ticket_keys_come_from_is_made_once_and_sealed(house):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     files = (SimpleNamespace(secret=name),)
     found = house.pushing._tickets(wanted(), files)
-    kept = house.database.read(lambda c: sealed_secrets.of_load_balancer(c, LB))
+    kept = house.database.read(lambda c: sealed_secrets.load_secrets(c, LB))
     assert kept == {name: found[name]}
-    seed = house.vault.open(kept[name].content, sealed_secrets.place(name)).reveal()
+    seed = house.vault.open(kept[name].content, sealed_secrets.secret_location(name)).reveal()
     assert len(seed) == 32
     assert seed not in kept[name].content
     assert (house.work().tickets, house.work().tickets_due is None) == (1, False)
@@ -359,15 +359,15 @@ def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
     name = sealed_secrets.SecretName(LB, sealed_secrets.Purpose.TICKETS, "")
     vault = Vault([Fernet.generate_key()]) if spoilt == "key" else house.vault
     lost = {
-        name: sealed_secrets.Sealed(
-            content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), sealed_secrets.place(name))
+        name: sealed_secrets.SealedSecret(
+            content=vault.seal(Secret(b"x" * (32 if spoilt == "key" else 33)), sealed_secrets.secret_location(name))
         )
     }
-    house.database.write(lambda c: sealed_secrets.put(c, LB, lost))
-    house.database.write(lambda c: generations.begin_tickets(c, LB, 1.0))
+    house.database.write(lambda c: sealed_secrets.replace_secrets(c, LB, lost))
+    house.database.write(lambda c: generations.start_ticket_rotation(c, LB, 1.0))
     found = house.pushing._tickets(wanted(secrets=lost, tickets=9), (SimpleNamespace(secret=name),))
-    assert len(house.vault.open(found[name].content, sealed_secrets.place(name)).reveal()) == 32
-    assert house.database.read(lambda c: sealed_secrets.of_load_balancer(c, LB)) == found
+    assert len(house.vault.open(found[name].content, sealed_secrets.secret_location(name)).reveal()) == 32
+    assert house.database.read(lambda c: sealed_secrets.load_secrets(c, LB)) == found
 
 
 def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):

@@ -17,10 +17,10 @@ from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
 from amphora_driver.store.amphorae import State
-from amphora_driver.store.failovers import Cause, Why
+from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.topology import SingleTopology
 
-SILENT = Why(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
+SILENT = FailoverTrigger(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
 
 
 class Fleet(World):
@@ -81,7 +81,7 @@ def ready(control, tree=TREE):
 
 def begin(control, names, why=SILENT):
     now = control.database.now()
-    return control.database.write(lambda c: failovers.begin(c, LB, names, why, now))
+    return control.database.write(lambda c: failovers.open_failovers(c, LB, names, why, now))
 
 
 def die(control, name):
@@ -295,7 +295,7 @@ def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
     if waker == "a user":
         alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
-        alone.database.write(lambda c: pending_rereads.done(c, LB))
+        alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
     else:
         alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
         assert alone.database.write(lambda c: amphorae.take_back(c, old, 1, 0))
@@ -439,11 +439,11 @@ def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
     (new,) = spared.observed().values()
     assert new.id != spare
     assert "adopted" not in line(spared)
-    spared.database.write(lambda c: spare_pools.wake(c, pool_of(spared).load_balancer_id))
+    spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare in warm(spared), "it was booted a moment ago: that is not done again and again"
     spared.database.write(lambda c: amphorae.change(c, spare, booted_at=time.time() - 100))
-    spared.database.write(lambda c: spare_pools.wake(c, pool_of(spared).load_balancer_id))
+    spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare not in warm(spared)
     assert {spared.world.images[one] for one in warm(spared)} == {"two"}
@@ -456,7 +456,7 @@ def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
     spared.database.write(
         lambda c: c.execute(work.update().where(work.c.load_balancer_id == LB).values(spare_pool=None))
     )
-    spared.database.write(lambda c: spare_pools.wake(c, pool))
+    spared.database.write(lambda c: spare_pools.make_pool_due(c, pool))
     spared.work()
     assert pool_of(spared) is None
     assert spared.world.machines == {}
@@ -465,15 +465,17 @@ def test_a_pool_that_nobody_uses_shrinks_and_goes(spared):
 def test_a_spare_is_taken_by_one_only(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
-    taken = [spared.database.write(lambda c: spare_pools.take(c, spare, pool, LB, "STANDALONE")) for _ in range(2)]
+    taken = [
+        spared.database.write(lambda c: spare_pools.assign_spare(c, spare, pool, LB, "STANDALONE")) for _ in range(2)
+    ]
     assert taken == [True, False]
 
 
 def test_one_that_is_about_to_go_is_not_taken(spared):
     (spare,) = warm(spared)
     pool = pool_of(spared).load_balancer_id
-    spared.database.write(lambda c: spare_pools.retire(c, spare, pool, "too many"))
-    assert not spared.database.write(lambda c: spare_pools.take(c, spare, pool, LB, "STANDALONE"))
+    spared.database.write(lambda c: spare_pools.retire_spare(c, spare, pool, "too many"))
+    assert not spared.database.write(lambda c: spare_pools.assign_spare(c, spare, pool, LB, "STANDALONE"))
 
 
 def test_the_configured_number_counts_where_the_flavor_does_not_say():

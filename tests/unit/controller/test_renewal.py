@@ -15,7 +15,7 @@ from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import AgentUntrusted, CertificateError, ComputeError, StoreError
 from amphora_driver.store import ca_records
-from amphora_driver.store.ca_records import Kind, New, State
+from amphora_driver.store.ca_records import CaKind, CaState, NewCa
 from amphora_driver.topology import SingleTopology
 
 DAY = 86400.0
@@ -89,7 +89,7 @@ def begun(control):
 
 def due(control):
     """The duty has looked."""
-    return control.database.write(lambda c: ca_records.make_due(c, [LB], 1.0))
+    return control.database.write(lambda c: ca_records.make_load_balancers_due(c, [LB], 1.0))
 
 
 def age(control, days):
@@ -228,16 +228,16 @@ def test_the_look_of_the_duty(control, trust):
 def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
     one = begun(control)
     duty = Certificates(control.conf, control.database, trust)
-    assert not duty.advance(Kind.CONTROLLER), "nothing is rotated"
-    new = New(certificate=b"", sealed_key=b"sealed", expires_at=0.0)
-    number = control.database.write(lambda c: ca_records.begin(c, Kind.CONTROLLER, new, new, 1.0))
+    assert not duty.advance(CaKind.CONTROLLER), "nothing is rotated"
+    new = NewCa(certificate=b"", sealed_key=b"sealed", expires_at=0.0)
+    number = control.database.write(lambda c: ca_records.begin_ca_rotation(c, CaKind.CONTROLLER, new, new, 1.0))
     before, after = number - 1, number
 
     def trusting(text):
         control.database.write(lambda c: c.execute(amphora.update().values(trusts=text)))
 
     def states():
-        return {each.id: each.state for each in control.database.read(lambda c: ca_records.every(c, gone=True))}
+        return {each.id: each.state for each in control.database.read(lambda c: ca_records.list_cas(c, gone=True))}
 
     def later():
         at = control.database.now() - 1000
@@ -245,22 +245,22 @@ def test_a_rotation_moves_on_by_the_duty(control, trust, monkeypatch, caplog):
 
     caplog.set_level("WARNING")
     for _ in range(2):
-        assert not duty.advance(Kind.CONTROLLER)
+        assert not duty.advance(CaKind.CONTROLLER)
     assert [one.id in each.message for each in caplog.records] == [True], "who is waited for is said once"
     trusting(f"{before},{after}")
-    assert duty.advance(Kind.CONTROLLER)
-    assert states() == {before: State.FORMER, after: State.CURRENT}
-    assert not duty.advance(Kind.CONTROLLER), "each step takes its time"
+    assert duty.advance(CaKind.CONTROLLER)
+    assert states() == {before: CaState.FORMER, after: CaState.CURRENT}
+    assert not duty.advance(CaKind.CONTROLLER), "each step takes its time"
     later()
     settle = control.conf.certificates.settle
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle - 1)
-    assert not duty.advance(Kind.CONTROLLER), "and not only by a clock that was set meanwhile"
+    assert not duty.advance(CaKind.CONTROLLER), "and not only by a clock that was set meanwhile"
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: settle)
-    assert duty.advance(Kind.CONTROLLER)
-    assert states() == {before: State.LEAVING, after: State.CURRENT}
+    assert duty.advance(CaKind.CONTROLLER)
+    assert states() == {before: CaState.LEAVING, after: CaState.CURRENT}
     later()
-    assert not duty.advance(Kind.CONTROLLER), "it is trusted still"
+    assert not duty.advance(CaKind.CONTROLLER), "it is trusted still"
     trusting(str(after))
-    assert duty.advance(Kind.CONTROLLER)
-    assert states() == {before: State.GONE, after: State.CURRENT}
+    assert duty.advance(CaKind.CONTROLLER)
+    assert states() == {before: CaState.GONE, after: CaState.CURRENT}
     assert control.database.read(lambda c: c.execute(sa.select(work.c.dirty)).scalar_one()) is False

@@ -17,7 +17,7 @@ from amphora_driver.maintenance.image_rotation_plan import (
     lacks,
     next_moves,
 )
-from amphora_driver.store.rotations import Item, ItemState, Rotation, Selection, State
+from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState, Selection
 
 LIMITS = Limits(settle=10.0, patience=900.0, give_up_after=8)
 OLD = Seen(id="old", ready=True, confirmed=3, heard=True, image="one")
@@ -26,7 +26,7 @@ BEFORE = Facts(generation=3, applied=3, provisioning="ACTIVE", operating="ONLINE
 AFTER = msgspec.structs.replace(BEFORE, live=(NEW,), watched=20.0, well=10.0)
 
 
-def rotation(state=State.RUNNING, most=1, reason=None, **wanted):
+def rotation(state=RotationState.RUNNING, most=1, reason=None, **wanted):
     return Rotation(
         id=7,
         state=state,
@@ -41,7 +41,7 @@ def rotation(state=State.RUNNING, most=1, reason=None, **wanted):
 
 
 def item(name="a", state=ItemState.RUNNING, operating="ONLINE", amphorae=("old",)):
-    return Item(load_balancer_id=name, place=1, state=state, amphorae=amphorae, operating=operating)
+    return RotationItem(load_balancer_id=name, place=1, state=state, amphorae=amphorae, operating=operating)
 
 
 def waiting(*names):
@@ -77,7 +77,7 @@ def test_no_more_at_once_than_may_be(running, most, begun):
     assert all(move.amphorae == ("old",) and move.operating == "ONLINE" for move in moves)
 
 
-@pytest.mark.parametrize("state", [State.PAUSED, State.ABORTED])
+@pytest.mark.parametrize("state", [RotationState.PAUSED, RotationState.ABORTED])
 def test_whoever_was_stopped_begins_nothing(state):
     assert outcome(BEFORE, waiting("a"), state=state) == []
 
@@ -207,7 +207,7 @@ def test_what_has_failed_stops_everything(facts, words):
     failed, paused = next_moves(rotation(most=3), items, every, LIMITS)
     assert (failed.state, failed.reason) == (ItemState.FAILED, words)
     assert paused == Pause(reason=f"load balancer a: {words}")
-    (alone,) = next_moves(rotation(State.ABORTED, most=3), items[:1], every, LIMITS)
+    (alone,) = next_moves(rotation(RotationState.ABORTED, most=3), items[:1], every, LIMITS)
     assert alone == failed, "who was aborted is not paused"
 
 
@@ -229,12 +229,12 @@ def test_a_new_amphora_of_another_image_is_a_failure():
 @pytest.mark.parametrize(
     ("state", "items", "end"),
     [
-        (State.RUNNING, [], State.DONE),
-        (State.PAUSED, [], State.DONE),
-        (State.ABORTED, [], State.ABORTED),
-        (State.ABORTED, [item()], None),
-        (State.PAUSED, [item("f", ItemState.FAILED)], None),
-        (State.RUNNING, [item()], None),
+        (RotationState.RUNNING, [], RotationState.DONE),
+        (RotationState.PAUSED, [], RotationState.DONE),
+        (RotationState.ABORTED, [], RotationState.ABORTED),
+        (RotationState.ABORTED, [item()], None),
+        (RotationState.PAUSED, [item("f", ItemState.FAILED)], None),
+        (RotationState.RUNNING, [item()], None),
     ],
 )
 def test_it_ends_when_nothing_is_left(state, items, end):

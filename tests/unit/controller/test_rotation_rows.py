@@ -19,7 +19,7 @@ from amphora_driver.maintenance import image_rotation as module
 from amphora_driver.maintenance.image_rotation import DUTY, Rotator, Watch
 from amphora_driver.maintenance.image_rotation_plan import Begin, Finish
 from amphora_driver.store import amphorae, circuit_breaker, failovers, process_registry, rotations
-from amphora_driver.store.rotations import ItemState, Selection, State
+from amphora_driver.store.rotations import ItemState, RotationState, Selection
 
 SETTLE = 5.0
 CATALOGUE = SimpleNamespace(topology=lambda name: SimpleNamespace(roles=("A", "B") if name == "PAIR" else ("A",)))
@@ -94,15 +94,16 @@ class Fleet:
 
     def ask(self, most=1, **selection):
         wanted = Selection(**(selection or {"everything": True}))
-        return self.database.write(lambda c: rotations.ask(c, wanted, most, "admin")).id
+        return self.database.write(lambda c: rotations.request_rotation(c, wanted, most, "admin")).id
 
     def states(self, rotation_id):
         return {
-            one.load_balancer_id: one.state for one in self.database.read(lambda c: rotations.items(c, rotation_id))
+            one.load_balancer_id: one.state
+            for one in self.database.read(lambda c: rotations.list_items(c, rotation_id))
         }
 
     def state(self, rotation_id):
-        return self.database.read(lambda c: rotations.get(c, rotation_id))
+        return self.database.read(lambda c: rotations.get_rotation(c, rotation_id))
 
 
 @pytest.fixture
@@ -141,10 +142,10 @@ def test_one_after_the_other_and_each_is_proven(fleet):
     fleet.replace("b")
     fleet.look(10)
     found = fleet.state(number)
-    assert (found.state, fleet.states(number)) == (State.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
+    assert (found.state, fleet.states(number)) == (RotationState.DONE, {"a": ItemState.DONE, "b": ItemState.DONE})
     assert found.ended_at is not None
     assert fleet.look() == []
-    assert DUTY not in fleet.database.read(process_registry.duties).get("one", []), "somebody else may have it"
+    assert DUTY not in fleet.database.read(process_registry.list_duties).get("one", []), "somebody else may have it"
 
 
 def test_a_pair_is_begun_as_a_whole(fleet):
@@ -166,11 +167,11 @@ def test_a_new_amphora_that_is_not_heard_stops_everything(fleet):
     assert fleet.look(15, silent=[new]) == []
     fleet.look(10, silent=[new])
     found = fleet.state(number)
-    assert found.state is State.PAUSED
+    assert found.state is RotationState.PAUSED
     assert found.reason == f"load balancer a: not done in 20 s: amphora {new} is not heard"
     assert fleet.states(number) == {"a": ItemState.FAILED, "b": ItemState.WAITING}
     # Somebody has mended it.
-    fleet.database.write(lambda c: rotations.resume(c, number))
+    fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     fleet.look(10)
     assert fleet.states(number) == {"a": ItemState.DONE, "b": ItemState.RUNNING}
 
@@ -186,7 +187,7 @@ def test_attempts_that_fail_stop_everything_and_are_made_again_when_it_is_resume
     fleet.look()
     assert fleet.state(number).reason == "load balancer a: it is in ERROR: no quota"
     fleet.write(work.update().values(free_at=1e12))
-    fleet.database.write(lambda c: rotations.resume(c, number))
+    fleet.database.write(lambda c: rotations.resume_rotation(c, number))
     row = fleet.database.read(lambda c: c.execute(sa.select(work)).one())
     assert row.free_at < 1.0, "it is tried at once"
     assert fleet.look(3) == []
@@ -230,19 +231,19 @@ def test_two_that_both_believe_it_is_their_duty_exceed_nothing(fleet, monkeypatc
     for thread in threads:
         thread.join()
     assert list(fleet.states(number).values()).count(ItemState.RUNNING) == 2
-    assert len(fleet.database.read(failovers.open_ones)) == 2
+    assert len(fleet.database.read(failovers.list_open_failovers)) == 2
 
 
 def test_what_a_user_has_begun_meanwhile_goes_first(fleet, monkeypatch):
     fleet.add("a")
     number = fleet.ask()
-    hold = rotations.hold_work
+    hold = rotations.lock_work
 
     def too_late(connection, load_balancer_ids):
         connection.execute(work.update().values(generation=2))
         hold(connection, load_balancer_ids)
 
-    monkeypatch.setattr(rotations, "hold_work", too_late)
+    monkeypatch.setattr(rotations, "lock_work", too_late)
     fleet.look()
     assert fleet.states(number) == {"a": ItemState.WAITING}
     assert fleet.machines("a") == ["a-1"]
@@ -268,13 +269,13 @@ def test_an_open_breaker_is_waited_for(fleet, name, state, words):
     number = fleet.ask()
 
     def put(one):
-        row = circuit_breaker.Row(name=name, state=one, since=1.0, reason="9 are silent")
-        fleet.database.write(lambda c: circuit_breaker.put(c, row))
+        row = circuit_breaker.BreakerRow(name=name, state=one, since=1.0, reason="9 are silent")
+        fleet.database.write(lambda c: circuit_breaker.write_breaker_row(c, row))
 
     put(state)
     fleet.look(25)
     found = fleet.state(number)
-    assert found.state is State.RUNNING, "it is waited for without end"
+    assert found.state is RotationState.RUNNING, "it is waited for without end"
     assert found.reason == f"nothing is begun: {words}"
     put(circuit_breaker.SEEING if name == circuit_breaker.SIGHT else circuit_breaker.CLOSED)
     fleet.look(2)
@@ -288,16 +289,16 @@ def test_what_was_begun_is_finished(fleet, change):
     number = fleet.ask()
     fleet.look()
     if change == "pause":
-        fleet.database.write(lambda c: rotations.pause(c, number, "for a while"))
+        fleet.database.write(lambda c: rotations.pause_rotation(c, number, "for a while"))
     else:
-        fleet.database.write(lambda c: rotations.abort(c, number))
+        fleet.database.write(lambda c: rotations.abort_rotation(c, number))
     fleet.replace("a")
     fleet.look(20)
     left = {"pause": ItemState.WAITING, "abort": ItemState.SKIPPED}[change]
     assert fleet.states(number) == {"a": ItemState.DONE, "b": left}
     assert fleet.machines("b") == ["b-2"]
     found = fleet.state(number)
-    assert found.state is {"pause": State.PAUSED, "abort": State.ABORTED}[change]
+    assert found.state is {"pause": RotationState.PAUSED, "abort": RotationState.ABORTED}[change]
     assert (found.ended_at is None) is (change == "pause")
 
 
@@ -323,9 +324,9 @@ def test_one_that_drains_gives_the_duty_up_and_a_database_that_is_away_ends_noth
     try:
         assert failed.wait(20)
         assert eventually(lambda: fleet.states(number) == {"a": ItemState.RUNNING})
-        assert DUTY in fleet.database.read(process_registry.duties)["one"]
+        assert DUTY in fleet.database.read(process_registry.list_duties)["one"]
         draining.set()
-        assert eventually(lambda: not fleet.database.read(process_registry.duties))
+        assert eventually(lambda: not fleet.database.read(process_registry.list_duties))
     finally:
         stopping.set()
         thread.join(20)

@@ -27,7 +27,7 @@ from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import Plugged, State
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 # The incumbent takes 208 for the job alone, and 2,297 where the load balancer is larger.
 # Two of these write the member's operating status into the report of ACTIVE.
@@ -78,7 +78,7 @@ class House:
         migrated.write(self.conf.store.connection)
         self.database = Database(self.conf.store.connection, durable=False)
         self.given, self.told = [], []
-        self.intents = Intents(self.database, lambda node: None)
+        self.intents = RequestRecorder(self.database, lambda node: None)
         self.jobs = Jobs(self.database, "me", 60.0)
         catalogue = SimpleNamespace(
             topology=Catalogue(self.conf, self.database).topology,

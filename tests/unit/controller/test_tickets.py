@@ -13,7 +13,7 @@ from amphora_driver.reconcile import secret_files, tls_tickets
 from amphora_driver.reconcile.tls_tickets import SEED_LENGTH, begun, rotated, ticket_keys
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.sealed_secrets import Sealed, place
+from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 
 SEED = Secret(bytes(range(SEED_LENGTH)))
 
@@ -89,7 +89,7 @@ def test_neither_the_seed_nor_a_key_shows():
 def test_the_file_of_a_load_balancer_has_them():
     vault, state = Vault([Fernet.generate_key()]), after(6)
     file = File(name="tls/lb/ticket.keys", secret=tickets_of("lb"))
-    sealed = {tickets_of("lb"): Sealed(content=vault.seal(state, place(tickets_of("lb"))))}
+    sealed = {tickets_of("lb"): SealedSecret(content=vault.seal(state, secret_location(tickets_of("lb"))))}
     for _ in range(2):
         (found,), lost = secret_files.filled((file,), sealed, vault)
         assert found.content.reveal().splitlines() == keys(state)

@@ -11,7 +11,7 @@ from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.job import Turn, goes_first
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 LB = "lb"
 TREE = LoadBalancer(
@@ -24,14 +24,14 @@ def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
     migrated.write(url)
     database = Database(url)
-    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     yield database
     database.dispose()
 
 
 @pytest.fixture
 def intents(database):
-    return Intents(database, lambda node: None)
+    return RequestRecorder(database, lambda node: None)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def database(tmp_path):
 
     def write(connection):
         connection.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
-        store.insert(connection, "lb", 4, [BARE])
+        store.insert_objects(connection, "lb", 4, [BARE])
         wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time())
         vip_claims.keep(connection, "lb", "local", wish)
 

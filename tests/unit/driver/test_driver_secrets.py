@@ -53,9 +53,11 @@ def opened(conf, database):
 
     def read(object_id=LISTENER):
         vault = Vault.load(conf.store.encryption_key_file)
-        kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, LB))
+        kept = database.read(lambda connection: sealed_secrets.load_secrets(connection, LB))
         return {
-            (name.purpose.value, name.ref): vault.open(one.content, sealed_secrets.place(name)).reveal().decode()
+            (name.purpose.value, name.ref): vault.open(one.content, sealed_secrets.secret_location(name))
+            .reveal()
+            .decode()
             for name, one in kept.items()
             if name.object_id == object_id
         }
@@ -66,7 +68,7 @@ def opened(conf, database):
 def to_read(database):
     """What is to be read back from Octavia; None for nothing."""
     row = database.read(lambda connection: connection.execute(sa.select(tables.work)).one())
-    return pending_rereads.objects_of(row.reread) if row.read_back else None
+    return pending_rereads.decode_objects(row.reread) if row.read_back else None
 
 
 @pytest.fixture
@@ -271,5 +273,5 @@ def test_no_secret_is_anywhere_in_clear(secured, database, tmp_path, caplog):
             assert not [line for line in keys if line.encode() in content], path
             assert b"PRIVATE KEY" not in content, path
     assert "PRIVATE KEY" not in caplog.text
-    kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, LB))
+    kept = database.read(lambda connection: sealed_secrets.load_secrets(connection, LB))
     assert SecretName(LISTENER, Purpose.CERTIFICATE, "two") in kept

@@ -16,7 +16,7 @@ from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, desired_objects, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 
@@ -62,7 +62,7 @@ class House:
 
     def __init__(self, database):
         self.database = database
-        self.intents = Intents(database, lambda node: None)
+        self.intents = RequestRecorder(database, lambda node: None)
         self.sequence = 0
         self.start()
 
@@ -217,7 +217,7 @@ def test_deleted_objects_get_no_status(house):
     house.say()
     house.flush()
     house.intents.delete(Kind.MEMBER, "me1")
-    house.database.write(lambda c: status_outbox.confirm(c, "lb1", 2, {}))
+    house.database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 2, {}))
     house.say(word="DOWN", generation=1)
     house.flush()
     assert house.operating()["me1"] == "ONLINE", "nothing is said after DELETED"
@@ -256,8 +256,8 @@ def test_a_tree_that_arrived_incomplete_is_read_again_when_it_is_served(house):
     more = Listener(id="li-more", loadbalancer_id="lb1", protocol=ListenerProtocol.HTTP, protocol_port=81)
 
     def read_back(connection):
-        desired_objects.insert(connection, "lb1", 1, [more])
-        status_outbox.expect(connection, "lb1", 1, [(Kind.LISTENER, "li-more")])
+        desired_objects.insert_objects(connection, "lb1", 1, [more])
+        status_outbox.expect_confirmation(connection, "lb1", 1, [(Kind.LISTENER, "li-more")])
 
     house.database.write(read_back)
     house.say(generation=1)
@@ -401,7 +401,7 @@ def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     house.books = Bookkeeper(house.trying, house.ledger, interval=0.0, due=lambda: rung.append(True))
     database.write(lambda c: amphorae.change(c, "am1", confirmed=1, state=amphorae.State.READY))
     database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
-    database.write(lambda c: status_outbox.confirm(c, "lb1", 1, {}))
+    database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
     house.say()
     house.flush()
     settled = {row.object_id: row.settled for row in house.rows(status)}

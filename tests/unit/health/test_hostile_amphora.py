@@ -32,7 +32,7 @@ from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 HONEST = 500
 HOSTILE_RATE = 2000
@@ -103,7 +103,7 @@ def fleet(tmp_path, database):
     (tmp_path / "key").chmod(0o600)
     vault = Vault.load(str(tmp_path / "key"))
     fleet = [Amphora(str(number)) for number in range(HONEST + 1)]
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     for one in fleet:
         intents.create_load_balancer(one.tree(), read_back=False)
     database.write(lambda c: [one.record(c, vault) for one in fleet])

@@ -14,7 +14,7 @@ from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.store import amphorae, listener_stats
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 MEMBER = Member(id="me", pool_id="po", address="192.0.2.1", protocol_port=80)
@@ -114,7 +114,7 @@ class House:
 
     def __init__(self, database):
         self.database = database
-        Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+        RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
         for name, role in (("a", "MASTER"), ("b", "BACKUP")):
             database.write(lambda c, name=name, role=role: amphorae.record(c, name, "lb", role, b"key"))
         database.write(lambda c: c.execute(work.update().values(committed=1)))
@@ -174,14 +174,14 @@ def test_counters_are_those_of_both_and_connections_those_of_the_living(house):
     house.say("a", "UP", holds_vip=True, count=100, active=7, ago=EXPIRY - 0.05)
     house.say("b", "UP", holds_vip=False, count=10, active=1)
     house.books.flush()
-    (found,) = house.database.read(lambda c: listener_stats.due(c, 10))
+    (found,) = house.database.read(lambda c: listener_stats.list_due_totals(c, 10))
     assert (found.bytes_in, found.active_connections) == (110, 8)
     deadline = time.monotonic() + 10
     while found.active_connections != 2:
         assert time.monotonic() < deadline
         house.say("b", "UP", holds_vip=True, count=20, active=2)
         house.books.flush()
-        (found,) = house.database.read(lambda c: listener_stats.due(c, 10))
+        (found,) = house.database.read(lambda c: listener_stats.list_due_totals(c, 10))
     assert (found.bytes_in, found.active_connections) == (120, 2), "what the dead one counted stays"
 
 

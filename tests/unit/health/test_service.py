@@ -25,7 +25,7 @@ from amphora_driver.health.service import HealthManager
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 AMPHORA = "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11"
 KEY = bytes(range(32))
@@ -44,7 +44,7 @@ def conf(tmp_path, database):
     (tmp_path / "key").write_bytes(Fernet.generate_key())
     (tmp_path / "key").chmod(0o600)
     sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY), amphorae.key_place(AMPHORA))
-    Intents(database, lambda node: None).create_load_balancer(
+    RequestRecorder(database, lambda node: None).create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False
     )
     database.write(lambda c: amphorae.record(c, AMPHORA, "lb", "standalone", sealed))

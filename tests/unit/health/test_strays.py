@@ -15,7 +15,7 @@ from amphora_driver.database.tables_fleet import zombie
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.unknown_amphorae import Strays
 from amphora_driver.store import unknown_amphorae
-from amphora_driver.store.unknown_amphorae import MOST, MOST_OF_ADDRESS, Stray
+from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
 
 STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
@@ -30,7 +30,9 @@ def test_one_that_is_heard_for_long_enough_is_told():
     heard.hear("a", "203.0.113.9", 110.0)
     assert heard.due(111.0) == [], "an amphora that was just removed still speaks"
     heard.hear("a", "203.0.113.10", 116.0)
-    assert heard.due(120.0) == [Stray(amphora_id="a", address="203.0.113.10", first_at=99_980.0, last_at=99_996.0)]
+    assert heard.due(120.0) == [
+        UnknownAmphora(amphora_id="a", address="203.0.113.10", first_at=99_980.0, last_at=99_996.0)
+    ]
 
 
 def test_it_is_told_seldom_and_only_if_it_was_heard_again():
@@ -47,10 +49,10 @@ def test_it_is_told_seldom_and_only_if_it_was_heard_again():
 
 def test_memory_is_bounded_and_room_is_made():
     heard = strays()
-    for index in range(10 * MOST):
+    for index in range(10 * MAX_ROWS):
         heard.hear(f"a{index}", f"x{index}", 100.0)
         heard.hear(f"a{index}", f"x{index}", 116.0)
-    assert len(heard.due(116.0)) == MOST
+    assert len(heard.due(116.0)) == MAX_ROWS
     assert len(heard.due(300.0)) == 0, "nobody of them was heard any more"
     heard.hear("genuine", "x", 300.0)
     heard.hear("genuine", "x", 320.0)
@@ -59,12 +61,15 @@ def test_memory_is_bounded_and_room_is_made():
 
 def test_one_sender_does_not_hide_another_one():
     heard = strays()
-    for index in range(10 * MOST):
+    for index in range(10 * MAX_ROWS):
         heard.hear(f"a{index}", "203.0.113.66", 100.0)
         heard.hear(f"a{index}", "203.0.113.66", 116.0)
     heard.hear("b", "203.0.113.9", 100.0)
     heard.hear("b", "203.0.113.9", 116.0)
-    assert [one.amphora_id for one in heard.due(116.0)] == [*(f"a{index}" for index in range(MOST_OF_ADDRESS)), "b"]
+    assert [one.amphora_id for one in heard.due(116.0)] == [
+        *(f"a{index}" for index in range(MAX_ROWS_PER_ADDRESS)),
+        "b",
+    ]
 
 
 def test_the_receiver_tells_of_them_with_the_senders_address():
@@ -87,42 +92,51 @@ def test_the_receiver_tells_of_them_with_the_senders_address():
 
 
 def stray(name, at=1000.0, address="203.0.113.9"):
-    return Stray(amphora_id=name, address=address, first_at=at - 20, last_at=at)
+    return UnknownAmphora(amphora_id=name, address=address, first_at=at - 20, last_at=at)
 
 
 def rows(database):
-    return {row.amphora_id: row for row in database.read(unknown_amphorae.every)}
+    return {row.amphora_id: row for row in database.read(unknown_amphorae.list_unknown_amphorae)}
 
 
 def test_rows_are_bounded(database):
-    many = [stray(f"a{index}", address=f"203.0.113.{index}") for index in range(MOST + 20)]
-    assert database.write(lambda c: unknown_amphorae.note(c, many, 1000.0)) == 20
-    assert len(rows(database)) == MOST
-    assert database.write(lambda c: unknown_amphorae.note(c, [stray("late")], 1000.0)) == 1
+    many = [stray(f"a{index}", address=f"203.0.113.{index}") for index in range(MAX_ROWS + 20)]
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20
+    assert len(rows(database)) == MAX_ROWS
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
-    assert database.write(lambda c: unknown_amphorae.note(c, [stray("late", later)], later)) == 0, "old ones make room"
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late", later)], later)) == 0, (
+        "old ones make room"
+    )
     assert list(rows(database)) == ["late"]
 
 
 def test_rows_of_one_address_are_bounded(database):
     many = [stray(f"a{index}") for index in range(20)]
-    assert database.write(lambda c: unknown_amphorae.note(c, many, 1000.0)) == 20 - MOST_OF_ADDRESS
-    assert database.write(lambda c: unknown_amphorae.note(c, [stray("z")], 1000.0)) == 1
-    assert database.write(lambda c: unknown_amphorae.note(c, [stray("z", address="203.0.113.10")], 1000.0)) == 0
-    assert len(rows(database)) == MOST_OF_ADDRESS + 1
+    assert (
+        database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20 - MAX_ROWS_PER_ADDRESS
+    )
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("z")], 1000.0)) == 1
+    assert (
+        database.write(
+            lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("z", address="203.0.113.10")], 1000.0)
+        )
+        == 0
+    )
+    assert len(rows(database)) == MAX_ROWS_PER_ADDRESS + 1
 
 
 def test_a_row_that_is_not_heard_any_more_makes_room(database):
-    many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MOST)]
-    database.write(lambda c: unknown_amphorae.note(c, many, 1000.0))
+    many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_ROWS)]
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0))
     late = stray("late", 1302.0)
-    assert database.write(lambda c: unknown_amphorae.note(c, [late], 1302.0)) == 0
-    assert set(rows(database)) == {f"a{index}" for index in range(1, MOST)} | {"late"}
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [late], 1302.0)) == 0
+    assert set(rows(database)) == {f"a{index}" for index in range(1, MAX_ROWS)} | {"late"}
 
 
 def test_one_that_is_heard_again_keeps_its_row(database):
-    database.write(lambda c: unknown_amphorae.note(c, [stray("a", 1000.0)], 1000.0))
-    database.write(lambda c: unknown_amphorae.note(c, [stray("a", 2000.0)], 2000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a", 1000.0)], 1000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a", 2000.0)], 2000.0))
     (row,) = rows(database).values()
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
@@ -137,7 +151,7 @@ def test_who_has_a_row_by_now_is_no_zombie(database):
         "created_at": 1,
     }
     database.write(lambda c: c.execute(amphora.insert().values(**values)))
-    assert database.write(lambda c: unknown_amphorae.note(c, [stray("a")], 1000.0)) == 0
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a")], 1000.0)) == 0
     assert rows(database) == {}
 
 
@@ -150,12 +164,12 @@ def test_who_has_a_row_by_now_is_no_zombie(database):
     ],
 )
 def test_the_verdict_names_the_rule(database, kind, words):
-    database.write(lambda c: unknown_amphorae.note(c, [stray("a")], 1000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a")], 1000.0))
     if kind is not None:
         found = {"kind": kind, "backend": "netns", "id": "a", "found_at": 1.0}
         database.write(lambda c: c.execute(orphan.insert().values(**found)))
-    said = database.read(lambda c: unknown_amphorae.judge(c, 900.0))
+    said = database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0))
     assert words in said["a"]
     database.write(lambda c: unknown_amphorae.write_verdicts(c, said))
-    assert database.read(lambda c: unknown_amphorae.judge(c, 900.0)) == {}, "it is said once"
+    assert database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0)) == {}, "it is said once"
     assert words in database.read(lambda c: c.execute(sa.select(zombie.c.verdict)).scalar_one())

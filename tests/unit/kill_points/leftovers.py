@@ -35,10 +35,11 @@ def undone(deployment):
         found = [tuple(row) for row in connection.execute(_BUSY)]
         found = found or [("goes or boots", one) for one in connection.execute(_UNSETTLED).scalars()]
         found = found or [
-            ("to be reported", one.object_id, one.provisioning) for one in status_outbox.due(connection, 100)
+            ("to be reported", one.object_id, one.provisioning)
+            for one in status_outbox.list_due_reports(connection, 100)
         ]
-        found = found or [("is being replaced", one.amphora_id) for one in failovers.open_ones(connection)]
-        rotation = None if found else rotations.active(connection)
+        found = found or [("is being replaced", one.amphora_id) for one in failovers.list_open_failovers(connection)]
+        rotation = None if found else rotations.get_active_rotation(connection)
         return found if rotation is None else [("rotation", rotation.id, rotation.state, rotation.reason)]
 
     return deployment.database.read(read)

@@ -18,7 +18,7 @@ from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 from amphora_driver.certificates import trust_store
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.store import ca_records, failovers, rotations, spare_pools
-from amphora_driver.store.ca_records import Kind
+from amphora_driver.store.ca_records import CaKind
 from amphora_driver.store.rotations import ItemState, Selection
 
 PAIR = {"loadbalancer_topology": "ACTIVE_STANDBY"}
@@ -43,9 +43,9 @@ _TERMINATED = {
 
 def _operator_replaces_the_holder(deployment):
     """Write what `amphoractl amphora failover` writes, for the amphora that has the VIPs."""
-    why = failovers.Why(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
+    why = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
     holder, now = deployment.world.kept.read()["holder"], deployment.database.now()
-    assert deployment.database.write(lambda c: failovers.begin(c, LB, [holder], why, now)) == 1
+    assert deployment.database.write(lambda c: failovers.open_failovers(c, LB, [holder], why, now)) == 1
 
 
 def _machine_ends(deployment):
@@ -54,7 +54,7 @@ def _machine_ends(deployment):
 
 
 def _operator_rotates(deployment):
-    deployment.database.write(lambda c: rotations.ask(c, Selection(everything=True), 1, "test"))
+    deployment.database.write(lambda c: rotations.request_rotation(c, Selection(everything=True), 1, "test"))
 
 
 def _nothing(deployment):
@@ -76,9 +76,9 @@ def _certificates_age(deployment):
 
 
 def _authorities_rotate(deployment):
-    for kind in Kind:
+    for kind in CaKind:
         new, present = trust_store.create(kind, deployment.vault, 30), trust_store.configured(deployment.conf, kind)
-        begin = partial(ca_records.begin, kind=kind, configured=present, new=new, now=1.0)
+        begin = partial(ca_records.begin_ca_rotation, kind=kind, configured=present, new=new, now=1.0)
         deployment.database.write(begin)
 
 
@@ -87,11 +87,13 @@ def _done(name, before, machines=0, **more):
 
 
 def _pool_is_full(deployment):
-    return [len(deployment.database.read(partial(spare_pools.ready, pool_id=one))) for one in _pools(deployment)] == [1]
+    return [
+        len(deployment.database.read(partial(spare_pools.list_ready_spares, pool_id=one))) for one in _pools(deployment)
+    ] == [1]
 
 
 def _pools(deployment):
-    return [row.load_balancer_id for row in deployment.database.read(spare_pools.pools)]
+    return [row.load_balancer_id for row in deployment.database.read(spare_pools.list_pools)]
 
 
 BEGINNINGS = {
@@ -125,8 +127,8 @@ def _no_pool_left(deployment):
 
 
 def _authorities_settled(deployment):
-    found = deployment.database.read(ca_records.every)
-    return all(one.state is ca_records.State.CURRENT for one in found)
+    found = deployment.database.read(ca_records.list_cas)
+    return all(one.state is ca_records.CaState.CURRENT for one in found)
 
 
 def _certificate_is_new(deployment):
@@ -140,13 +142,13 @@ def _renewed(deployment):
 
 def _two_authorities(deployment):
     """The new authority of each kind is left."""
-    found = deployment.database.read(ca_records.every)
-    assert sorted(one.kind for one in found) == sorted(Kind)
+    found = deployment.database.read(ca_records.list_cas)
+    assert sorted(one.kind for one in found) == sorted(CaKind)
     assert {one.id for one in found} == {2, 4}
 
 
 def _rotated(deployment):
-    items = deployment.database.read(lambda c: rotations.items(c, 1))
+    items = deployment.database.read(lambda c: rotations.list_items(c, 1))
     assert [one.state for one in items] == [ItemState.DONE]
 
 

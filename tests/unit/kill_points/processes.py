@@ -104,7 +104,9 @@ class _Health:
         self._manager._database = self._manager._bookkeeper._database = deployment.database
         self._manager._bookkeeper._batches._database = deployment.database
         self._manager._ledger.resume(deployment.database.read(amphorae.last_heard))
-        self._registry = process_registry.Registry(deployment.database, name, process_registry.Kind.HEALTH_MANAGER)
+        self._registry = process_registry.ProcessRegistration(
+            deployment.database, name, process_registry.ProcessKind.HEALTH_MANAGER
+        )
 
     def turn(self):
         for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):

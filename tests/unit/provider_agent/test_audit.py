@@ -16,7 +16,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Po
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(
@@ -79,7 +79,7 @@ def more_options():
 
 @pytest.fixture
 def intents(database):
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(TREE, read_back=False)
     return intents
 
@@ -105,7 +105,7 @@ def serve(database):
     def write(connection):
         generation = row(database).generation
         connection.execute(work.update().values(applied=generation, dirty=False))
-        status_outbox.confirm(connection, "lb", generation, {})
+        status_outbox.confirm_generation(connection, "lb", generation, {})
 
     database.write(write)
 
@@ -237,7 +237,7 @@ def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavi
 def test_what_failed_and_is_being_deleted_is_there_still(intents, database, reporter):
     intents.delete(Kind.POOL, "po")
     reporter.turn()
-    database.write(lambda c: status_outbox.fail(c, "lb", 2, "no"))
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.turn()
     reporter.turn()
     assert row(database).generation == 2
@@ -247,7 +247,7 @@ def test_what_cannot_be_served_is_compared(intents, database, reporter):
     """What makes it fail may be just what Octavia has not kept."""
     intents.update(Kind.MEMBER, "me", {"weight": 7})
     reporter.turn()
-    database.write(lambda c: status_outbox.fail(c, "lb", 2, "no"))
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.turn()
     assert members(database) == {"me": 1}
 
@@ -276,8 +276,8 @@ def test_what_octavia_hears_of_while_it_is_asked_does_not_come_back(intents, dat
     class Meanwhile:
         def get_loadbalancer(self, one):
             found = asked(one)
-            due = database.read(lambda c: status_outbox.due(c, 10))
-            database.write(lambda c: status_outbox.taken(c, due))
+            due = database.read(lambda c: status_outbox.list_due_reports(c, 10))
+            database.write(lambda c: status_outbox.mark_reported(c, due))
             return found
 
     library = Meanwhile()

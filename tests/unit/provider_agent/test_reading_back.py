@@ -17,8 +17,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.provider_agent import octavia_reader
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, sealed_secrets, status_outbox
-from amphora_driver.store.requests import Intents
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.requests import RequestRecorder
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 ROOT = Authority("root")
 ONE, TWO = (ROOT.issue(f"{name}.example.com") for name in ("one", "two"))
@@ -102,7 +102,7 @@ class House:
         self.database = database
         self.octavia = octavia
         self.vault = Vault.load(conf.store.encryption_key_file)
-        self.intents = Intents(database, lambda node: None)
+        self.intents = RequestRecorder(database, lambda node: None)
         self.reporter = Reporter(conf, database)
         self.intents.create_load_balancer(TREE, read_back=False)
         self.reporter.turn()
@@ -116,9 +116,11 @@ class House:
         return self.database.read(lambda c: desired_objects.load_tree(c, "lb"))
 
     def contents(self):
-        kept = self.database.read(lambda c: sealed_secrets.of_load_balancer(c, "lb"))
+        kept = self.database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
         return {
-            (name.purpose.value, name.ref): self.vault.open(one.content, sealed_secrets.place(name)).reveal().decode()
+            (name.purpose.value, name.ref): self.vault.open(one.content, sealed_secrets.secret_location(name))
+            .reveal()
+            .decode()
             if one.content
             else one.reason
             for name, one in kept.items()
@@ -215,7 +217,9 @@ def test_what_cannot_be_served_is_kept_as_the_reason(house):
 def test_a_whole_tree_brings_its_secrets(house):
     house.octavia.trees["lb"] = whole(as_read(client_ca_tls_container_ref="ca", client_ca_tls_container_data=None))
     house.database.write(
-        lambda c: sealed_secrets.put(c, "lb", {SecretName("old", Purpose.CA, "old"): Sealed(content=b"x")})
+        lambda c: sealed_secrets.replace_secrets(
+            c, "lb", {SecretName("old", Purpose.CA, "old"): SealedSecret(content=b"x")}
+        )
     )
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
     house.reporter.turn()
@@ -231,7 +235,7 @@ def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_onc
     library = house.reporter.library
     house.reporter._library = Away(library)
     house.reporter.turn()
-    due = house.database.read(lambda c: status_outbox.due(c, 10))
+    due = house.database.read(lambda c: status_outbox.list_due_reports(c, 10))
     assert [(one.object_id, one.provisioning) for one in due] in ([("lb", "ERROR")], [])
     assert house.octavia.statuses[-1]["loadbalancers"][0]["provisioning_status"] == "ERROR"
     assert house.row.read_back, "half a tree is not served"

@@ -16,7 +16,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, V
 from amphora_driver.provider_agent import status_reporter as module
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, process_registry, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -71,7 +71,7 @@ def octavia(tmp_path):
 
 @pytest.fixture
 def intents(database):
-    return Intents(database, lambda node: None)
+    return RequestRecorder(database, lambda node: None)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def reporter(conf, database, octavia):
 def serve(database, generation):
     def write(connection):
         connection.execute(work.update().values(applied=generation))
-        status_outbox.confirm(connection, "lb", generation, {})
+        status_outbox.confirm_generation(connection, "lb", generation, {})
 
     database.write(write)
 
@@ -154,7 +154,7 @@ def test_a_fully_populated_one_is_read_back(intents, database, reporter):
     assert tree.listeners[0].l7policies[0].rules[0].value == "/"
     assert (row(database).read_back, row(database).dirty) == (False, True)
     serve(database, 1)
-    found = database.read(lambda c: status_outbox.due(c, 100))
+    found = database.read(lambda c: status_outbox.list_due_reports(c, 100))
     assert [one.kind for one in found][-1] is Kind.LOAD_BALANCER
     assert {one.object_id for one in found} == {"lb", "li", "po", "ru"}
 
@@ -185,7 +185,7 @@ def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, 
 
     def write(connection):
         connection.execute(work.update().where(work.c.load_balancer_id == "lb2").values(applied=1))
-        status_outbox.confirm(connection, "lb2", 1, {})
+        status_outbox.confirm_generation(connection, "lb2", 1, {})
 
     database.write(write)
     reporter.turn()
@@ -280,7 +280,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
     reporter.turn()
     serve(database, 1)
     octavia.statuses.clear()
-    read = status_outbox.due
+    read = status_outbox.list_due_reports
 
     def read_and_stop(connection, *arguments):
         found = read(connection, *arguments)
@@ -289,7 +289,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
         reporter._held_until = 0.0
         return found
 
-    monkeypatch.setattr(status_outbox, "due", read_and_stop)
+    monkeypatch.setattr(status_outbox, "list_due_reports", read_and_stop)
     monkeypatch.setattr(database, "read", database.write)
     reporter.turn()
     assert octavia.statuses == []
@@ -297,7 +297,7 @@ def test_a_process_that_was_stopped_after_it_read_statuses_does_not_send_them(
 
 def test_the_duty_stays_where_something_is_being_said(intents, database, conf, reporter, octavia, monkeypatch):
     """Octavia may take half a minute: it would hear this after what the next one says."""
-    monkeypatch.setattr(process_registry, "EVERY", 0.05)
+    monkeypatch.setattr(process_registry, "HEARTBEAT_INTERVAL", 0.05)
     intents.create_load_balancer(TREE, read_back=False)
     reporter.turn()
     serve(database, 1)

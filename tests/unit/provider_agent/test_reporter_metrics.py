@@ -19,7 +19,7 @@ from amphora_driver.provider_agent import process as provider_agent
 from amphora_driver.provider_agent import status_reporter as module
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -38,13 +38,13 @@ def octavia(tmp_path):
 @pytest.fixture
 def served(database):
     """A load balancer with a listener of which everything is to be told."""
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(TREE, read_back=False)
     intents.create(Kind.LISTENER, LISTENER)
 
     def write(connection):
         connection.execute(work.update().values(applied=2))
-        status_outbox.confirm(connection, "lb", 2, {})
+        status_outbox.confirm_generation(connection, "lb", 2, {})
 
     database.write(write)
 
@@ -101,7 +101,7 @@ def test_octavia_is_away(conf, database, octavia):
 
 @pytest.mark.usefixtures("octavia")
 def test_statistics_are_a_call_too(conf, database):
-    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=False)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
     numbers = dict.fromkeys(("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections"), 1)
     row = statistics.Row(listener_id="li", amphora_id="am", load_balancer_id="lb", **numbers)
     database.write(lambda c: statistics.store(c, [row]))

@@ -16,7 +16,7 @@ from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, Operat
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.store import desired_objects, resyncs, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 LISTENER = Listener(
@@ -76,7 +76,7 @@ def octavia(tmp_path):
 
 @pytest.fixture
 def intents(database):
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(msgspec.structs.replace(TREE, name="web"), read_back=False)
     return intents
 
@@ -91,7 +91,7 @@ def reporter(conf, database, octavia, intents):
         status_outbox.Observation(object_id=one, kind=kind, operating=Operating.ONLINE)
         for one, kind in (("lb", Kind.LOAD_BALANCER), ("me", Kind.MEMBER))
     ]
-    database.write(lambda c: status_outbox.observe(c, "lb", seen))
+    database.write(lambda c: status_outbox.write_observations(c, "lb", seen))
     reporter.turn()
     octavia.statuses.clear()
     octavia.asked.clear()
@@ -106,17 +106,17 @@ def serve(database, generation=None):
     def write(connection):
         now = row(database).generation if generation is None else generation
         connection.execute(work.update().values(applied=now, dirty=False))
-        status_outbox.confirm(connection, "lb", now, {})
+        status_outbox.confirm_generation(connection, "lb", now, {})
 
     database.write(write)
 
 
 def ask(database, *ids, **more):
-    database.write(lambda c: resyncs.ask(c, ids or ("lb",), database.now(), "me@here", **more))
+    database.write(lambda c: resyncs.request_resyncs(c, ids or ("lb",), database.now(), "me@here", **more))
 
 
 def outcome(database, load_balancer_id="lb"):
-    (found,) = database.read(lambda c: resyncs.of(c, [load_balancer_id]))
+    (found,) = database.read(lambda c: resyncs.list_resyncs(c, [load_balancer_id]))
     return found.outcome, found.detail
 
 

@@ -13,7 +13,7 @@ from amphora_driver.database.tables import work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs, guard
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 LB = "lb"
 TREE = LoadBalancer(
@@ -26,7 +26,7 @@ def database(tmp_path):
     url = f"sqlite:///{tmp_path}/driver.sqlite"
     migrated.write(url)
     database = Database(url)
-    Intents(database, lambda node: None).create_load_balancer(TREE, read_back=True)
+    RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=True)
     yield database
     database.dispose()
 
@@ -60,7 +60,7 @@ def test_what_is_waited_for_comes(database, jobs):
 
 def test_more_is_wanted_meanwhile(database, jobs):
     lease = jobs.claim()
-    Intents(database, lambda node: None).delete_load_balancer(LB)
+    RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
     jobs.wait(lease, 1, 30.0)
     assert jobs.claim() is not None
 
@@ -85,7 +85,7 @@ def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, 
     assert (row(database).attempts, jobs.claim()) == (1, None)
     jobs.hasten([LB])
     lease = jobs.claim()
-    Intents(database, lambda node: None).delete_load_balancer(LB)
+    RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
     jobs.postpone(lease, 30.0, "no", 1)
     assert row(database).attempts == 0, "nobody has tried the deletion"
     assert jobs.claim() is not None
@@ -108,7 +108,7 @@ def test_the_leases_of_one_that_died_are_free(database, jobs):
 def test_what_kills_whoever_takes_it_up_comes_after_all_that_waits(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     another = msgspec.structs.replace(TREE, id="another")
-    Intents(database, lambda node: None).create_load_balancer(another, read_back=True)
+    RequestRecorder(database, lambda node: None).create_load_balancer(another, read_back=True)
     assert jobs.release_all("dead") == 1
     assert [jobs.claim(fresh=True).load_balancer_id for _ in range(2)] == ["another", LB]
 

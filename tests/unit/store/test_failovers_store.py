@@ -5,15 +5,15 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.store import failovers
-from amphora_driver.store.failovers import Event, Outcome
+from amphora_driver.store.failovers import Event, FailoverOutcome
 
 
 def add(connection, number, ended):
     row = {"load_balancer_id": "lb", "amphora_id": f"am{number}", "cause": "silent", "begun_at": 1.0}
     connection.execute(failover.insert().values(**row))
-    failovers.note(connection, "lb", Event.BOOTED, 2.0, f"am{number}")
+    failovers.record_event(connection, "lb", Event.BOOTED, 2.0, f"am{number}")
     if ended is not None:
-        failovers.end(connection, "lb", Outcome.DONE, ended, f"am{number}")
+        failovers.finish_failovers(connection, "lb", FailoverOutcome.DONE, ended, f"am{number}")
 
 
 def test_fail_overs_are_forgotten_in_chunks_with_their_time_lines(any_database):
@@ -21,7 +21,7 @@ def test_fail_overs_are_forgotten_in_chunks_with_their_time_lines(any_database):
         any_database.write(lambda c, number=number, ended=ended: add(c, number, ended))
 
     def tidy():
-        return any_database.write(lambda c: failovers.tidy(c, 100.0, most=2))
+        return any_database.write(lambda c: failovers.purge_old_failovers(c, 100.0, most=2))
 
     assert (tidy(), tidy(), tidy()) == (True, False, False)
     left = any_database.read(lambda c: c.execute(sa.select(failover.c.id, failover.c.amphora_id)).all())

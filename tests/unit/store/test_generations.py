@@ -8,8 +8,8 @@ from amphora_driver.database.tables import status, work
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.secret_refs import Purpose, SecretName, ticket_secret_name
 from amphora_driver.store import generations, sealed_secrets, status_outbox
-from amphora_driver.store.requests import Intents
-from amphora_driver.store.sealed_secrets import Sealed
+from amphora_driver.store.requests import RequestRecorder
+from amphora_driver.store.sealed_secrets import SealedSecret
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 
@@ -22,7 +22,7 @@ def database(any_database):
 
 @pytest.fixture
 def intents(database):
-    return Intents(database, lambda node: None)
+    return RequestRecorder(database, lambda node: None)
 
 
 def made(database, intents, name="lb", **columns):
@@ -31,7 +31,7 @@ def made(database, intents, name="lb", **columns):
     values = {"committed": 1, "applied": 1, "dirty": False, **columns}
 
     def write(connection):
-        status_outbox.confirm(connection, name, 1, {})
+        status_outbox.confirm_generation(connection, name, 1, {})
         connection.execute(status.update().values(reported=status.c.version))
         connection.execute(work.update().where(work.c.load_balancer_id == name).values(**values))
 
@@ -45,26 +45,26 @@ def row(database, name="lb"):
 @pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
 def test_what_was_committed_stays_so(database, intents, committed, after):
     made(database, intents, committed=committed)
-    database.write(lambda c: generations.renew(c, "lb", 1))
+    database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert (row(database).generation, row(database).committed) == (2, after)
 
 
 def test_a_generation_that_was_taken_meanwhile_is_not_taken_twice(database, intents):
     made(database, intents)
     for _ in range(2):
-        database.write(lambda c: generations.renew(c, "lb", 1))
+        database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert row(database).generation == 2
 
 
 def test_nobody_is_told(database, intents):
     made(database, intents)
-    database.write(lambda c: generations.renew(c, "lb", 1))
-    database.write(lambda c: status_outbox.confirm(c, "lb", 2, {}))
-    assert database.read(lambda c: status_outbox.due(c, 10)) == []
+    database.write(lambda c: generations.bump_generation(c, "lb", 1))
+    database.write(lambda c: status_outbox.confirm_generation(c, "lb", 2, {}))
+    assert database.read(lambda c: status_outbox.list_due_reports(c, 10)) == []
 
 
 def rotate(database, now=1000.0, limit=10, following=b"following"):
-    due = database.read(lambda c: generations.due_tickets(c, now, limit))
+    due = database.read(lambda c: generations.list_due_tickets(c, now, limit))
     pairs = [(one, following) for one in due]
     return database.write(lambda c: generations.rotate_tickets(c, pairs, now, 100.0))
 
@@ -72,14 +72,14 @@ def rotate(database, now=1000.0, limit=10, following=b"following"):
 def keep(database, content=b"first", name="lb"):
     """What ticket keys are made from, beside another secret of the same object."""
     given = {
-        ticket_secret_name(name): Sealed(content=content),
-        SecretName(name, Purpose.CA, ""): Sealed(content=b"other"),
+        ticket_secret_name(name): SealedSecret(content=content),
+        SecretName(name, Purpose.CA, ""): SealedSecret(content=b"other"),
     }
-    database.write(lambda c: sealed_secrets.put(c, name, given))
+    database.write(lambda c: sealed_secrets.replace_secrets(c, name, given))
 
 
 def kept(database, name="lb"):
-    found = database.read(lambda c: sealed_secrets.of_load_balancer(c, name))
+    found = database.read(lambda c: sealed_secrets.load_secrets(c, name))
     assert found[SecretName(name, Purpose.CA, "")].content == b"other"
     return found[ticket_secret_name(name)].content
 
@@ -88,7 +88,7 @@ def test_ticket_keys_move_on_when_their_time_has_come(database, intents):
     made(database, intents)
     keep(database)
     assert rotate(database) == 0, "it never needed any"
-    database.write(lambda c: generations.begin_tickets(c, "lb", 1000.0))
+    database.write(lambda c: generations.start_ticket_rotation(c, "lb", 1000.0))
     assert rotate(database, now=999.0) == 0
     assert kept(database) == b"first"
     assert rotate(database) == 1
@@ -106,7 +106,7 @@ def test_a_state_that_is_in_use_by_then_is_not_overwritten(database, intents, me
     """Two processes rotate, or a push makes new keys, between reading the state and writing the next one."""
     made(database, intents, tickets=1, tickets_due=1.0)
     keep(database)
-    (one,) = database.read(lambda c: generations.due_tickets(c, 1000.0, 10))
+    (one,) = database.read(lambda c: generations.list_due_tickets(c, 1000.0, 10))
     assert (one.load_balancer_id, one.number, one.sealed) == ("lb", 1, b"first")
     database.write(lambda c: c.execute(work.update().values(**meanwhile)))
     before = row(database)

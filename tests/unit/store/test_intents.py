@@ -9,7 +9,7 @@ from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind, L7Action, L7Compare, L7RuleType, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Pool, Vip
 from amphora_driver.store import desired_objects
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 from amphora_driver.validation import l7, regex
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -17,7 +17,7 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 
 @pytest.fixture
 def intents(database):
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     for one in ("lb", "other"):
         intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
     return intents
@@ -75,7 +75,7 @@ def test_what_is_not_recorded_is_refused(intents, database):
 
 def test_a_regular_expression_is_searched_before_the_transaction_begins(database, monkeypatch):
     """The transaction holds the lock of its load balancer, in SQLite the lock of all writers."""
-    intents = Intents(database, lambda node: isinstance(node, L7Rule) and l7.pattern(node) and None)
+    intents = RequestRecorder(database, lambda node: isinstance(node, L7Rule) and l7.pattern(node) and None)
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     intents.create(
         Kind.LISTENER, Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=1)

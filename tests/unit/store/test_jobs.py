@@ -78,10 +78,10 @@ def test_what_becomes_urgent_while_somebody_works_is_not_forgotten_by_the_end_of
     assert row(database).free_at == 0.0, "what is urgent from now on is news"
     assert not database.read(lambda c: jobs.check(c, lease))[2]
     now = database.now()
-    why = failovers.Why(cause=failovers.Cause.SILENT, reason="silent")
+    why = failovers.FailoverTrigger(cause=failovers.Cause.SILENT, reason="silent")
     values = {"id": "a1", "load_balancer_id": "lb", "role": "STANDALONE", "state": "ready", "heartbeat_key": b""}
     database.write(lambda c: c.execute(amphora.insert().values(**values, confirmed=1, created_at=0.0)))
-    assert database.write(lambda c: failovers.begin(c, "lb", None, why, now)) == 1
+    assert database.write(lambda c: failovers.open_failovers(c, "lb", None, why, now)) == 1
     assert database.read(lambda c: jobs.check(c, lease))[2]
     {
         "finish": lambda: one.finish(lease, 1),

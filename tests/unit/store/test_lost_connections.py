@@ -16,7 +16,7 @@ from amphora_driver.errors import StoreError
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.queue.jobs import Jobs
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 
@@ -41,7 +41,7 @@ def database(line):
 
 @pytest.fixture
 def intents(database):
-    return Intents(database, lambda node: None)
+    return RequestRecorder(database, lambda node: None)
 
 
 def history(database):

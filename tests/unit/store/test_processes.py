@@ -10,50 +10,53 @@ import sqlalchemy as sa
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import process_registry
-from amphora_driver.store.process_registry import Kind, Registry
+from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
 
 HOST = socket.gethostname()
 
 
 def rows(database, kind=None):
-    return {one.name: one for one in database.read(lambda c: process_registry.every(c, kind))}
+    return {one.name: one for one in database.read(lambda c: process_registry.list_processes(c, kind))}
 
 
 def test_a_process_says_that_it_lives(any_database):
-    one = Registry(any_database, "one", Kind.CONTROLLER)
-    Registry(any_database, "two", Kind.HEALTH_MANAGER).sign()
+    one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
+    ProcessRegistration(any_database, "two", ProcessKind.HEALTH_MANAGER).sign()
     assert one.sign(jobs=3) is False
     assert one.sign(jobs=2, does_its_duty=False) is False
-    row = rows(any_database, Kind.CONTROLLER)["one"]
+    row = rows(any_database, ProcessKind.CONTROLLER)["one"]
     assert (row.jobs, row.beat, row.host, row.draining) == (2, 1, HOST, False)
     one.leave()
     assert set(rows(any_database)) == {"two"}
 
 
 def test_only_controllers_drain(database):
-    one, two = Registry(database, "one", Kind.CONTROLLER), Registry(database, "two", Kind.HEALTH_MANAGER)
+    one, two = (
+        ProcessRegistration(database, "one", ProcessKind.CONTROLLER),
+        ProcessRegistration(database, "two", ProcessKind.HEALTH_MANAGER),
+    )
     one.sign(), two.sign()
-    assert database.write(lambda c: process_registry.drain(c, "one", draining=True))
-    assert not database.write(lambda c: process_registry.drain(c, "two", draining=True))
+    assert database.write(lambda c: process_registry.set_process_draining(c, "one", draining=True))
+    assert not database.write(lambda c: process_registry.set_process_draining(c, "two", draining=True))
     assert (one.sign(), two.sign()) == (True, False)
-    database.write(lambda c: process_registry.drain(c, "one", draining=False))
+    database.write(lambda c: process_registry.set_process_draining(c, "one", draining=False))
     assert one.sign() is False
 
 
 def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
-    one = Registry(any_database, "one", Kind.CONTROLLER)
+    one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
     one.sign()
 
     def drain(draining, host=HOST):
-        return any_database.write(lambda c: process_registry.drain_host(c, host, "admin", draining=draining))
+        return any_database.write(lambda c: process_registry.set_host_draining(c, host, "admin", draining=draining))
 
     assert drain(draining=True)
     assert not drain(draining=True)
     assert one.sign() is True
     one.leave()
-    later = Registry(any_database, "later", Kind.CONTROLLER)
+    later = ProcessRegistration(any_database, "later", ProcessKind.CONTROLLER)
     assert later.sign() is True
-    assert set(any_database.read(process_registry.drained_hosts)) == {HOST}
+    assert set(any_database.read(process_registry.list_drained_hosts)) == {HOST}
     assert drain(draining=False)
     assert later.sign() is False
     assert drain(draining=True, host="elsewhere")
@@ -64,28 +67,28 @@ def test_duties_by_who_has_them(any_database):
     for name in ("b", "a"):
         hold_duty(any_database, name, "one", 60)
     hold_duty(any_database, "over", "two", -1)
-    assert any_database.read(process_registry.duties) == {"one": ["a", "b"]}
+    assert any_database.read(process_registry.list_duties) == {"one": ["a", "b"]}
 
 
 @pytest.mark.parametrize("way", ["forgotten", "buried"])
 def test_the_dead_are_forgotten(database, way):
     for name in ("dead", "alive"):
-        Registry(database, name, Kind.CONTROLLER).sign()
+        ProcessRegistration(database, name, ProcessKind.CONTROLLER).sign()
     if way == "forgotten":
         database.write(lambda c: c.execute(sa.update(process).where(process.c.name == "dead").values(seen_at=1.0)))
-        database.write(lambda c: process_registry.tidy(c, time.time()))
+        database.write(lambda c: process_registry.purge_silent_processes(c, time.time()))
     else:
         hold_duty(database, "a duty", "dead", 60)
-        database.write(lambda c: process_registry.forget(c, "dead"))
+        database.write(lambda c: process_registry.remove_dead_process(c, "dead"))
         assert hold_duty(database, "a duty", "alive", 60), "it is free before it runs out"
     assert set(rows(database)) == {"alive"}
 
 
 def test_one_whose_row_was_dropped_still_knows_that_it_drains(database):
-    one = Registry(database, "one", Kind.CONTROLLER)
+    one = ProcessRegistration(database, "one", ProcessKind.CONTROLLER)
     one.sign()
-    database.write(lambda c: process_registry.drain(c, "one", draining=True))
+    database.write(lambda c: process_registry.set_process_draining(c, "one", draining=True))
     assert one.sign() is True
-    database.write(lambda c: process_registry.forget(c, "one"))
+    database.write(lambda c: process_registry.remove_dead_process(c, "one"))
     assert one.sign() is True
     assert rows(database)["one"].draining

@@ -16,7 +16,7 @@ from amphora_driver.health.status_writer import Bookkeeper
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import amphorae
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 MANY = 20
 BAD = 13
@@ -46,7 +46,7 @@ def tree(number):
 @pytest.fixture
 def house(any_database, monkeypatch):
     monkeypatch.setattr(status_writer, "_SEEN_EVERY", 0.0)
-    intents = Intents(any_database, lambda node: None)
+    intents = RequestRecorder(any_database, lambda node: None)
     for number in range(MANY):
         intents.create_load_balancer(tree(number), read_back=False)
         any_database.write(

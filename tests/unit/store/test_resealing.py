@@ -24,7 +24,7 @@ class Unbound(Vault):
 
 OLD, NEW, LOST = (Fernet.generate_key() for _ in range(3))
 BEFORE, BOTH = Vault([OLD]), Vault([NEW, OLD])
-AUTHORITY = ca_records.key_place(ca_records.Kind.AMPHORA, b"its certificate")
+AUTHORITY = ca_records.key_location(ca_records.CaKind.AMPHORA, b"its certificate")
 
 
 def name_of(number):
@@ -33,7 +33,7 @@ def name_of(number):
 
 
 def place_of(number):
-    return sealed_secrets.place(name_of(number))
+    return sealed_secrets.secret_location(name_of(number))
 
 
 def fill(database, certificates=250, machines=3, vault=BEFORE):
@@ -171,8 +171,8 @@ def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_datab
     assert reencryption.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
     keys = any_database.read(lambda c: amphorae.heartbeat_keys(c, Vault([NEW])))
     assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
-    (signer, _imported) = any_database.read(ca_records.every)
-    place = ca_records.key_place(signer.kind, signer.certificate)
+    (signer, _imported) = any_database.read(ca_records.list_cas)
+    place = ca_records.key_location(signer.kind, signer.certificate)
     assert Vault([NEW]).open(signer.sealed_key, place) == Secret(b"authority")
 
 
@@ -199,7 +199,7 @@ def test_a_copy_in_another_row_is_not_resealed_and_is_named(database, source, ca
     with pytest.raises(StoreError, match="another row or purpose"):
         BOTH.open(copied, place_of(0))
     assert reencryption.reseal(database, BOTH, bind=True) == 8, "all but the copy"
-    kept = database.read(lambda c: sealed_secrets.of_load_balancer(c, "lb"))
+    kept = database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
     assert kept[name_of(0)].content == copied
     assert states(database)["secret.sealed"] == (1, 0, 1)
     assert "secret.sealed of row object-0, certificate, ref-0 was sealed for another row or purpose" in caplog.text

@@ -12,8 +12,8 @@ from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
 from amphora_driver.store import desired_objects, rotations
-from amphora_driver.store.rotations import ItemState, Selection, State
-from amphora_driver.store.spare_pools import Spec
+from amphora_driver.store.rotations import ItemState, RotationState, Selection
+from amphora_driver.store.spare_pools import SparePoolSpec
 
 EVERYTHING = Selection(everything=True)
 
@@ -46,11 +46,11 @@ def fleet(connection):
 
 
 def asked(database, selection=EVERYTHING, most=1):
-    return database.write(lambda c: rotations.ask(c, selection, most, "admin@host"))
+    return database.write(lambda c: rotations.request_rotation(c, selection, most, "admin@host"))
 
 
 def items(database, rotation_id):
-    return {one.load_balancer_id: one for one in database.read(lambda c: rotations.items(c, rotation_id))}
+    return {one.load_balancer_id: one for one in database.read(lambda c: rotations.list_items(c, rotation_id))}
 
 
 def states(database, rotation_id):
@@ -71,7 +71,7 @@ def states(database, rotation_id):
 )
 def test_which_amphorae_are_meant(any_database, selection, found):
     any_database.write(fleet)
-    chosen = any_database.read(lambda c: rotations.choose(c, selection, time.time()))
+    chosen = any_database.read(lambda c: rotations.select_amphorae(c, selection, time.time()))
     assert chosen == found
     assert list(chosen) == list(found), "in this order"
 
@@ -81,26 +81,26 @@ def test_a_compute_flavor_is_the_one_of_the_profile(any_database):
         for name, flavor in (("small", "1"), ("large", "8"), ("usual", None)):
             vip = Vip(address="198.51.100.5", subnet_id="s", network_id="n", port_id="p")
             tree = LoadBalancer(id=name, project_id="p", vip=vip, profile=Profile(compute_flavor=flavor))
-            desired_objects.insert(connection, name, 1, list(desired_objects.flatten(tree)))
+            desired_objects.insert_objects(connection, name, 1, list(desired_objects.iter_subtree(tree)))
             load_balancer(connection, name, (f"{name}-1", "ready", "old", 10))
 
     any_database.write(fill)
     chosen = Selection(everything=True, compute_flavor="8")
-    assert any_database.read(lambda c: rotations.choose(c, chosen, time.time())) == {"large": ("large-1",)}
+    assert any_database.read(lambda c: rotations.select_amphorae(c, chosen, time.time())) == {"large": ("large-1",)}
 
 
 def test_a_rotation_is_written_down_with_its_amphorae(any_database):
     any_database.write(fleet)
     made = asked(any_database, Selection(image="new"), 2)
-    assert (made.state, made.max_unavailable, made.asked_by) == (State.RUNNING, 2, "admin@host")
+    assert (made.state, made.max_unavailable, made.asked_by) == (RotationState.RUNNING, 2, "admin@host")
     assert made.wanted == Selection(image="new")
     assert {name: (one.place, one.amphorae) for name, one in items(any_database, made.id).items()} == {
         "a": (1, ("a1",)),
         "b": (2, ("b1",)),
         "c": (3, ("c1",)),
     }
-    assert any_database.read(rotations.active) == made
-    assert any_database.read(lambda c: rotations.counts(c, made.id)) == {"waiting": 3}
+    assert any_database.read(rotations.get_active_rotation) == made
+    assert any_database.read(lambda c: rotations.count_items(c, made.id)) == {"waiting": 3}
 
 
 def test_one_at_a_time_and_never_for_nothing(database):
@@ -111,8 +111,10 @@ def test_one_at_a_time_and_never_for_nothing(database):
     with pytest.raises(Conflict, match=f"rotation {made.id} goes on, and there is one at a time"):
         asked(database)
     with pytest.raises(UnknownObject, match="nothing is recorded under this id"):
-        database.read(lambda c: rotations.choose(c, Selection(everything=True, load_balancers=("x",)), time.time()))
-    assert len(database.read(lambda c: rotations.newest(c, 9))) == 1
+        database.read(
+            lambda c: rotations.select_amphorae(c, Selection(everything=True, load_balancers=("x",)), time.time())
+        )
+    assert len(database.read(lambda c: rotations.list_newest_rotations(c, 9))) == 1
 
 
 def test_two_who_ask_in_the_same_moment(any_database):
@@ -130,36 +132,36 @@ def test_two_who_ask_in_the_same_moment(any_database):
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes.count(State.RUNNING) == 1
-    assert len(any_database.read(lambda c: rotations.newest(c, 9))) == 1
+    assert outcomes.count(RotationState.RUNNING) == 1
+    assert len(any_database.read(lambda c: rotations.list_newest_rotations(c, 9))) == 1
 
 
 def begun(database, rotation_id, name):
     one = items(database, rotation_id)[name]
-    database.write(lambda c: rotations.begin(c, rotation_id, one, "ONLINE"))
+    database.write(lambda c: rotations.begin_item(c, rotation_id, one, "ONLINE"))
 
 
 def finished(database, rotation_id, name, state, reason=None):
     one = items(database, rotation_id)[name]
-    database.write(lambda c: rotations.finish(c, rotation_id, one, state, reason))
+    database.write(lambda c: rotations.finish_item(c, rotation_id, one, state, reason))
 
 
 def test_paused_and_resumed(any_database):
     any_database.write(fleet)
     made = asked(any_database)
     begun(any_database, made.id, "a")
-    any_database.write(lambda c: rotations.pause(c, made.id, "admin paused it"))
+    any_database.write(lambda c: rotations.pause_rotation(c, made.id, "admin paused it"))
     with pytest.raises(Conflict, match="it is paused"):
-        any_database.write(lambda c: rotations.pause(c, made.id, "again"))
-    paused = any_database.read(lambda c: rotations.get(c, made.id))
-    assert (paused.state, paused.reason) == (State.PAUSED, "admin paused it")
+        any_database.write(lambda c: rotations.pause_rotation(c, made.id, "again"))
+    paused = any_database.read(lambda c: rotations.get_rotation(c, made.id))
+    assert (paused.state, paused.reason) == (RotationState.PAUSED, "admin paused it")
     finished(any_database, made.id, "a", ItemState.FAILED, "no machine")
-    any_database.write(lambda c: rotations.resume(c, made.id))
-    resumed = any_database.read(lambda c: rotations.get(c, made.id))
-    assert (resumed.state, resumed.reason) == (State.RUNNING, None)
+    any_database.write(lambda c: rotations.resume_rotation(c, made.id))
+    resumed = any_database.read(lambda c: rotations.get_rotation(c, made.id))
+    assert (resumed.state, resumed.reason) == (RotationState.RUNNING, None)
     assert states(any_database, made.id)["a"] is ItemState.RUNNING, "it is watched again"
     with pytest.raises(Conflict, match="it is running"):
-        any_database.write(lambda c: rotations.resume(c, made.id))
+        any_database.write(lambda c: rotations.resume_rotation(c, made.id))
 
 
 def test_resumed_without_those_that_failed(database):
@@ -167,8 +169,8 @@ def test_resumed_without_those_that_failed(database):
     made = asked(database)
     begun(database, made.id, "a")
     finished(database, made.id, "a", ItemState.FAILED, "no machine")
-    database.write(lambda c: rotations.pause(c, made.id, "a failed"))
-    database.write(lambda c: rotations.resume(c, made.id, leave_failed=True))
+    database.write(lambda c: rotations.pause_rotation(c, made.id, "a failed"))
+    database.write(lambda c: rotations.resume_rotation(c, made.id, leave_failed=True))
     left = items(database, made.id)["a"]
     assert (left.state, left.reason) == (ItemState.SKIPPED, "left as it was: no machine")
 
@@ -178,9 +180,9 @@ def test_one_that_failed_with_a_wrong_image_has_another_turn(database):
     made = asked(database, Selection(image="new"))
     begun(database, made.id, "b")
     finished(database, made.id, "b", ItemState.FAILED, "booted from old")
-    database.write(lambda c: rotations.pause(c, made.id, "b failed"))
+    database.write(lambda c: rotations.pause_rotation(c, made.id, "b failed"))
     database.write(lambda c: c.execute(amphora.update().where(amphora.c.id == "b1").values(id="b2")))
-    database.write(lambda c: rotations.resume(c, made.id))
+    database.write(lambda c: rotations.resume_rotation(c, made.id))
     again = items(database, made.id)["b"]
     assert (again.state, again.amphorae, again.begun_at) == (ItemState.WAITING, ("b1", "b2"), None)
 
@@ -189,7 +191,7 @@ def test_aborted_it_ends_when_what_was_begun_has(any_database):
     any_database.write(fleet)
     made = asked(any_database)
     begun(any_database, made.id, "b")
-    any_database.write(lambda c: rotations.abort(c, made.id))
+    any_database.write(lambda c: rotations.abort_rotation(c, made.id))
     assert states(any_database, made.id) == {
         "a": ItemState.SKIPPED,
         "b": ItemState.RUNNING,
@@ -198,9 +200,9 @@ def test_aborted_it_ends_when_what_was_begun_has(any_database):
     with pytest.raises(Conflict, match="has been aborted, and finishes what it has begun"):
         asked(any_database)
     finished(any_database, made.id, "b", ItemState.DONE)
-    any_database.write(lambda c: rotations.end(c, made.id, State.ABORTED))
+    any_database.write(lambda c: rotations.finish_rotation(c, made.id, RotationState.ABORTED))
     with pytest.raises(Conflict, match="it is aborted"):
-        any_database.write(lambda c: rotations.abort(c, made.id))
+        any_database.write(lambda c: rotations.abort_rotation(c, made.id))
     any_database.write(lambda c: c.execute(amphora.delete().where(amphora.c.id == "b1")))
     rest = asked(any_database, Selection(left_of=made.id))
     assert set(items(any_database, rest.id)) == {"a", "c"}
@@ -209,13 +211,13 @@ def test_aborted_it_ends_when_what_was_begun_has(any_database):
 def test_aborted_before_anything_has_begun_it_has_ended(database):
     database.write(fleet)
     made = asked(database)
-    database.write(lambda c: rotations.abort(c, made.id))
-    assert database.read(rotations.active) is None
-    assert database.read(lambda c: rotations.get(c, made.id)).ended_at is not None
+    database.write(lambda c: rotations.abort_rotation(c, made.id))
+    assert database.read(rotations.get_active_rotation) is None
+    assert database.read(lambda c: rotations.get_rotation(c, made.id)).ended_at is not None
 
 
 def test_spares_that_are_as_old_are_not_used(database):
-    spec = Spec(number=2)
+    spec = SparePoolSpec(number=2)
 
     def fill(connection):
         fleet(connection)
@@ -237,22 +239,22 @@ def test_spares_that_are_as_old_are_not_used(database):
 
 def test_how_long_it_will_take():
     def item(state, begun_at=None, ended_at=None):
-        return rotations.Item(
+        return rotations.RotationItem(
             load_balancer_id="x", place=1, state=state, amphorae=(), begun_at=begun_at, ended_at=ended_at
         )
 
     done = [item(ItemState.DONE, 10.0, 30.0), item(ItemState.DONE, 10.0, 50.0)]
     left = [item(ItemState.WAITING), item(ItemState.RUNNING, 60.0), item(ItemState.WAITING), item(ItemState.SKIPPED)]
-    assert rotations.estimate([*done, *left], 1) == 90.0
-    assert rotations.estimate([*done, *left], 3) == 30.0
-    assert rotations.estimate(left, 1) is None
+    assert rotations.estimate_remaining_seconds([*done, *left], 1) == 90.0
+    assert rotations.estimate_remaining_seconds([*done, *left], 3) == 30.0
+    assert rotations.estimate_remaining_seconds(left, 1) is None
 
 
 def test_rotations_of_long_ago_are_forgotten(database):
     database.write(fleet)
     old = asked(database)
-    database.write(lambda c: rotations.abort(c, old.id))
+    database.write(lambda c: rotations.abort_rotation(c, old.id))
     new = asked(database)
-    database.write(lambda c: rotations.tidy(c, time.time() + 60))
-    assert [one.id for one in database.read(lambda c: rotations.newest(c, 9))] == [new.id]
+    database.write(lambda c: rotations.purge_old_rotations(c, time.time() + 60))
+    assert [one.id for one in database.read(lambda c: rotations.list_newest_rotations(c, 9))] == [new.id]
     assert items(database, old.id) == {}

@@ -9,7 +9,7 @@ from amphora_driver.database.tables import status, work
 from amphora_driver.model.enums import Kind, ListenerProtocol, Operating, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import desired_objects, status_outbox
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -18,7 +18,7 @@ LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTT
 
 @pytest.fixture
 def intents(database):
-    intents = Intents(database, lambda node: None)
+    intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(TREE, read_back=False)
     return intents
 
@@ -31,13 +31,13 @@ def commit(database):
 def serve(database, generation, failed=None):
     def write(connection):
         connection.execute(work.update().values(applied=generation))
-        status_outbox.confirm(connection, "lb", generation, failed or {})
+        status_outbox.confirm_generation(connection, "lb", generation, failed or {})
 
     database.write(write)
 
 
 def due(database):
-    return database.read(lambda c: status_outbox.due(c, 100))
+    return database.read(lambda c: status_outbox.list_due_reports(c, 100))
 
 
 def said(database):
@@ -67,11 +67,11 @@ def test_load_balancers_take_turns(intents, database):
     intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
     intents.create(Kind.LISTENER, LISTENER)
     serve(database, 2)
-    database.write(lambda c: status_outbox.confirm(c, "other", 2, {}))
+    database.write(lambda c: status_outbox.confirm_generation(c, "other", 2, {}))
     commit(database)
 
     def order(after):
-        return [one.object_id for one in database.read(lambda c: status_outbox.due(c, 100, after))]
+        return [one.object_id for one in database.read(lambda c: status_outbox.list_due_reports(c, 100, after))]
 
     assert order("") == ["li", "lb", "other"]
     assert order("lb") == ["other", "li", "lb"]
@@ -83,41 +83,41 @@ def test_only_the_version_that_was_taken_is_done(intents, database):
     serve(database, 1)
     first = due(database)
     database.write(
-        lambda c: status_outbox.observe(
+        lambda c: status_outbox.write_observations(
             c, "lb", [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
         )
     )
-    database.write(lambda c: status_outbox.taken(c, first))
+    database.write(lambda c: status_outbox.mark_reported(c, first))
     # ACTIVE again could overtake the PENDING of a request that was made meanwhile.
     assert said(database) == [("lb", None, Operating.ONLINE)]
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     assert due(database) == []
 
 
 def due_now(connection):
-    return status_outbox.due(connection, 100)
+    return status_outbox.list_due_reports(connection, 100)
 
 
 def test_the_same_observation_again_is_no_news(intents, database):
     seen = [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
-    assert database.write(lambda c: status_outbox.observe(c, "lb", seen)) == 1
-    assert database.write(lambda c: status_outbox.observe(c, "lb", seen)) == 0
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 1
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 0
 
 
 def test_only_differing_statuses_of_this_load_balancer_are_written(intents, database):
     ids = [f"li{number}" for number in range(1200)]
 
     def write(connection):
-        status_outbox.expect(connection, "lb", 2, [(Kind.LISTENER, one) for one in ids])
-        status_outbox.expect(connection, "other", 2, [(Kind.LISTENER, "theirs")])
+        status_outbox.expect_confirmation(connection, "lb", 2, [(Kind.LISTENER, one) for one in ids])
+        status_outbox.expect_confirmation(connection, "other", 2, [(Kind.LISTENER, "theirs")])
 
     database.write(write)
     seen = [
         status_outbox.Observation(object_id=one, kind=Kind.LISTENER, operating=Operating.ONLINE, reason=f"why {one}")
         for one in [*ids, "theirs", "nothing recorded"]
     ]
-    assert database.write(lambda c: status_outbox.observe(c, "lb", seen[:700])) == 700
-    assert database.write(lambda c: status_outbox.observe(c, "lb", seen)) == 500
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen[:700])) == 700
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 500
     rows = {row.object_id: row for row in database.read(lambda c: c.execute(sa.select(status)).all())}
     assert {(rows[one].operating, rows[one].reason, rows[one].version) for one in ids} == {
         ("ONLINE", f"why {one}", 1) for one in ids
@@ -140,7 +140,7 @@ def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, 
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     serve(database, 2, {"li": "no such thing"})
     assert due(database) == [], "said once"
     serve(database, 2)
@@ -152,7 +152,7 @@ def observation(operating, object_id="li", kind=Kind.LISTENER):
 
 
 def confirmed(database, generation, certain=(), first=()):
-    database.write(lambda c: status_outbox.confirm(c, "lb", generation, {}, certain, first))
+    database.write(lambda c: status_outbox.confirm_generation(c, "lb", generation, {}, certain, first))
 
 
 def test_what_a_confirmation_decides_is_said_with_it(intents, database):
@@ -165,7 +165,7 @@ def test_what_a_confirmation_decides_is_said_with_it(intents, database):
         ("li", Provisioning.ACTIVE, Operating.ONLINE),
         ("lb", Provisioning.ACTIVE, Operating.ONLINE),
     ]
-    database.write(lambda c: status_outbox.taken(c, first))
+    database.write(lambda c: status_outbox.mark_reported(c, first))
     confirmed(database, 2, [observation(Operating.ONLINE)], [lb])
     assert due(database) == [], "said once"
 
@@ -177,7 +177,7 @@ def test_what_a_confirmation_decides_is_said_with_it(intents, database):
 def test_a_first_status_replaces_none_that_was_measured(intents, database, before, after):
     intents.create(Kind.LISTENER, LISTENER)
     if before:
-        database.write(lambda c: status_outbox.observe(c, "lb", [observation(Operating(before))]))
+        database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
     confirmed(database, 2, first=[observation(Operating.ONLINE)])
     rows = database.read(lambda c: c.execute(sa.select(status.c.object_id, status.c.operating)).all())
     assert dict(map(tuple, rows))["li"] == after
@@ -204,7 +204,7 @@ def test_what_is_deleted_has_no_status(intents, database):
     intents.create(Kind.LISTENER, LISTENER)
     serve(database, 2)
     commit(database)
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     intents.delete(Kind.LISTENER, "li")
     commit(database)
     confirmed(database, 3, [observation(Operating.ONLINE)])
@@ -216,7 +216,7 @@ def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(inte
     intents.create(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     intents.delete(Kind.LISTENER, "li")
     serve(database, 2)
     serve(database, 2, {"li": "no such thing"})
@@ -230,7 +230,7 @@ def test_what_served_before_and_fails_now_is_told_even_if_nobody_waits(intents, 
     intents.create(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2)
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None)]
     assert database.read(lambda c: c.execute(sa.select(status.c.reason).where(status.c.object_id == "li")).scalar())
@@ -239,13 +239,13 @@ def test_what_served_before_and_fails_now_is_told_even_if_nobody_waits(intents, 
 def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database):
     seen = []
     ids = [f"li{number:04}" for number in range(600)]
-    database.write(lambda c: status_outbox.expect(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
+    database.write(lambda c: status_outbox.expect_confirmation(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
     serve(database, 1)
     commit(database)
-    found = database.read(lambda c: status_outbox.due(c, 10_000))
+    found = database.read(lambda c: status_outbox.list_due_reports(c, 10_000))
     assert len(found) == 601
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
-    database.write(lambda c: status_outbox.taken(c, found))
+    database.write(lambda c: status_outbox.mark_reported(c, found))
     assert len([one for one in seen if one.startswith("UPDATE")]) == 2
     assert due(database) == []
 
@@ -257,17 +257,19 @@ def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
     serve(database, 3)
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
     late = [status_outbox.Observation(object_id="li", kind=Kind.LISTENER, operating=Operating.ONLINE)]
-    assert database.write(lambda c: status_outbox.observe(c, "lb", late)) == 0, "nothing is said after DELETED"
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    assert database.write(lambda c: status_outbox.write_observations(c, "lb", late)) == 0, (
+        "nothing is said after DELETED"
+    )
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     assert due(database) == []
     assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(status)).scalar()) == 1
 
 
 def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, database):
     commit(database)
-    database.write(lambda c: status_outbox.fail(c, "lb", 1, "no amphora"))
+    database.write(lambda c: status_outbox.fail_generation(c, "lb", 1, "no amphora"))
     assert said(database) == [("lb", Provisioning.ERROR, None)]
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     serve(database, 1)
     assert said(database) == [("lb", Provisioning.ACTIVE, None)]
 
@@ -278,6 +280,6 @@ def test_a_deleted_load_balancer_leaves_no_row(intents, database):
     commit(database)
     serve(database, 3)
     assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children first"
-    database.write(lambda c: status_outbox.taken(c, due_now(c)))
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     for table in (status, work, desired_objects.wanted_object):
         assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []

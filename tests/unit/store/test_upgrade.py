@@ -35,7 +35,7 @@ from amphora_driver.store import (
     status_outbox,
     vip_claims,
 )
-from amphora_driver.store.requests import Intents
+from amphora_driver.store.requests import RequestRecorder
 
 DATABASES = ("sqlite", "mariadb", "postgresql")
 # A kill at each statement takes minutes on a server.
@@ -167,15 +167,15 @@ def read_by_todays_code(database):
     assert amphora.plugged[0].port.addresses[0].address == "198.51.100.11"
     keys = database.read(lambda connection: amphorae.heartbeat_keys(connection, VAULT))
     assert keys == {old.AMPHORA: Secret(b"h" * 32)}
-    kept = database.read(lambda connection: sealed_secrets.of_load_balancer(connection, old.LB))
+    kept = database.read(lambda connection: sealed_secrets.load_secrets(connection, old.LB))
     opened = {
-        name.purpose.value: one.content and VAULT.open(one.content, sealed_secrets.place(name)).reveal()
+        name.purpose.value: one.content and VAULT.open(one.content, sealed_secrets.secret_location(name)).reveal()
         for name, one in kept.items()
     }
     assert opened == {"certificate": b"certificate and key", "tickets": b"t" * 32, "ca": None}
-    due = database.read(lambda connection: status_outbox.due(connection, 100))
+    due = database.read(lambda connection: status_outbox.list_due_reports(connection, 100))
     assert [(one.object_id, one.operating.value) for one in due] == [(old.MEMBERS[0], "ERROR")]
-    (total,) = database.read(lambda connection: listener_stats.due(connection, 100))
+    (total,) = database.read(lambda connection: listener_stats.list_due_totals(connection, 100))
     assert total.listener_id == old.LISTENER
     assert database.read(lambda connection: vip_claims.of(connection, old.LATER)) == "local"
 
@@ -185,17 +185,18 @@ def continued_by_a_controller(database):
     jobs = Jobs(database, "me", 60.0)
     lease = jobs.claim()
     assert (lease.load_balancer_id, lease.epoch) == (old.LB, 8)
-    Intents(database, lambda node: None).update(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
+    RequestRecorder(database, lambda node: None).update(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
 
     def confirm(connection):
         # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
         connection.execute(work.update().where(work.c.load_balancer_id == old.LB).values(committed=5))
-        status_outbox.confirm(connection, old.LB, 5, {})
+        status_outbox.confirm_generation(connection, old.LB, 5, {})
         return connection.execute(sa.select(work.c.generation).where(work.c.load_balancer_id == old.LB)).scalar_one()
 
     assert database.write(confirm) == 5
     told = {
-        one.object_id: one.provisioning for one in database.read(lambda connection: status_outbox.due(connection, 100))
+        one.object_id: one.provisioning
+        for one in database.read(lambda connection: status_outbox.list_due_reports(connection, 100))
     }
     assert {old.LB, old.POOL, old.MEMBERS[0], old.GONE} <= set(told)
     history = database.read(
@@ -375,7 +376,7 @@ def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
         database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
         assert Jobs(database, "one", 60.0).claim() is not None
         assert hold_duty(database, "housekeeping", "two", 60.0)
-        process_registry.Registry(database, "three", process_registry.Kind.CONTROLLER).sign()
+        process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).sign()
         database.dispose()
         assert migrate.active_processes(empty) == (), "they have the schema of this version, and keep it"
         newer = (*schema_check.known_revisions(), "9999")

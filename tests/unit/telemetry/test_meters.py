@@ -12,7 +12,7 @@ from test_attention import AUTHORITY, GOING, ROTATION
 from amphora_driver import metrics
 from amphora_driver.errors import AgentRefused, AgentUnreachable, LeaseLost, StoreError
 from amphora_driver.metrics import Meters
-from amphora_driver.store.failovers import Cause, Outcome
+from amphora_driver.store.failovers import Cause, FailoverOutcome
 from amphora_driver.telemetry import fleet_metrics
 from amphora_driver.telemetry.alerts import notices
 from amphora_driver.telemetry.fleet_snapshot import Breaker, Outbox, Pool, Sight
@@ -131,7 +131,7 @@ def test_heartbeats_are_read_where_they_are_counted():
 
 def test_words_are_those_of_the_rows():
     assert set(metrics.CAUSES) == {one.value for one in Cause}
-    assert set(metrics.ENDS) == {one.value for one in Outcome}
+    assert set(metrics.ENDS) == {one.value for one in FailoverOutcome}
 
 
 def test_the_fleet():

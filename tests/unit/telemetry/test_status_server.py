@@ -17,7 +17,7 @@ from some_fleet import rows, write
 from amphora_driver import config, metrics
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
-from amphora_driver.store.process_registry import Kind
+from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry import http_server
 from amphora_driver.telemetry.handlers import TokenFile
 from amphora_driver.telemetry.http_request import Refused
@@ -37,7 +37,7 @@ def options(url, **status):
 
 @contextmanager
 def running(url, duty=lambda: True, **status):
-    telemetry = Telemetry(options(url, **status), Kind.CONTROLLER, "ctl:1", duty)
+    telemetry = Telemetry(options(url, **status), ProcessKind.CONTROLLER, "ctl:1", duty)
     telemetry.server.port = 0
     with telemetry:
         assert telemetry.server.listening(PATIENCE)
@@ -239,7 +239,7 @@ def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
     monkeypatch.setattr(http_server, "_BIND_AGAIN", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with Telemetry(options(url, bind_port=port), Kind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
+        with Telemetry(options(url, bind_port=port), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
             assert not telemetry.server.listening(0.5)
             assert [one.message for one in caplog.records if "no status page" in one.message][1:] == [], "said once"
             taken.close()
@@ -248,10 +248,10 @@ def test_a_port_that_somebody_has_is_waited_for(url, monkeypatch, caplog):
 
 
 def test_without_a_port_there_is_none(url):
-    with Telemetry(options(url, bind_port=0), Kind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
+    with Telemetry(options(url, bind_port=0), ProcessKind.CONTROLLER, "ctl:1", lambda: True) as telemetry:
         assert isinstance(telemetry.server, NoServer)
     conf = options(url, bind_port=0, health_bind_port=1)
-    assert isinstance(Telemetry(conf, Kind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
+    assert isinstance(Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
 
 
 def test_while_the_database_is_away_it_is_said(tmp_path):
