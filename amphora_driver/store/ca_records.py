@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authorities that were rotated, and what amphorae have of them.
+"""Rows of rotated CAs, and the certificates and trust stores of amphorae.
 
-Invariant: of each kind exactly one authority is current, once one was rotated; before that there is no row, and the
-files of the configuration count. A state changes only from the one it was decided upon. What an amphora has is written
-down before it can have less than that, and after it was seen to have more. Private keys are sealed, and erased when
-their authority is gone.
+Invariant: before the first rotation of a kind there is no row, and the configured files are used. After it exactly one
+CA of the kind is current. A state change is conditional on the state that the decision used. An amphora's row never
+claims more trust than the amphora has: it is reduced before the amphora loses a CA, and extended after the amphora has
+confirmed one. Private keys are encrypted, and erased when their CA is gone.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class CaKind(str, Enum):
-    """For whom it vouches: agents show certificates of the one, controllers show certificates of the other."""
+    """Holders of the certificates that a CA issues: agents or controllers."""
 
     AMPHORA = "amphora"
     CONTROLLER = "controller"
 
 
 class CaState(str, Enum):
-    """Where an authority is in its life, in this order.
+    """Life cycle of a CA, in this order.
 
-    `next` is trusted and signs nothing yet, `current` signs, `former` is still trusted, `leaving` is being taken out of
-    what amphorae trust and is trusted by no controller any more, `gone` is history.
+    `next` is trusted and signs nothing yet, `current` signs, `former` is still trusted. `leaving` is being removed from
+    the trust stores of amphorae and no controller trusts it. `gone` is history.
     """
 
     NEXT = "next"
@@ -51,12 +51,11 @@ _ROTATING_STATES = (CaState.NEXT, CaState.FORMER, CaState.LEAVING)
 
 
 class CaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One authority as recorded.
+    """One recorded CA; times are seconds since 1970.
 
     Attributes:
-        certificate: PEM; one that was imported from files may be several in one.
-        sealed_key: its private key, sealed; None where only the files of the configuration have it, or nobody of ours.
-        expires_at: seconds since 1970, as the other times.
+        certificate: PEM; an import from files may contain several certificates.
+        sealed_key: the encrypted private key; None if it is in the configured files only, or unknown.
     """
 
     id: int
@@ -70,7 +69,7 @@ class CaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewCa(msgspec.Struct, frozen=True, kw_only=True):
-    """An authority to be written down."""
+    """A CA to insert."""
 
     certificate: bytes
     sealed_key: bytes | None
@@ -78,13 +77,13 @@ class NewCa(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
-    """What an amphora has: its certificate, and whose client certificates it accepts.
+    """The certificate of an amphora, and the CAs of client certificates that it accepts.
 
     Attributes:
         ready: its agent has answered once.
-        authority: the id of who issued its certificate; None for the one of the files, or where that is not known.
-        trusts: see `certificates.rotation`.
-        heard_at: when it was heard last.
+        authority: id of the issuing CA; None for the configured files, or if unknown.
+        trusts: see `certificates.ca_rotation`.
+        heard_at: time of the last heartbeat.
     """
 
     amphora_id: str
@@ -98,12 +97,12 @@ class AmphoraCertificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
-    """What ends when (seconds since 1970), for whoever watches.
+    """Expiry times (seconds since 1970) for monitoring.
 
     Attributes:
-        authorities: those that are trusted: kind, state, id, end.
-        amphorae: the first certificate of an amphora to end; None if there is none.
-        expired: how many certificates of amphorae have ended.
+        authorities: trusted CAs: kind, state, id, expiry.
+        amphorae: the earliest expiry of an amphora's certificate; None if there is no certificate.
+        expired: number of expired amphora certificates.
     """
 
     authorities: tuple[tuple[str, str, int, float], ...]
@@ -112,12 +111,12 @@ class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_location(kind: CaKind, certificate: bytes) -> SecretLocation:
-    """What the key of this authority is sealed for: its certificate tells it from all others before it has an id."""
+    """Return the location that binds a CA's encrypted key; the certificate identifies a CA before it has an id."""
     return SecretLocation("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
 def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord, ...]:
-    """All authorities, the oldest first; those that are gone only if asked for."""
+    """Return all CAs, the oldest first; CAs in state `gone` only if `gone` is true."""
     query = sa.select(authority).order_by(authority.c.id)
     if not gone:
         query = query.where(authority.c.state != CaState.GONE.value)
@@ -137,17 +136,17 @@ def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord
 
 
 def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa, new: NewCa, now: float) -> int:
-    """Begin a rotation: from now on everybody is to trust the new authority too.
+    """Begin a CA rotation: insert the new CA, which amphorae and controllers then add to their trust stores.
 
     Args:
         connection: of a writing transaction.
-        kind: which one.
-        configured: the one of the files, written down as the current one if no other was.
-        new: the one that comes.
+        kind: kind of CA.
+        configured: the CA of the configured files; inserted as the current one if there is no row.
+        new: the new CA.
         now: seconds since 1970, by the database's clock.
 
     Returns:
-        The id of the new one.
+        The id of the new CA.
 
     Raises:
         Conflict: the last rotation of this kind has not ended.
@@ -159,15 +158,15 @@ def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa
     ).all()
     if any(row.state in _ROTATING_STATES for row in found):
         raise Conflict(
-            f"rotate the authority of kind {kind.value}",
+            f"rotate the CA of kind {kind.value}",
             "its last rotation has not ended",
-            "amphoractl authority list says what it waits for.",
+            "The command amphoractl authority list shows the reason.",
         )
     if not found:
         imported = _insert_ca(connection, kind, CaState.CURRENT, configured, now)
         if kind is CaKind.AMPHORA:
-            nobody = amphora.c.certificate_authority.is_(None)
-            connection.execute(amphora.update().where(nobody).values(certificate_authority=imported))
+            issued_by_files = amphora.c.certificate_authority.is_(None)
+            connection.execute(amphora.update().where(issued_by_files).values(certificate_authority=imported))
     return _insert_ca(connection, kind, CaState.NEXT, new, now)
 
 
@@ -186,10 +185,10 @@ def _insert_ca(connection: sa.Connection, kind: CaKind, state: CaState, one: New
 
 
 def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState], now: float) -> bool:
-    """Have authorities take the next step, all of them or none; the key of one that is gone is erased.
+    """Change the states of CAs, all or none, and erase the keys of CAs that become `gone`.
 
     Returns:
-        False if one of them is not in the state any more in which it was seen.
+        False if another transaction has changed the state of one of them.
     """
     seen = [sa.and_(authority.c.id == one.id, authority.c.state == one.state.value) for one in moves]
     found = connection.execute(sa.select(authority.c.id).where(sa.or_(*seen)).with_for_update()).all()
@@ -204,7 +203,7 @@ def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState
 
 
 def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertificate, ...]:
-    """What every amphora has that has something, or is about to be given it."""
+    """Return the certificates of all amphorae that have one, or have a management address and will get one."""
     has_any = sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None))
     query = (
         sa.select(
@@ -237,21 +236,21 @@ def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertifi
 
 
 def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:
-    """Have load balancers looked at that nobody has anything else to do for; returns how many.
+    """Make idle load balancers due, after all rows that already wait. Return their number.
 
-    Those that something is being done to are looked at anyway, and whoever waits already comes first.
+    A load balancer with a job or a lease needs no change: its job runs anyway.
     """
-    settled = (~work.c.dirty, work.c.owner.is_(None))
+    idle = (~work.c.dirty, work.c.owner.is_(None))
     return sum(
         connection.execute(
-            work.update().where(work.c.load_balancer_id == one, *settled).values(dirty=True, free_at=now)
+            work.update().where(work.c.load_balancer_id == one, *idle).values(dirty=True, free_at=now)
         ).rowcount
         for one in sorted(load_balancer_ids)
     )
 
 
 def read_certificate_expiries(connection: sa.Connection, now: float) -> CertificateExpiries:
-    """When authorities and certificates end; of authorities of which there are only files nothing is said."""
+    """Return the expiry times of recorded CAs and of certificates. CAs in files only are not included."""
     rows = connection.execute(
         sa.select(authority.c.kind, authority.c.state, authority.c.id, authority.c.expires_at)
         .where(authority.c.state.in_([one.value for one in TRUSTED_STATES]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The breaker's rows: what the detector thinks (`automatic`), what an operator wants (`operator`), whether it hears.
+"""Rows of the circuit breaker: the detector's state (`automatic`), the operator's (`operator`), detection (`sight`).
 
-Invariant: `operator` is written by operators only, and is there only while one holds the breaker open. `automatic` is
-the detector's, but an operator may close it: whoever finds it other than he left it takes it as it is.
+Invariant: only operators write `operator`; it exists only while an operator holds the breaker open. The failure
+detector writes `automatic`. An operator may close it, so the detector adopts a row that differs from its own state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# Whether the detector sees: `state` is seeing or blind.
+# Row for the detector's own ability to receive heartbeats; its `state` is `seeing` or `blind`.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"
@@ -27,7 +27,7 @@ _MAX_REASON = 1000
 
 
 class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row; times in seconds since 1970, `trial_at` is when an open one lets one through for a trial."""
+    """One row; times are seconds since 1970. An open breaker permits one trial fail-over at `trial_at`."""
 
     name: str
     state: str
@@ -39,24 +39,24 @@ class BreakerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_breaker_rows(connection: sa.Connection) -> dict[str, BreakerRow]:
-    """All rows, by name."""
+    """Return all rows by name."""
     return {row["name"]: BreakerRow(**row) for row in connection.execute(sa.select(breaker)).mappings()}
 
 
 def write_breaker_row(connection: sa.Connection, row: BreakerRow) -> None:
-    """Write a row, whether it is there or not."""
+    """Insert or replace a row."""
     values: Mapping[str, Any] = {**msgspec.structs.asdict(row), "reason": (row.reason or "")[:_MAX_REASON] or None}
     connection.execute(breaker.delete().where(breaker.c.name == row.name))
     connection.execute(breaker.insert().values(**values))
 
 
 def hold_breaker_open(connection: sa.Connection, reason: str, now: float) -> None:
-    """An operator holds it open."""
+    """Hold the breaker open for an operator."""
     write_breaker_row(connection, BreakerRow(name=OPERATOR, state=OPEN, since=now, reason=reason))
 
 
 def close_breaker(connection: sa.Connection, reason: str, now: float) -> None:
-    """An operator closes it: those that are silent now are believed to be dead."""
+    """Close the breaker for an operator: amphorae that are silent now count as dead."""
     connection.execute(breaker.delete().where(breaker.c.name == OPERATOR))
     row = read_breaker_rows(connection).get(AUTOMATIC)
     silent, watched = (row.silent, row.watched) if row is not None else (0, 0)

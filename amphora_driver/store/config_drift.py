@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae that are not what they confirmed: what is noted of them, and how they are given their configuration again.
+"""Drift of amphorae from their confirmed configuration: findings, and revocation of confirmations.
 
-Invariant: nothing is pushed from here. An amphora's confirmation is taken back, under the condition that it still is
-the one that was looked at, and its load balancer is due: the plan does the rest. `amphora.drift` says in words what was
-found last and by whom, `amphora.drifts` whether that still is so: a comparison that finds nothing, a push that is
-confirmed and an agent that has nothing more to complain of end it. Both are for people: nothing is decided by them.
+Invariant: this module pushes nothing. It revokes an amphora's confirmation, on condition that it is still the audited
+one, and makes the load balancer due. The plan then pushes the configuration again. `amphora.drift` describes the last
+finding and its source. `amphora.drifts` says whether it still exists; an audit without findings, a confirmed push, or
+an agent without complaints resets it. Both columns are for operators: no decision depends on them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import URGENT, amphora, work
+from amphora_driver.database.tables import DUE_NOW, amphora, work
 from amphora_driver.store.amphorae import State
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-# Characters of what is noted.
+# Maximum characters of a finding.
 _MAX_DRIFT_TEXT = 500
 
 
 class AuditCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora to compare: it has confirmed its load balancer's newest generation, and nothing is being done to it.
+    """An amphora to audit: it has confirmed its idle load balancer's newest generation.
 
-    `waited` is since when it has not been compared (seconds since 1970), 0 for never.
+    `waited` is the time of its last audit (seconds since 1970), 0 for never.
     """
 
     amphora_id: str
@@ -46,12 +46,12 @@ _READY = amphora.c.state == State.READY.value
 
 
 def list_audit_candidates(connection: sa.Connection, before: float, limit: int) -> list[AuditCandidate]:
-    """Amphorae that were compared last, and confirmed what they serve, before this moment; who waits longest is first.
+    """Return amphorae with a last audit and a last confirmation before a moment; the longest wait comes first.
 
     Args:
         connection: any.
         before: seconds since 1970.
-        limit: the most of them.
+        limit: maximum number.
     """
     waited = sa.func.coalesce(amphora.c.audited_at, 0.0)
     rows = connection.execute(
@@ -76,19 +76,19 @@ def list_audit_candidates(connection: sa.Connection, before: float, limit: int) 
 
 
 def count_auditable(connection: sa.Connection) -> int:
-    """How many amphorae there are that may have to be compared."""
+    """Return the number of amphorae that audits cover."""
     query = sa.select(sa.func.count()).select_from(amphora).where(_READY, amphora.c.confirmed > 0)
     return int(connection.execute(query).scalar_one())
 
 
 def record_audit(connection: sa.Connection, amphora_ids: Sequence[str], now: float, drift: str | None = None) -> None:
-    """Note that amphorae were compared just now, and what differs.
+    """Record the time and result of an audit.
 
     Args:
         connection: of a writing transaction.
-        amphora_ids: which ones.
+        amphora_ids: the audited amphorae.
         now: seconds since 1970.
-        drift: what differs, in words; None: nothing does any more, and what was found last stays as history.
+        drift: description of the difference. None: there is none; the last finding stays as history.
     """
     values: dict[str, Any] = {"audited_at": now, "drifts": drift is not None}
     if drift is not None:
@@ -98,13 +98,13 @@ def record_audit(connection: sa.Connection, amphora_ids: Sequence[str], now: flo
 
 
 def record_agent_finding(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "") -> bool:
-    """Note what an amphora has said itself; False if it is noted already.
+    """Record a finding that an agent has reported. Return False if it is recorded already.
 
     Args:
         connection: of a writing transaction.
-        amphora_id: which one.
-        drift: what it has found, in words.
-        moment: those of them that say when: no other finding has the same.
+        amphora_id: the amphora.
+        drift: description of the finding.
+        moment: the part of `drift` with the time, which identifies the finding.
     """
     known = sa.func.coalesce(amphora.c.drift, "").contains(moment, autoescape=True) if moment else sa.false()
     changed = connection.execute(
@@ -114,16 +114,16 @@ def record_agent_finding(connection: sa.Connection, amphora_id: str, drift: str,
 
 
 def set_drifting(connection: sa.Connection, drifting: Mapping[str, bool]) -> None:
-    """Note of amphorae, by id, whether they are not as wanted now."""
-    for amphora_id, is_so in sorted(drifting.items()):
-        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(drifts=is_so))
+    """Record, by amphora id, whether amphorae drift now."""
+    for amphora_id, drifts in sorted(drifting.items()):
+        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(drifts=drifts))
 
 
 def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
-    """Lock the rows of `work` of these amphorae until the end, in one order.
+    """Lock the `work` rows of these amphorae until the end of the transaction, in a fixed order.
 
-    Every step locks `work` before `amphora`: two that lock in different orders wait for each other. To be called before
-    anything is written of amphorae that are to be taken back in the same transaction.
+    Every transaction locks `work` before `amphora`, otherwise two may deadlock. Call this before a write to amphorae
+    whose confirmations the same transaction revokes.
     """
     owners = connection.execute(
         sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(sorted(amphora_ids))).distinct()
@@ -140,14 +140,17 @@ def _lock_work(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> N
 def revoke_confirmation(
     connection: sa.Connection, amphora_id: str, confirmed: int, drift: str, *, replug: bool = False
 ) -> bool:
-    """Have an amphora given again what it confirmed; False if it has confirmed something else meanwhile, or is to go.
+    """Revoke an amphora's confirmation, so that its configuration is pushed again.
 
     Args:
         connection: of a writing transaction.
-        amphora_id: which one.
-        confirmed: what it had confirmed when it was looked at.
-        drift: why, in words.
-        replug: its ports are to be attached again, too: an interface is gone.
+        amphora_id: the amphora.
+        confirmed: the confirmed generation at the audit.
+        drift: description of the drift.
+        replug: attach its ports again too, because an interface is missing.
+
+    Returns:
+        False if the amphora has confirmed another generation since, or is being removed.
     """
     values: dict[str, Any] = {"confirmed": max(confirmed - 1, 0), "drift": drift[:_MAX_DRIFT_TEXT], "drifts": True}
     if replug:
@@ -165,9 +168,9 @@ def revoke_confirmation(
 
 
 def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, drift: str) -> list[str]:
-    """Have every amphora of a load balancer given its configuration again; returns which.
+    """Revoke the confirmations of all amphorae of a load balancer and return their ids.
 
-    Its load balancer is due even where none has confirmed anything.
+    The load balancer becomes due even if no amphora has confirmed a generation.
     """
     _lock_work(connection, [load_balancer_id])
     rows = connection.execute(
@@ -181,19 +184,22 @@ def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, d
 
 
 def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
-    """Take a generation greater than one that an amphora has from somewhere else: it takes no older one.
+    """Advance a load balancer's generation beyond the one of an amphora, because an agent refuses older generations.
 
-    Nobody is told: no object waits for it, and what Octavia has committed counts as committed still.
+    No object waits for the new generation, and Octavia's commit state does not change.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_id: whose.
-        generation: its newest one when it was looked at.
-        beyond: what the amphora has.
+        load_balancer_id: the load balancer.
+        generation: its newest generation at the audit.
+        beyond: the amphora's generation.
+
+    Returns:
+        False if the load balancer has changed since.
     """
     following = max(generation, beyond) + 1
     committed = sa.case((work.c.committed >= work.c.generation, following), else_=work.c.committed)
-    # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    # The order matters: MySQL and MariaDB assign from left to right and use the new values.
     changed = connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id, work.c.generation == generation, *_SETTLED)
@@ -204,7 +210,5 @@ def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, 
     return bool(changed)
 
 
-def _make_due(connection: sa.Connection, which: Any) -> None:
-    # What is urgent already stays so.
-    at = sa.case((work.c.free_at < 0.0, URGENT), else_=0.0)
-    connection.execute(work.update().where(which).values(dirty=True, free_at=at))
+def _make_due(connection: sa.Connection, condition: Any) -> None:
+    connection.execute(work.update().where(condition).values(dirty=True, free_at=DUE_NOW))

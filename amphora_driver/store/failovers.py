@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why amphorae were replaced, and what happened when: cause and time line of every fail-over.
+"""Cause and time line of every fail-over.
 
-Invariant: an amphora that is being replaced has exactly one open row, written in the same transaction that retires it;
-what happens to its load balancer is noted in every open row of that, in the transaction of the step that does it. So a
-crash neither loses a fail-over nor invents one.
+Invariant: an amphora that is being replaced has exactly one open row, inserted in the transaction that retires it. A
+step on a load balancer records its event in every open row of that load balancer, in the same transaction. So a crash
+neither loses nor invents a fail-over.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _MAX_TEXT = 1000
-# How many are forgotten in one transaction: nobody is to wait for that.
+# Rows deleted in one transaction: a longer transaction would delay others.
 _PURGE_BATCH = 500
 
 
 class Cause(str, Enum):
-    """What a fail-over was begun for."""
+    """Cause of a fail-over."""
 
     SILENT = "silent"
     MUTE = "mute"
@@ -41,7 +41,7 @@ class Cause(str, Enum):
 
 
 class Event(str, Enum):
-    """What happens on the way, in about this order."""
+    """Events of a fail-over, in about this order."""
 
     FOUND = "found"
     BEGUN = "begun"
@@ -58,7 +58,7 @@ class Event(str, Enum):
 
 
 class FailoverOutcome(str, Enum):
-    """How it ended."""
+    """Result of a fail-over."""
 
     DONE = "done"
     GONE = "gone"
@@ -67,13 +67,13 @@ class FailoverOutcome(str, Enum):
 
 
 class FailoverTrigger(msgspec.Struct, frozen=True, kw_only=True):
-    """Cause of a fail-over.
+    """Cause of a fail-over with its details.
 
     Attributes:
-        reason: in words.
-        asked_by: who, where somebody did.
-        rotation_id: which rotation, where one did.
-        silent_since: when the amphora was heard last (seconds since 1970), where that is the cause.
+        reason: the cause as text.
+        asked_by: the operator, if one requested it.
+        rotation_id: the rotation, if it is the cause.
+        silent_since: time of the last heartbeat (seconds since 1970), if silence is the cause.
     """
 
     cause: Cause
@@ -87,25 +87,25 @@ def open_failovers(
     connection: sa.Connection,
     load_balancer_id: str,
     amphora_ids: Sequence[str] | None,
-    why: FailoverTrigger,
+    trigger: FailoverTrigger,
     now: float,
 ) -> int:
-    """Retire amphorae of one load balancer, make it due, and write down why.
+    """Retire amphorae of one load balancer, make it due, and record the cause.
 
-    Who is being replaced already, or is not of that load balancer, is left alone; so is a load balancer that is being
-    deleted, and a pool of spares, which looks after its own.
+    Amphorae of other load balancers and amphorae that are being replaced are ignored. Nothing happens to a load
+    balancer that is being deleted, or to a pool of spares, which replaces its own amphorae.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_id: whose.
-        amphora_ids: which of its amphorae; None for all.
-        why: the cause.
+        load_balancer_id: the load balancer.
+        amphora_ids: amphorae to replace; None for all.
+        trigger: the cause.
         now: seconds since 1970, by the database's clock.
 
     Returns:
-        How many are replaced because of this call.
+        The number of fail-overs opened.
     """
-    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
     op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
@@ -117,11 +117,11 @@ def open_failovers(
         connection.execute(
             amphora.update()
             .where(amphora.c.id == amphora_id)
-            .values(state=State.RETIRING.value, reason=why.reason[:_MAX_TEXT])
+            .values(state=State.RETIRING.value, reason=trigger.reason[:_MAX_TEXT])
         )
-        _insert_failover(connection, load_balancer_id, amphora_id, why, now)
+        _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
-        # What failed before may well have failed because of these.
+        # Reset the back-off: these amphorae may have caused the earlier failures.
         due = {"dirty": True, "free_at": URGENT, "attempts": 0}
         connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(**due))
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
@@ -129,20 +129,20 @@ def open_failovers(
 
 
 def _insert_failover(
-    connection: sa.Connection, load_balancer_id: str, amphora_id: str, why: FailoverTrigger, now: float
+    connection: sa.Connection, load_balancer_id: str, amphora_id: str, trigger: FailoverTrigger, now: float
 ) -> None:
     row = {
         "load_balancer_id": load_balancer_id,
         "amphora_id": amphora_id,
-        "cause": why.cause.value,
-        "reason": why.reason[:_MAX_TEXT],
-        "asked_by": why.asked_by,
-        "rotation_id": why.rotation_id,
-        "silent_since": why.silent_since,
+        "cause": trigger.cause.value,
+        "reason": trigger.reason[:_MAX_TEXT],
+        "asked_by": trigger.asked_by,
+        "rotation_id": trigger.rotation_id,
+        "silent_since": trigger.silent_since,
         "begun_at": now,
     }
     key = connection.execute(failover.insert().values(**row)).inserted_primary_key
-    _insert_event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, why.reason)
+    _insert_event(connection, int(key[0]) if key else 0, now, Event.BEGUN, amphora_id, trigger.reason)
 
 
 def record_event(
@@ -153,13 +153,13 @@ def record_event(
     amphora_id: str | None = None,
     detail: str | None = None,
 ) -> None:
-    """Write an event into the time line of each open fail-over of a load balancer; nothing where there is none."""
+    """Record an event in the time line of each open fail-over of a load balancer."""
     for failover_id in _open_ids(connection, load_balancer_id):
         _insert_event(connection, failover_id, now, event, amphora_id, detail)
 
 
 def record_failure(connection: sa.Connection, load_balancer_id: str, now: float, reason: str) -> None:
-    """Something went wrong on the way and is tried again; said once where it goes wrong in the same way each time."""
+    """Record a failure that will be retried; a repeated failure with the same reason is recorded once."""
     newest = sa.select(failover_event.c.word, failover_event.c.detail).order_by(failover_event.c.id.desc()).limit(1)
     for failover_id in _open_ids(connection, load_balancer_id):
         last = connection.execute(newest.where(failover_event.c.failover_id == failover_id)).first()
@@ -168,13 +168,13 @@ def record_failure(connection: sa.Connection, load_balancer_id: str, now: float,
 
 
 def record_served(connection: sa.Connection, load_balancer_id: str, now: float, but: Collection[str] = ()) -> None:
-    """Users are served again by all that is wanted; the first time counts. Who is gone by now is done with.
+    """Record that all desired amphorae serve users again; finish fail-overs of amphorae that are deleted.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_id: whose.
+        load_balancer_id: the load balancer.
         now: seconds since 1970, by the database's clock.
-        but: amphorae that were well when it was looked what is wanted: their fail-overs begun since then are not meant.
+        but: amphorae that were healthy when the plan was made: their fail-overs began later and do not count.
     """
     for row in connection.execute(_open_with_amphora(load_balancer_id).where(failover.c.served_at.is_(None))).all():
         if row.amphora_id not in but:
@@ -184,7 +184,7 @@ def record_served(connection: sa.Connection, load_balancer_id: str, now: float, 
 
 
 def finish_settled_failovers(connection: sa.Connection, load_balancer_id: str, now: float) -> None:
-    """Nothing is left to do for a load balancer: the fail-overs of amphorae that are gone have ended."""
+    """Finish the fail-overs of deleted amphorae, after the last step for a load balancer."""
     for row in connection.execute(_open_with_amphora(load_balancer_id).where(amphora.c.id.is_(None))).all():
         if row.served_at is None:
             _set_served(connection, row.id, now)
@@ -192,7 +192,7 @@ def finish_settled_failovers(connection: sa.Connection, load_balancer_id: str, n
 
 
 def _open_with_amphora(load_balancer_id: str) -> sa.Select[Any]:
-    """Its fail-overs that go on; `there` is empty where the amphora is gone."""
+    """Query the open fail-overs of a load balancer; `there` is NULL if the amphora is deleted."""
     columns = (failover.c.id, failover.c.amphora_id, failover.c.served_at, amphora.c.id.label("there"))
     left = sa.select(*columns).outerjoin(amphora, amphora.c.id == failover.c.amphora_id)
     return left.where(failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
@@ -204,10 +204,10 @@ def _set_served(connection: sa.Connection, failover_id: int, now: float) -> None
 
 
 def record_release(connection: sa.Connection, load_balancer_id: str, amphora_id: str, now: float) -> None:
-    """An amphora is gone with all that was made for it. Its fail-over ends with that, once users are served by all."""
+    """Record the deletion of an amphora and its resources; finish its fail-over if users are served again."""
     record_event(connection, load_balancer_id, Event.RELEASED, now, amphora_id)
-    over = (failover.c.amphora_id == amphora_id, failover.c.ended_at.is_(None), failover.c.served_at.is_not(None))
-    for row in connection.execute(sa.select(failover.c.id).where(*over)).all():
+    is_served = (failover.c.amphora_id == amphora_id, failover.c.ended_at.is_(None), failover.c.served_at.is_not(None))
+    for row in connection.execute(sa.select(failover.c.id).where(*is_served)).all():
         _finish_failover(connection, row.id, FailoverOutcome.DONE, now, amphora_id)
 
 
@@ -218,7 +218,7 @@ def finish_failovers(
     now: float,
     amphora_id: str | None = None,
 ) -> None:
-    """Nothing is left to do: of one amphora's fail-over, or of all that are open."""
+    """Finish the open fail-over of one amphora, or all open ones of a load balancer."""
     mine = [failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None)]
     if amphora_id is not None:
         mine.append(failover.c.amphora_id == amphora_id)
@@ -234,39 +234,39 @@ def _finish_failover(
     _insert_event(connection, failover_id, now, Event.ENDED, amphora_id, outcome.value)
 
 
-def purge_old_failovers(connection: sa.Connection, before: float, most: int = _PURGE_BATCH) -> bool:
-    """Forget fail-overs that ended long ago, with their time lines; the oldest first.
+def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _PURGE_BATCH) -> bool:
+    """Delete old fail-overs with their time lines, the oldest first.
 
     Args:
         connection: of a writing transaction.
-        before: they have ended before this (seconds since 1970).
-        most: how many at once.
+        before: delete fail-overs that ended before this time (seconds since 1970).
+        limit: maximum number.
 
     Returns:
-        Whether there may be more.
+        Whether more may remain.
     """
-    ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(most)
+    ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # The events first: without its fail-over nobody would ever find one again.
+        # Events first: an event without its fail-over would never be deleted.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
-    return len(old) == most
+    return len(old) == limit
 
 
 def list_open_failovers_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[sa.Row[Any]]:
-    """The fail-overs of one load balancer that go on, the oldest first."""
+    """Return the open fail-overs of one load balancer, the oldest first."""
     mine = (failover.c.load_balancer_id == load_balancer_id, failover.c.ended_at.is_(None))
     return connection.execute(sa.select(failover).where(*mine).order_by(failover.c.id)).all()
 
 
 def list_open_failovers(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """Every fail-over that goes on, the oldest first."""
+    """Return all open fail-overs, the oldest first."""
     return connection.execute(sa.select(failover).where(failover.c.ended_at.is_(None)).order_by(failover.c.id)).all()
 
 
 def list_failover_events(connection: sa.Connection, failover_id: int) -> Sequence[sa.Row[Any]]:
-    """The time line of one fail-over."""
+    """Return the time line of one fail-over."""
     query = sa.select(failover_event).where(failover_event.c.failover_id == failover_id)
     return connection.execute(query.order_by(failover_event.c.id)).all()
 

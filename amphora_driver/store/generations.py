@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations that no user asked for.
+"""Generations without a user's request, and the rotation of TLS ticket keys.
 
-Invariant: a load balancer takes the next generation without anybody being told: no object waits for it, and what
-Octavia has committed counts as committed still.
+Invariant: no object waits for such a generation, and Octavia's commit state does not change.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 _ALL_COMMITTED = work.c.committed >= work.c.generation
-# In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+# The order matters: MySQL and MariaDB assign from left to right and use the new values.
 _INCREMENT: list[tuple[Any, Any]] = [
     (work.c.committed, sa.case((_ALL_COMMITTED, work.c.generation + 1), else_=work.c.committed)),
     (work.c.generation, work.c.generation + 1),
 ]
 _SETTLED = (~work.c.dirty, work.c.owner.is_(None), work.c.op == "apply", work.c.applied >= work.c.generation)
-# Which secret of a load balancer its TLS ticket keys are made from: see `model.secrets.tickets`.
+# The secret from which TLS ticket keys are derived: see `secret_refs.ticket_secret_name`.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
 def bump_generation(connection: sa.Connection, load_balancer_id: str, generation: int) -> None:
-    """Take the next generation, unless it was taken meanwhile."""
+    """Increment the generation, unless another transaction has done so."""
     connection.execute(
         work.update()
         .where(work.c.load_balancer_id == load_balancer_id, work.c.generation == generation)
@@ -40,19 +39,18 @@ def bump_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 
 def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
-    """Note that a load balancer has TLS ticket keys now, and when the next ones are due (seconds since 1970)."""
+    """Record a load balancer's first TLS ticket keys and the time of their rotation (seconds since 1970)."""
     connection.execute(
         work.update().where(work.c.load_balancer_id == load_balancer_id).values(tickets=1, tickets_due=due)
     )
 
 
 class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
-    """A load balancer whose TLS ticket keys are to be rotated.
+    """A load balancer with TLS ticket keys due for rotation.
 
     Attributes:
-        load_balancer_id: which one.
-        number: how often they were made or rotated.
-        sealed: what they are made from, as it is stored; None if nothing is.
+        number: number of the current keys.
+        sealed: the encrypted secret of the keys; None if there is none.
     """
 
     load_balancer_id: str
@@ -61,14 +59,14 @@ class DueTickets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple[DueTickets, ...]:
-    """Load balancers whose TLS ticket keys are due, those that wait longest first.
+    """Return load balancers with TLS ticket keys due for rotation, the longest wait first.
 
-    A load balancer that is being changed is left out until that has ended.
+    A load balancer that is being changed is not included.
 
     Args:
         connection: of `Database.read`.
         now: seconds since 1970.
-        limit: the most at once: each of them is pushed.
+        limit: maximum number, because each rotation is a push.
     """
     rows = connection.execute(
         sa.select(work.c.load_balancer_id, work.c.tickets, secret.c.sealed)
@@ -83,17 +81,17 @@ def list_due_tickets(connection: sa.Connection, now: float, limit: int) -> tuple
 def rotate_tickets(
     connection: sa.Connection, due: Iterable[tuple[DueTickets, bytes | None]], now: float, period: float
 ) -> int:
-    """Replace what TLS ticket keys are made from, and have the load balancers pushed; returns how many.
+    """Replace the secrets of TLS ticket keys and make the load balancers due. Return their number.
 
-    The transaction that counts the new keys overwrites the old state: no other copy of it is left in the table.
+    The same transaction overwrites the old secret, so the table keeps no copy of it.
 
     Args:
         connection: of `Database.write`.
-        due: what `list_due_tickets` returned, each with the sealed state that follows; None leaves the state as it is.
+        due: results of `list_due_tickets`, each with the next encrypted secret; None keeps the secret.
         now: seconds since 1970.
-        period: seconds until they are due again.
+        period: seconds until the next rotation.
     """
-    more: list[tuple[Any, Any]] = [
+    rotation: list[tuple[Any, Any]] = [
         (work.c.tickets, work.c.tickets + 1),
         (work.c.tickets_due, now + period),
         (work.c.dirty, True),
@@ -102,9 +100,9 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = work.c.load_balancer_id == one.load_balancer_id, work.c.tickets == one.number
-        # A change between reading and writing may have made new keys, which are due later.
+        # A change since `list_due_tickets` may have created new keys, which are due later.
         query = work.update().where(*unchanged, work.c.tickets_due <= now, *_SETTLED)
-        if connection.execute(query.ordered_values(*_INCREMENT, *more)).rowcount:
+        if connection.execute(query.ordered_values(*_INCREMENT, *rotation)).rowcount:
             rotated += 1
             if following is not None:
                 kept = secret.update().where(secret.c.object_id == one.load_balancer_id, *_IS_TICKET_SECRET)

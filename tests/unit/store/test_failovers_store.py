@@ -21,7 +21,7 @@ def test_fail_overs_are_forgotten_in_chunks_with_their_time_lines(any_database):
         any_database.write(lambda c, number=number, ended=ended: add(c, number, ended))
 
     def tidy():
-        return any_database.write(lambda c: failovers.purge_old_failovers(c, 100.0, most=2))
+        return any_database.write(lambda c: failovers.purge_old_failovers(c, 100.0, limit=2))
 
     assert (tidy(), tidy(), tidy()) == (True, False, False)
     left = any_database.read(lambda c: c.execute(sa.select(failover.c.id, failover.c.amphora_id)).all())
