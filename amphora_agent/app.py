@@ -53,7 +53,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     """Make the application and start its threads."""
     services = service_managers.connect(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
-    sysctls.prepare(inner)
+    sysctls.apply_settings(inner)
     virtual = Checker(paths, services)
     ledger = Ledger(paths, services, VirtualLedger(paths, virtual))
     drift = Drift()

@@ -59,7 +59,7 @@ def _stored(bundle: Bundle) -> dict[str, Any]:
 
 def _had(ask: Callable[[], Any]) -> Any:
     try:
-        with interfaces.told():
+        with interfaces.kernel_errors():
             return ask()
     except AgentError as error:
         return {"error": str(error)}

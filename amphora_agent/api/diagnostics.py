@@ -85,7 +85,7 @@ def blueprint(
         "interfaces": partial(interfaces.describe, inner),
         "routing": partial(interfaces.describe_routing, inner),
         "neighbours": partial(interfaces.describe_neighbours, inner),
-        "firewall": partial(inner.run, nft_apply.current, counters=True),
+        "firewall": partial(inner.run, nft_apply.list_table, counters=True),
         "virtual servers": partial(_virtual, virtual),
         "virtual table": partial(inner.run, _virtual_table),
         "services": partial(_statuses, services),
@@ -142,9 +142,9 @@ def _virtual(checker: Checker) -> dict[str, Any] | None:
 
 def _virtual_table() -> str:
     """What forwards them, as nft lists it; empty if there is no such table."""
-    if not libnftables.exists("inet", VIRTUAL_TABLE):
+    if not libnftables.table_exists("inet", VIRTUAL_TABLE):
         return ""
-    return libnftables.run(f"list table inet {VIRTUAL_TABLE}\n")
+    return libnftables.run_commands(f"list table inet {VIRTUAL_TABLE}\n")
 
 
 def _versions() -> dict[str, Any]:

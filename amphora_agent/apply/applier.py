@@ -310,15 +310,15 @@ class Applier:
                 self._haproxy.claim()
             self._eye.forget()
             if again:
-                self._plumbing.doubt()
+                self._plumbing.invalidate()
                 self._files.doubt()
                 self._switch.doubt()
                 self._virtual.doubt()
             self._virtual.check(bundle)
-            plumbed = self._plumbing.is_as(bundle)
+            plumbed = self._plumbing.matches(bundle)
             if bundle.haproxy is None:
                 if not plumbed:
-                    self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                    self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
                 self._keepalived.check_configuration(elected)
                 self._reserve(draft, None)
                 deed, loaded = self._serving.stop()
@@ -374,7 +374,7 @@ class Applier:
         if bundle.virtual_servers:  # before the neighbours are told of VIPs
             self._virtual.bring_about(bundle)
         leaves = bundle.vrrp_instance is None and self._keepalived.is_running()
-        self._plumbing.finish(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
+        self._plumbing.commit(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
 
     def _forward(self, bundle: Bundle, deed: Deed) -> Deed:
         """Have the virtual servers served; what was done for the bundle is told with what changed of them."""
@@ -387,8 +387,8 @@ class Applier:
 
     def _unchanged(self, bundle: Bundle) -> Deed:
         """What is said of a bundle that leaves HAProxy alone; who may connect is decided in front of it."""
-        before = firewall.OPEN if self._served is None else firewall.restrictions_of(self._served)
-        reason = firewall.difference(before, firewall.restrictions_of(bundle))
+        before = firewall.UNRESTRICTED if self._served is None else firewall.restrictions_of(self._served)
+        reason = firewall.describe_change(before, firewall.restrictions_of(bundle))
         return Deed("runtime", reason) if reason else UNCHANGED
 
     def _serve(self, bundle: Bundle, text: str, draft: Draft | None, *, plumbed: bool) -> tuple[Deed, Loaded]:
@@ -409,7 +409,7 @@ class Applier:
         if before == document and isinstance(verdict, Unchanged):
             self._reserve(draft, place)
             if not plumbed:  # who may not come in is kept out before anything is forwarded
-                self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
                 reach(Point.PLUGGED)
                 self._finish_plumbing(bundle, may_lack=draft is None)
             with suppress(HaproxyError):
@@ -435,7 +435,7 @@ class Applier:
                     self._serving.undo(before)
                 raise
             if not plumbed:
-                self._plumbing.begin(bundle, self._served, may_lack=draft is None)
+                self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
                 self._keepalived.check_configuration(elected)
                 reach(Point.PLUGGED)
         self._switch.mark()
@@ -473,4 +473,4 @@ class Applier:
             _log.error("Going back to the last good configuration: %s", error)
         finally:
             self._virtual.go_back(self._served, failed)
-            self._plumbing.go_back(self._served)
+            self._plumbing.roll_back(self._served)

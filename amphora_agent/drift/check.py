@@ -70,7 +70,7 @@ class Eye:
         return (*found, *([Difference("keepalived", f"keepalived: {amiss}")] if amiss else []))
 
     def _network(self, bundle: Bundle) -> Iterator[Difference]:
-        for word, sentence in self._plumbing.differences(bundle):
+        for word, sentence in self._plumbing.find_drift(bundle):
             yield Difference(word, f"{word}: {sentence}")
 
     def _secrets(self, bundle: Bundle) -> Iterator[Difference]:

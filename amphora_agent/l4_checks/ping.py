@@ -27,7 +27,7 @@ class PingChecks:
         return _Echo(self._pinger, asked.address, done)
 
     def _hear(self, family: AddressFamily) -> None:
-        found = self._pinger.answered(family)
+        found = self._pinger.receive(family)
         if isinstance(found, _Echo):
             found.done(True, "it answers")
 
@@ -41,11 +41,11 @@ class _Echo:
     def __init__(self, pinger: Pinger, address: str, done: Done) -> None:
         self._pinger = pinger
         self.done = done
-        self._mark = pinger.ask(address, self)
+        self._mark = pinger.send(address, self)
 
     def expire(self) -> tuple[bool, str]:
         self.end()
         return False, "no echo within the time"
 
     def end(self) -> None:
-        self._pinger.forget(self._mark)
+        self._pinger.cancel(self._mark)

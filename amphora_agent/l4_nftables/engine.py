@@ -107,7 +107,7 @@ class NftablesEngine:
         table = ruleset.table_of(servers, up, given, paired=paired, loads=self._loads)
         try:
             if commands := ruleset.exchange(former, table):
-                libnftables.run(commands)
+                libnftables.run_commands(commands)
         except NftError:
             return False
         self._wrote(table, given, ruleset.targets(former), ruleset.places(former))
@@ -124,7 +124,7 @@ class NftablesEngine:
         table = ruleset.table_of(servers, up, given, paired=paired, loads=self._loads)
         present = {name: word for word, name in _DECLARED.findall(listed)}
         try:
-            libnftables.run(ruleset.anew(present, table))
+            libnftables.run_commands(ruleset.anew(present, table))
         except NftError:
             # Somebody's hand has been in it: then without what was counted.
             self._run(ruleset.without() + ruleset.exchange(ruleset.EMPTY, table))
@@ -157,12 +157,12 @@ class NftablesEngine:
 
     def _remember(self) -> None:
         self._listed = ""
-        self._generation = libnftables.generation()
+        self._generation = libnftables.ruleset_generation()
         self._listed = self._list()
 
     def _is_as_left(self) -> bool:
         """Whether nobody has changed our rules. Asks for them only if somebody has changed any of this namespace."""
-        generation = libnftables.generation()
+        generation = libnftables.ruleset_generation()
         if generation is not None and generation == self._generation and self._listed:
             return True
         if self._list() != self._listed:
@@ -171,7 +171,7 @@ class NftablesEngine:
         return True
 
     def _list(self) -> str:
-        return self._run(_LIST, STATELESS) if libnftables.exists(FAMILY, TABLE) else ""
+        return self._run(_LIST, STATELESS) if libnftables.table_exists(FAMILY, TABLE) else ""
 
     def differs(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
@@ -268,7 +268,7 @@ class NftablesEngine:
     def _named(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Packets and bytes by virtual server and word."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
-        if libnftables.exists(FAMILY, TABLE):
+        if libnftables.table_exists(FAMILY, TABLE):
             for word, name, packets, size in _COUNTED.findall(self._run(_COUNT)):
                 found.setdefault(name, {})[word] = int(packets), int(size)
         return found
@@ -279,7 +279,7 @@ class NftablesEngine:
         Raises:
             VirtualServersError: the kernel does not tell.
         """
-        if self._table is None or not libnftables.exists(FAMILY, TABLE):
+        if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
         flows_, in_, out = (
             {int(mark, 16): (int(packets), int(size)) for mark, packets, size in _ELEMENT.findall(said)}
@@ -325,7 +325,7 @@ class NftablesEngine:
 
     def _run(self, commands: str, flags: int = 0) -> str:
         try:
-            return libnftables.run(commands, flags)
+            return libnftables.run_commands(commands, flags)
         except NftError as error:
             raise VirtualServersError("forward UDP and SCTP", str(error), _REMEDY) from error
 

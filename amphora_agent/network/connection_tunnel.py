@@ -191,7 +191,7 @@ def remove_guard() -> None:
 
 def _remove(family: str) -> None:
     """Delete the table if it exists. Without a table neither libnftables nor nf_tables is needed."""
-    if nft_apply.exists(family, _TABLE):
+    if nft_apply.table_exists(family, _TABLE):
         nft_apply.execute(_delete_table(family))
 
 

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may open a connection to which port, as nftables rules.
+"""nftables rules that say which clients may open connections to which ports.
 
-Invariant: pure. What is rendered is exactly how nft lists it (numbers instead of names, the fewest ranges, in order),
-so that text can be compared with what the kernel holds (in what versions of nft differ, `nftables` evens it out). Where
-they differ for any reason the rules are replaced, as a whole and in one transaction. A set is named after what is in
-it: it is there before a rule asks it (`nftables`), and never changes.
+Invariant: pure. The rendered text is exactly what nft lists (numbers instead of names, the fewest ranges, in order), so
+that it can be compared with the table in the kernel; `nft_apply` evens out the differences between versions of nft. If
+the two differ for any reason, one transaction replaces all rules. The name of a set contains a digest of its elements:
+the set exists before a rule uses it (`nft_apply`), and it never changes.
 
-Only what begins a connection is looked at (SYN without ACK, RFC 9293 section 3.5): no connection is tracked, and those
-of clients that lose their permission go on. Who may not come in is answered with a reset, as by a port where nobody
-listens: it knows at once, instead of trying for two minutes and taking the load balancer for dead.
-Families are apart: networks of IPv4 let nobody in by IPv6. The responder on the loopback is HAProxy's and stays open.
+The rules match only the first packet of a connection (SYN without ACK, RFC 9293 section 3.5). TCP connections are not
+tracked, so connections of clients that lose their permission continue. A refused client gets a reset, as from a closed
+port: it knows the result at once, instead of retrying for two minutes and taking the load balancer for dead. The
+families are separate: an IPv4 network permits no IPv6 client. HAProxy alone uses the responder on the loopback, so the
+loopback stays open.
 
-Of UDP and SCTP the first packet of a flow is looked at, before a member is found for it (`virtual_servers/ruleset`):
-flows that are known go on. TCP stays untracked then, too. Who forwards for virtual servers is no router: but for their
-flows, nothing passes from one network to another.
+For UDP and SCTP the rules match the first packet of a flow, before a member is selected for it (`l4_nftables.ruleset`).
+Known flows continue, and TCP stays untracked. An amphora that forwards is not a router: no other packets pass from one
+network to another.
 
-Advertisements of VRRP, and entries of stick tables, come from the partners alone.
+VRRP advertisements and entries of stick tables are accepted from the partners only.
 
-Fragments are reassembled before the rules see a packet (RFC 8200, section 4.5). The kernel reassembles IPv6 in front of
-the rules only in a namespace that tracks connections. Therefore one rule asks for the state of connections, and the
-chains `untracked` keep all packets out of connection tracking.
+The kernel reassembles fragments before the rules see a packet (RFC 8200, section 4.5). For IPv6 it does so only in a
+namespace with connection tracking. Therefore one rule uses the state of connections, and the chains `untracked` exclude
+all packets from connection tracking.
 
-Partners that speak IPv6 ask clients for segments that fit into the tunnel between them (`detour`): Linux takes a packet
-of IPv6 that is too large for its way apart for nobody but a socket, and no client would hear of it. Over IPv4 it does.
+Amphorae with IPv6 partners ask clients for TCP segments that fit into the tunnel (`connection_tunnel`). Linux
+fragments an IPv6 packet that is too large only for a local socket, and the client would get no message. IPv4 does both.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from amphora_agent.bundle import Bundle, Host, Interface, Network, Vrrp
 FAMILY, TABLE = "inet", "amphora"
 PEERS_PORT = 1025
 FORWARDED = 0x616D
-"""The mark of packets that an engine lets through (`virtual_servers/ruleset`)."""
+"""Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# Two of one name are noticed (`nftables`).
+# A collision is detected: `nft_apply` compares the elements of sets with the same name.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
@@ -54,8 +55,8 @@ _HEAD = """table inet amphora {
 _ARRIVING = """	chain arriving {
 		type filter hook input priority 0; policy accept;
 """
-# The first rule changes nothing: with it the kernel reassembles fragments in front of all chains of the namespace.
-# A fragment inside of a reassembled packet would be reassembled once more behind the rules.
+# The first rule has no effect of its own. It makes the kernel reassemble fragments before all chains of the namespace.
+# The second drops a fragment inside a reassembled packet: the kernel would reassemble it after the rules.
 _REASSEMBLING = """		ct state 0x1 counter
 		exthdr frag 1 counter drop
 """
@@ -71,7 +72,7 @@ _LEAVING = """	}
 	chain leaving {
 		type filter hook output priority 0; policy accept;
 """
-# A refusal of its own: where the family is known, versions of nft differ in how they list one.
+# A separate chain: nft versions list a refusal in different ways where the family is known.
 _ENTERING = """	}
 
 	chain refusing {
@@ -112,15 +113,15 @@ _FORWARDING = f"""	}}
 _TAIL = """	}
 }
 """
-# In front of a client's packet in the tunnel: headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
+# Headers before a client's packet in the tunnel: IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# Headers that are no part of a segment (RFC 9293, section 3.7.1).
+# Headers that do not count as segment data (RFC 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 
 @dataclass(frozen=True)
 class Port:
-    """Who may reach a port: first and last address of each range, in order and apart."""
+    """The clients of a port: first and last address of each range, sorted and disjoint."""
 
     port: int
     ipv4: Ranges
@@ -129,7 +130,7 @@ class Port:
 
     @property
     def key(self) -> tuple[bool, str, int]:
-        """Which one it is; in order, TCP's come first."""
+        """Sort key and identity: TCP ports come first."""
         return self.protocol != _TCP, self.protocol, self.port
 
     def ranges(self, version: int) -> Ranges:
@@ -137,10 +138,10 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """This amphora's address among its partners, and theirs; all of one family.
+class VrrpPeers:
+    """The addresses of this amphora and its partners, all of one family.
 
-    ``mtu`` is that of the network they are on, in bytes; None if it is not known.
+    ``mtu`` is the MTU of their network in bytes; None if it is unknown.
     """
 
     local: Host
@@ -150,37 +151,37 @@ class Pair:
 
 @dataclass(frozen=True)
 class Restrictions:
-    """Everything that is shut out. A port that is not named is open.
+    """All restrictions. A port that is not named is open.
 
-    ``forwards`` is whether the amphora has a VIP and forwards packets for virtual servers.
+    ``forwards`` is whether the amphora has a VIP and forwards packets of virtual servers.
     """
 
     ports: tuple[Port, ...] = ()
-    pair: Pair | None = None
+    vrrp_peers: VrrpPeers | None = None
     forwards: bool = False
 
 
-OPEN = Restrictions()
+UNRESTRICTED = Restrictions()
 
 
 def restrictions_of(bundle: Bundle) -> Restrictions:
-    """What a bundle says about it."""
+    """Return the restrictions of a bundle."""
     ports = [Port(one.port, _ranges(one.networks, 4), _ranges(one.networks, 6), one.protocol) for one in bundle.allowed]
     has_vip = any(interface.vips for interface in bundle.interfaces)
     return Restrictions(
         tuple(sorted(ports, key=lambda one: one.key)),
-        None if bundle.vrrp is None else _pair(bundle.vrrp, bundle.interfaces),
+        None if bundle.vrrp is None else _vrrp_peers(bundle.vrrp, bundle.interfaces),
         has_vip and bool(bundle.virtual_servers),
     )
 
 
-def _pair(vrrp: Vrrp, interfaces: Iterable[Interface]) -> Pair:
+def _vrrp_peers(vrrp: Vrrp, interfaces: Iterable[Interface]) -> VrrpPeers:
     mtu = next((each.mtu for each in interfaces if each.name == vrrp.interface), None)
-    return Pair(vrrp.local.address, tuple(sorted((peer.address for peer in vrrp.peers), key=int)), mtu)
+    return VrrpPeers(vrrp.local.address, tuple(sorted((peer.address for peer in vrrp.peers), key=int)), mtu)
 
 
 def _ranges(networks: Iterable[Network], version: int) -> Ranges:
-    """Networks of a family, with what touches joined."""
+    """Return the networks of one family as ranges; adjacent networks are merged."""
     found: list[tuple[int, int]] = []
     bounds = ((int(one.network_address), int(one.broadcast_address)) for one in networks if one.version == version)
     for first, last in sorted(bounds):
@@ -191,17 +192,18 @@ def _ranges(networks: Iterable[Network], version: int) -> Ranges:
     return tuple(found)
 
 
-def tighter(one: Restrictions, other: Restrictions) -> Restrictions:
-    """What both let in, for the moment in which a configuration takes the place of another one.
+def intersect(one: Restrictions, other: Restrictions) -> Restrictions:
+    """Return restrictions that permit only the clients that both permit.
 
-    A port belongs to one listener before and perhaps to another one after it: neither is open to the other's clients.
+    They apply while one configuration replaces another. A port may belong to another listener afterwards, and neither
+    listener may be open to the clients of the other.
     """
     mine, theirs = ({port.key: port for port in each.ports} for each in (one, other))
     ports = [
         Port(key[2], _common(mine.get(key), theirs.get(key), 4), _common(mine.get(key), theirs.get(key), 6), key[1])
         for key in sorted(mine.keys() | theirs.keys())
     ]
-    return Restrictions(tuple(ports), other.pair or one.pair, one.forwards or other.forwards)
+    return Restrictions(tuple(ports), other.vrrp_peers or one.vrrp_peers, one.forwards or other.forwards)
 
 
 def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
@@ -221,16 +223,16 @@ def _common(one: Port | None, other: Port | None, version: int) -> Ranges:
     return tuple(found)
 
 
-def difference(before: Restrictions, after: Restrictions) -> str:
-    """For a person: which ports' clients changed; empty if none did."""
+def describe_change(before: Restrictions, after: Restrictions) -> str:
+    """Return a text that names a port with changed clients and counts the others; empty without a change."""
     mine, theirs = ({port.key: port for port in each.ports} for each in (before, after))
-    ports = [_said(key) for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
+    ports = [_port_text(key) for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
     if not ports:
         return ""
-    return f"who may reach port {ports[0]} changed" + (f", and {len(ports) - 1} more" if ports[1:] else "")
+    return f"allowed clients of port {ports[0]} changed" + (f", and {len(ports) - 1} more" if ports[1:] else "")
 
 
-def _said(key: tuple[bool, str, int]) -> str:
+def _port_text(key: tuple[bool, str, int]) -> str:
     is_other, protocol, port = key
     return f"{port} ({protocol.upper()})" if is_other else str(port)
 
@@ -239,24 +241,25 @@ def _said(key: tuple[bool, str, int]) -> str:
 
 
 def render(wanted: Restrictions) -> str:
-    """The table as nft lists it; empty if nobody is shut out."""
-    if wanted == OPEN:
+    """Return the table as nft lists it; empty without restrictions."""
+    if wanted == UNRESTRICTED:
         return ""
     sets = [text for port in wanted.ports for version in (4, 6) for text in _set(port, version)]
-    pair = list(_vrrp(wanted.pair)) if wanted.pair is not None else []
-    rules = list(_peers(wanted.pair)) if wanted.pair is not None else []
+    peers = wanted.vrrp_peers
+    vrrp_rules = list(_advertisement_rules(peers)) if peers is not None else []
+    rules = list(_stick_table_rules(peers)) if peers is not None else []
     rules += [rule for port in wanted.ports if port.protocol == _TCP for rule in _rules(port)]
     entering = [rule for port in wanted.ports if port.protocol != _TCP for rule in _rules(port)]
     further = [
         text
         for head, lines in (
-            (_LEAVING, list(_fitting(wanted.pair))),
+            (_LEAVING, list(_segment_size_rules(peers))),
             (_ENTERING, entering),
         )
         if lines
         for text in (head, *map(_line, lines))
     ]
-    arriving = [_ARRIVING, _REASSEMBLING, *map(_line, pair), _BEGINNING, *map(_line, rules)]
+    arriving = [_ARRIVING, _REASSEMBLING, *map(_line, vrrp_rules), _BEGINNING, *map(_line, rules)]
     return "".join([_HEAD, *sets, *arriving, *further, _FORWARDING if wanted.forwards else _UNTRACKED, _TAIL])
 
 
@@ -273,13 +276,13 @@ def _elements(port: Port, version: int) -> str:
     return ", ".join(_range(first, last, version) for first, last in port.ranges(version))
 
 
-def _everybody(ranges: Ranges, version: int) -> bool:
+def _is_unlimited(ranges: Ranges, version: int) -> bool:
     return ranges == ((0, 2 ** _BITS[version] - 1),)
 
 
 def _set(port: Port, version: int) -> Iterator[str]:
     ranges = port.ranges(version)
-    if ranges and not _everybody(ranges, version):
+    if ranges and not _is_unlimited(ranges, version):
         yield (
             f"\tset {_name(port, version)} {{\n\t\ttype {_TYPES[version]}\n\t\tflags interval\n"
             f"\t\telements = {{ {_elements(port, version)} }}\n\t}}\n\n"
@@ -293,12 +296,12 @@ def _rules(port: Port) -> Iterator[str]:
         ranges = port.ranges(version)
         if not ranges:
             yield f"meta nfproto {_NFPROTO[version]} {to_port} {refuse}"
-        elif not _everybody(ranges, version):
+        elif not _is_unlimited(ranges, version):
             yield f"{to_port} {_WORDS[version]} saddr != @{_name(port, version)} {refuse}"
 
 
 def _range(first: int, last: int, version: int) -> str:
-    """A range in nft's words: an address, a network if it is one, both ends otherwise."""
+    """Return a range in nft syntax: an address, a network, or both ends."""
     size = last - first + 1
     if size == 1:
         return _address(first, version)
@@ -308,35 +311,39 @@ def _range(first: int, last: int, version: int) -> str:
 
 
 def _address(value: int, version: int) -> str:
-    """As the C library writes it, which for ::ffff:0:0/96 is not how Python does."""
+    """Return an address as the C library writes it; Python differs for ::ffff:0:0/96."""
     if version == 4:
         return str(ipaddress.IPv4Address(value))
     return socket.inet_ntop(socket.AF_INET6, value.to_bytes(16, "big"))
 
 
-def _among(hosts: Iterable[Host]) -> str:
-    """One address as it is, several as a set, in order."""
+def _host_set(hosts: Iterable[Host]) -> str:
+    """Return one address, or several as a sorted nft set."""
     words = [_address(int(host), host.version) for host in sorted({*hosts}, key=int)]
     return words[0] if len(words) == 1 else f"{{ {', '.join(words)} }}"
 
 
-def _vrrp(pair: Pair) -> Iterator[str]:
-    """RFC 9568, section 9: who forges an advertisement takes the VIPs. Nobody else waits for an answer."""
-    if pair.peers:
-        yield f"meta l4proto 112 {_WORDS[pair.local.version]} saddr {_among(pair.peers)} accept"
+def _advertisement_rules(peers: VrrpPeers) -> Iterator[str]:
+    """Accept VRRP from the partners only; a forged advertisement would take the VIPs (RFC 9568, 9).
+
+    Other packets are dropped without an answer, because no sender of VRRP waits for one.
+    """
+    if peers.peers:
+        yield f"meta l4proto 112 {_WORDS[peers.local.version]} saddr {_host_set(peers.peers)} accept"
     yield "meta l4proto 112 counter drop"
 
 
-def _fitting(pair: Pair | None) -> Iterator[str]:
-    """What we say in a SYN with ACK is lowered, and never raised: a client may have a reason of its own."""
-    if pair is not None and pair.mtu is not None and pair.local.version == 6:
+def _segment_size_rules(peers: VrrpPeers | None) -> Iterator[str]:
+    """Lower the maximum segment size in SYN-ACK packets. nft never raises it."""
+    if peers is not None and peers.mtu is not None and peers.local.version == 6:
         for version, header in _HEADER_BYTES.items():
-            size = pair.mtu - _TUNNEL_BYTES - header
+            size = peers.mtu - _TUNNEL_BYTES - header
             yield (f"meta nfproto {_NFPROTO[version]} tcp flags 0x2,0x10 / 0x2,0x10 tcp option maxseg size set {size}")
 
 
-def _peers(pair: Pair) -> Iterator[str]:
-    """HAProxy hands its tables to the process that takes its place over the same address."""
-    to_us = f"{_WORDS[pair.local.version]} daddr {_address(int(pair.local), pair.local.version)} tcp dport {PEERS_PORT}"
-    yield f"{to_us} {_WORDS[pair.local.version]} saddr {_among((pair.local, *pair.peers))} accept"
+def _stick_table_rules(peers: VrrpPeers) -> Iterator[str]:
+    """Accept the peers, and this amphora itself: an old HAProxy process sends its tables to a new one."""
+    word = _WORDS[peers.local.version]
+    to_us = f"{word} daddr {_address(int(peers.local), peers.local.version)} tcp dport {PEERS_PORT}"
+    yield f"{to_us} {word} saddr {_host_set((peers.local, *peers.peers))} accept"
     yield f"{to_us} {_REFUSE}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the neighbours where an address lives now.
+"""Announce addresses to the neighbours: gratuitous ARP and unsolicited neighbour advertisements.
 
-Invariant: only addresses that this machine has just taken are announced; called in the namespace that has
-them.
+Invariant: only addresses that this machine has just added are announced. Called in the namespace that has them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ALL_NODES = "ff02::1"
 
 
 def announce(interface: str, mac: str, addresses: Iterable[IPAddress]) -> None:
-    """Send gratuitous ARP and unsolicited neighbour advertisements."""
+    """Send gratuitous ARP for IPv4 and unsolicited neighbour advertisements for IPv6."""
     hardware = bytes.fromhex(mac.replace(":", ""))
     for address in addresses:
         if address.version == 4:
@@ -34,7 +33,7 @@ def announce(interface: str, mac: str, addresses: Iterable[IPAddress]) -> None:
 
 
 def _arp(interface: str, hardware: bytes, address: bytes) -> None:
-    """Both forms: some neighbours learn from requests only, some from replies only."""
+    """Send a request and a reply: some neighbours learn from requests only, others from replies only."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ARP)) as link:
         link.bind((interface, _ETH_P_ARP))
         for operation, target in ((_REQUEST, b"\0" * 6), (_REPLY, _BROADCAST)):
@@ -44,7 +43,7 @@ def _arp(interface: str, hardware: bytes, address: bytes) -> None:
 
 
 def _advertisement(interface: str, hardware: bytes, address: IPAddress) -> None:
-    """The kernel adds the checksum; receivers insist on the hop limit 255."""
+    """Send a neighbour advertisement. Receivers require hop limit 255; the kernel adds the checksum."""
     index = socket.if_nametoindex(interface)
     with socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6) as link:
         link.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 255)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask whether an address answers an ICMP echo.
+"""ICMP echo requests and their replies.
 
-Invariant: an answer counts only if it comes from the address that was asked and repeats the random bytes of a
-question that still waits. There is one socket for each family, however many questions wait, and nothing blocks.
+Invariant: a reply counts only if it comes from the requested address and repeats the random bytes of a pending request.
+There is one socket for each family, whatever the number of pending requests. No call blocks.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ _NONCE_BYTES = 16
 _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
 _HEAD = struct.Struct("!BBH")  # type, code, checksum
-_NUMBERS = struct.Struct("!HH")  # identifier and sequence, which come between the head and our own bytes
+_NUMBERS = struct.Struct("!HH")  # identifier and sequence, between the head and the random bytes
 # From the kernel's headers; the socket module does not name them.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
 
 
 class _Protocol:
-    """How the two families differ. Questions of the newer one are summed up by the kernel."""
+    """The differences between the families. The kernel adds the checksum of ICMPv6."""
 
-    __slots__ = ("answered", "filter", "number", "question", "summed")
+    __slots__ = ("checksum", "filter", "number", "reply", "request")
 
     def __init__(
-        self, number: int, question: int, answered: bytes, summed: bool, filter_: tuple[int, int, bytes]
+        self, number: int, request: int, reply: bytes, checksum: bool, filter_: tuple[int, int, bytes]
     ) -> None:
         self.number = number
-        self.question = question
-        self.answered = answered  # type and code
-        self.summed = summed
+        self.request = request
+        self.reply = reply  # type and code
+        self.checksum = checksum
         self.filter = filter_
 
 
 def _all_but(answer: int, words: int) -> bytes:
-    """The kernel's filter of ICMP types: a set bit keeps that type out."""
+    """Return a filter that lets only one ICMP type through: a set bit drops a type."""
     bits = [0xFFFFFFFF] * words
     bits[answer // 32] ^= 1 << answer % 32
     return struct.pack(f"={words}I", *bits)
@@ -53,16 +53,16 @@ _PROTOCOLS = {
 
 
 class Pinger:
-    """Questions and who waits for their answers. Made in the network namespace it shall speak in.
+    """Pending echo requests. Created in the network namespace in which it sends.
 
-    Who waits is any object: a class with a parameter would cost the responder half a megabyte (typing).
+    A requester is any object: a generic class would cost the responder half a megabyte (typing).
     """
 
     def __init__(self) -> None:
         self.sockets: dict[socket.AddressFamily, socket.socket] = {}
         self._identifier = int.from_bytes(os.urandom(2), "big")
         self._sequence = 0
-        self._waiting: dict[bytes, tuple[bytes, object]] = {}
+        self._pending: dict[bytes, tuple[bytes, object]] = {}
         try:
             for family in _PROTOCOLS:
                 self._open(family)
@@ -71,7 +71,7 @@ class Pinger:
             raise
 
     def _open(self, family: socket.AddressFamily) -> None:
-        """A raw socket; ping sockets, which the kernel has too, are switched off in a new namespace."""
+        """Open a raw socket. The kernel's ping sockets are disabled in a new namespace."""
         protocol = _PROTOCOLS[family]
         try:
             opened = socket.socket(family, socket.SOCK_RAW, protocol.number)
@@ -87,55 +87,55 @@ class Pinger:
         except PermissionError:  # without CAP_NET_ADMIN: up to net.core.rmem_max
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def ask(self, address: str, asker: object) -> bytes:
-        """Send a question; what is returned is for `forget`.
+    def send(self, address: str, requester: object) -> bytes:
+        """Send a request; returns its key for `cancel`.
 
         Raises:
-            OSError: it cannot be sent: there is no route, for example.
+            OSError: the request cannot be sent, for example without a route.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         opened = self.sockets.get(family)
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        packed = socket.inet_pton(family, address)  # first: a socket would ask a name server what it does not know
+        packed = socket.inet_pton(family, address)  # sendto() would resolve a text that is no address
         self._sequence = (self._sequence + 1) & 0xFFFF
-        mark = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        opened.sendto(_question(_PROTOCOLS[family], mark), (address, 0))
-        self._waiting[mark] = (packed, asker)
-        return mark
+        key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
+        opened.sendto(_request(_PROTOCOLS[family], key), (address, 0))
+        self._pending[key] = (packed, requester)
+        return key
 
-    def forget(self, mark: bytes) -> None:
-        """Nobody waits for this answer any more."""
-        self._waiting.pop(mark, None)
+    def cancel(self, key: bytes) -> None:
+        """Ignore the reply to this request."""
+        self._pending.pop(key, None)
 
-    def answered(self, family: socket.AddressFamily) -> object:
-        """Read one packet; who has waited for it, if anybody has."""
+    def receive(self, family: socket.AddressFamily) -> object:
+        """Read one packet; returns the requester of the matching request, or None."""
         try:
             packet, sender = self.sockets[family].recvfrom(_LARGEST)
         except BlockingIOError:
             return None
         start = 4 * (packet[0] & 0x0F) if family == socket.AF_INET else 0
-        if packet[start : start + 2] != _PROTOCOLS[family].answered:
+        if packet[start : start + 2] != _PROTOCOLS[family].reply:
             return None
-        mark = packet[start + _HEAD.size :]
-        address, asker = self._waiting.get(mark, (b"", None))
-        if asker is None or socket.inet_pton(family, sender[0].partition("%")[0]) != address:
+        key = packet[start + _HEAD.size :]
+        address, requester = self._pending.get(key, (b"", None))
+        if requester is None or socket.inet_pton(family, sender[0].partition("%")[0]) != address:
             return None
-        del self._waiting[mark]
-        return asker
+        del self._pending[key]
+        return requester
 
     def close(self) -> None:
         for one in self.sockets.values():
             one.close()
 
 
-def _question(protocol: _Protocol, mark: bytes) -> bytes:
-    message = _HEAD.pack(protocol.question, 0, 0) + mark
-    return _HEAD.pack(protocol.question, 0, _checksum(message)) + mark if protocol.summed else message
+def _request(protocol: _Protocol, key: bytes) -> bytes:
+    message = _HEAD.pack(protocol.request, 0, 0) + key
+    return _HEAD.pack(protocol.request, 0, _checksum(message)) + key if protocol.checksum else message
 
 
 def _checksum(message: bytes) -> int:
-    """The one of RFC 1071, for a message of an even length."""
+    """Return the checksum of RFC 1071 for a message of an even length."""
     total: int = sum(struct.unpack(f"!{len(message) // 2}H", message))
     total = (total & 0xFFFF) + (total >> 16)
     return ~(total + (total >> 16)) & 0xFFFF

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the inner namespace's interfaces what a bundle says.
+"""Interfaces, addresses, routes and rules of the inner namespace, as a bundle wants them.
 
-Invariant: idempotent. `add` takes nothing away that something might still use; after `settle` the namespace has the
-wanted interfaces, each with the wanted addresses, and the wanted routes and rules, and no other ones. An interface that
-is not wanted is down, bare, and back in the management namespace. What is as wanted is not touched.
+Invariant: idempotent. `add_missing` removes nothing. After `converge` the namespace has exactly the wanted interfaces,
+addresses, routes and rules. An unwanted interface is down, has no address, and is back in the management namespace.
+Correct items are not touched.
 
-A VIP comes last: what leads its answers back is there before the first client finds it.
+The VIPs are added last: the routes and rules of their replies exist before the first client finds a VIP.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FOREVER = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a bundle wants of the network.
+class WantedNetwork:
+    """The network that a bundle wants.
 
-    ``has_vips`` is False in a pair: keepalived adds the VIPs there and takes them away, so they are neither added nor
-    removed here; what leads their packets is. ``forwards``: packets of virtual servers are led, too.
+    ``has_vips`` is False with VRRP: keepalived adds and removes the VIPs, and this module only their routes and rules.
+    ``forwards`` adds the rule for forwarded packets of virtual servers.
     """
 
     interfaces: tuple[Interface, ...]
@@ -45,95 +45,96 @@ class Wanted:
     forwards: bool = False
 
 
-def wanted_of(bundle: Bundle) -> Wanted:
-    """What a bundle wants of the network."""
-    return Wanted(bundle.interfaces, bundle.vrrp is None, bool(bundle.virtual_servers))
+def wanted_network(bundle: Bundle) -> WantedNetwork:
+    """Return the network that a bundle wants."""
+    return WantedNetwork(bundle.interfaces, bundle.vrrp is None, bool(bundle.virtual_servers))
 
 
-NOTHING = Wanted((), has_vips=True)
+NO_NETWORK = WantedNetwork((), has_vips=True)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A VIP, and the interface that has it."""
+class AddedVip:
+    """A VIP, and the interface that it was added to."""
 
     interface: str
     mac: str
     vip: Host
 
 
-def vips_of(wanted: Wanted) -> tuple[Taken, ...]:
-    """The VIPs that are ours to take."""
+def own_vips(wanted: WantedNetwork) -> tuple[AddedVip, ...]:
+    """Return the VIPs that this module adds; none with VRRP."""
     every = wanted.interfaces if wanted.has_vips else ()
-    return tuple(Taken(one.name, one.mac, vip.ip) for one in every for vip in one.vips)
+    return tuple(AddedVip(one.name, one.mac, vip.ip) for one in every for vip in one.vips)
 
 
 @dataclass(frozen=True)
-class Done:
-    """How many things were made as wanted, how many are there and not wanted, and whether nothing is lacking.
+class PassResult:
+    """Result of one pass.
 
-    ``taken`` are the VIPs that were not there before.
+    ``changed`` counts corrected items, ``left`` unwanted items that are still there. ``complete`` is whether all wanted
+    interfaces exist. ``added_vips`` were not there before.
     """
 
     changed: int
     left: int
     complete: bool
-    taken: tuple[Taken, ...] = ()
+    added_vips: tuple[AddedVip, ...] = ()
 
 
-def add(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
-    """Bring in what is wanted and not there; nobody is told yet of VIPs that were taken.
+def add_missing(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
+    """Add missing items. Added VIPs are not announced yet.
 
     Args:
-        may_lack: go without interfaces that are nowhere and have no VIP.
+        may_lack: accept that an interface without VIPs does not exist.
 
     Raises:
-        InterfaceError: an interface is missing, or the kernel refused something. What was done before is left, and
-            another call goes on from there.
+        InterfaceError: an interface is missing, or the kernel refused a request. Earlier changes stay, and the next
+            call continues from there.
     """
-    return _with_interfaces(inner, wanted, None, may_lack=may_lack)
+    return _converge(inner, wanted, None, may_lack=may_lack)
 
 
-def settle(inner: Namespace, wanted: Wanted, *, may_lack: bool = False) -> Done:
-    """Bring in what is wanted, and take away everything else; the neighbours are told of VIPs that were taken.
+def converge(inner: Namespace, wanted: WantedNetwork, *, may_lack: bool = False) -> PassResult:
+    """Add missing items, remove unwanted ones, and announce the added VIPs.
 
     Raises:
-        InterfaceError: as for `add`.
+        InterfaceError: as for `add_missing`.
     """
     outer = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        done = _with_interfaces(inner, wanted, outer, may_lack=may_lack)
+        done = _converge(inner, wanted, outer, may_lack=may_lack)
     finally:
         os.close(outer)
-    tell(inner, done.taken)
+    announce_vips(inner, done.added_vips)
     return done
 
 
-def tell(inner: Namespace, taken: Iterable[Taken]) -> None:
-    """Tell the neighbours where VIPs are now.
+def announce_vips(inner: Namespace, vips: Iterable[AddedVip]) -> None:
+    """Announce VIPs to the neighbours.
 
     Raises:
-        InterfaceError: the kernel refused something.
+        InterfaceError: the kernel refused a request.
     """
-    with told():
-        for one in taken:
+    with kernel_errors():
+        for one in vips:
             inner.run(announce, one.interface, one.mac, [one.vip])
 
 
-def _with_interfaces(inner: Namespace, wanted: Wanted, outer: int | None, *, may_lack: bool) -> Done:
-    """Do it, after having fetched what is not here yet."""
-    with told():
-        done = inner.run(_do, wanted, outer, lacking=False)
+def _converge(inner: Namespace, wanted: WantedNetwork, outer: int | None, *, may_lack: bool) -> PassResult:
+    """Run one pass; move in missing interfaces first, if there are any."""
+    with kernel_errors():
+        done = inner.run(_run_pass, wanted, outer, lacking=False)
         if done is None:
-            linking.fetch(inner, wanted.interfaces, may_lack=may_lack)
-            done = inner.run(_do, wanted, outer, lacking=True)
-    assert done is not None  # noqa: S101 (it goes on with what there is)
+            linking.move_in(inner, wanted.interfaces, may_lack=may_lack)
+            done = inner.run(_run_pass, wanted, outer, lacking=True)
+    assert done is not None  # noqa: S101 (a pass with lacking=True returns a result)
     return done
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """What the kernel refuses within the block is an `InterfaceError`."""
+def kernel_errors() -> Iterator[None]:
+    """Convert errors of the kernel within the block to `InterfaceError`."""
     try:
         yield
     except NetlinkError as error:
@@ -142,45 +143,45 @@ def told() -> Iterator[None]:
         raise InterfaceError("set up the interfaces", str(error)) from error
 
 
-def _do(wanted: Wanted, outer: int | None, *, lacking: bool) -> Done | None:
-    """In the namespace.
+def _run_pass(wanted: WantedNetwork, outer: int | None, *, lacking: bool) -> PassResult | None:
+    """Run one pass in the namespace.
 
     Args:
-        outer: where to give interfaces back; None to take nothing away.
-        lacking: go on without interfaces that are not here; otherwise do nothing and return None.
+        outer: descriptor of the namespace for unwanted interfaces; None to remove nothing.
+        lacking: continue without missing interfaces; otherwise do nothing and return None.
     """
     with IPRoute() as route:
-        work = _Work(route, wanted)
-        if not (work.is_complete or lacking):
+        one_pass = _Pass(route, wanted)
+        if not (one_pass.is_complete or lacking):
             return None
-        done = work.add()
+        done = one_pass.add()
         if outer is None or not done.left:
             return done
-        return replace(done, changed=done.changed + work.take_away(outer), left=0)
+        return replace(done, changed=done.changed + one_pass.remove_unwanted(outer), left=0)
 
 
-class _Work:
-    """One look at the namespace, and what follows from it."""
+class _Pass:
+    """One reading of the namespace, and the changes that follow from it."""
 
-    def __init__(self, route: Any, wanted: Wanted) -> None:
+    def __init__(self, route: Any, wanted: WantedNetwork) -> None:
         self._route = route
-        self._links = {link.mac: link for link in linking.dump(route)}
+        self._links = {link.mac: link for link in linking.list_links(route)}
         self._wanted = wanted
         self._interfaces = tuple(one for one in wanted.interfaces if one.mac in self._links)
         macs = {interface.mac for interface in self._interfaces}
-        self._strangers = [link for mac, link in self._links.items() if mac not in macs]
-        self._addresses: list[tuple[int, Address]] = []
-        self._taken: list[Taken] = []
-        self._routes: tuple[policy_routing.TableRoute, ...] = ()
-        self._rules: frozenset[policy_routing.Rule] = frozenset()
+        self._unwanted_links = [link for mac, link in self._links.items() if mac not in macs]
+        self._unwanted_addresses: list[tuple[int, Address]] = []
+        self._added_vips: list[AddedVip] = []
+        self._unwanted_routes: tuple[policy_routing.TableRoute, ...] = ()
+        self._unwanted_rules: frozenset[policy_routing.Rule] = frozenset()
         self.is_complete = len(self._interfaces) == len(wanted.interfaces)
 
-    def add(self) -> Done:
-        changed = linking.set_up(self._route, self._links, self._interfaces)
+    def add(self) -> PassResult:
+        changed = linking.configure_links(self._route, self._links, self._interfaces)
         present = set(present_addresses(self._route))
         for interface in self._interfaces:
             changed += self._add_addresses(interface, interface.addresses, present)
-        changed += self._lead()
+        changed += self._add_routing()
         for interface in self._interfaces if self._wanted.has_vips else ():
             changed += self._add_addresses(interface, interface.vips, present)
         known = {
@@ -188,21 +189,26 @@ class _Work:
             for interface in self._interfaces
             for address in (*interface.addresses, *interface.vips)
         }
-        strange = {link.index for link in self._strangers}
-        self._addresses = [
+        unwanted = {link.index for link in self._unwanted_links}
+        self._unwanted_addresses = [
             (index, address)
             for index, address in present - known
-            # Single addresses are keepalived's in a pair. It takes a former VIP away itself when it reads its new file;
-            # if anybody else does before, it believes to have lost its VIPs and gives all of them up.
-            if index not in strange and (self._wanted.has_vips or address.network.prefixlen != address.max_prefixlen)
+            # With VRRP, host addresses belong to keepalived. It removes a former VIP when it reads its new file. If
+            # another process removes one before, keepalived assumes that it lost its VIPs and releases all of them.
+            if index not in unwanted and (self._wanted.has_vips or address.network.prefixlen != address.max_prefixlen)
         ]
-        left = len(self._strangers) + len(self._addresses) + len(self._routes) + len(self._rules)
-        return Done(changed, left, self.is_complete, tuple(self._taken))
+        left = (
+            len(self._unwanted_links)
+            + len(self._unwanted_addresses)
+            + len(self._unwanted_routes)
+            + len(self._unwanted_rules)
+        )
+        return PassResult(changed, left, self.is_complete, tuple(self._added_vips))
 
     def _add_addresses(
         self, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
     ) -> int:
-        """Add those that are missing."""
+        """Add missing addresses; returns their number."""
         index, changed = self._links[interface.mac].index, 0
         for address in addresses:
             if (index, address) in present:
@@ -210,51 +216,56 @@ class _Work:
             is_vip, more = address in interface.vips, {}
             if address.version == 6:
                 more["flags"] = _NODAD
-                if is_vip:  # "deprecated" (RFC 4862, 5.5.4): nothing that this machine begins itself comes from a VIP
+                if is_vip:  # "deprecated" (RFC 4862, 5.5.4): own connections do not use a VIP as their source
                     more.update(preferred_lft=0, valid_lft=_FOREVER)
             self._route.addr(
                 "replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more
             )
             if is_vip:
-                self._taken.append(Taken(interface.name, interface.mac, address.ip))
+                self._added_vips.append(AddedVip(interface.name, interface.mac, address.ip))
             changed += 1
         return changed
 
-    def _lead(self) -> int:
-        """Routes and rules; what is not wanted of them is noted."""
-        strange = {link.index for link in self._strangers}
+    def _add_routing(self) -> int:
+        """Add routes and rules, and remember unwanted ones; returns the number of additions."""
+        unwanted = {link.index for link in self._unwanted_links}
         indexes = {interface.mac: self._links[interface.mac].index for interface in self._interfaces}
-        wanted = policy_routing.changes(
-            frozenset(one for one in policy_routing.present_routes(self._route) if one.interface not in strange),
+        wanted = policy_routing.plan_changes(
+            frozenset(one for one in policy_routing.read_routes(self._route) if one.interface not in unwanted),
             policy_routing.wanted_routes(self._interfaces, indexes),
         )
-        for item in wanted.put:
-            policy_routing.put(self._route, item)
-        present = policy_routing.present_rules(self._route)
+        for item in wanted.replace:
+            policy_routing.replace_route(self._route, item)
+        present = policy_routing.read_rules(self._route)
         rules = policy_routing.wanted_rules(self._interfaces, forwards=self._wanted.forwards)
         for rule in rules - present:
-            policy_routing.put_rule(self._route, rule)
-        self._routes, self._rules = wanted.drop, present - rules
-        return len(wanted.put) + len(rules - present)
+            policy_routing.add_rule(self._route, rule)
+        self._unwanted_routes, self._unwanted_rules = wanted.delete, present - rules
+        return len(wanted.replace) + len(rules - present)
 
-    def take_away(self, outer: int) -> int:
-        """What `add` has found and nobody wants. Routes go with the interfaces they are of."""
-        for index, address in self._addresses:
+    def remove_unwanted(self, outer: int) -> int:
+        """Remove the unwanted items that `add` found; returns their number."""
+        for index, address in self._unwanted_addresses:
             try:
                 self._route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
             except NetlinkError as error:
-                if error.code != errno.EADDRNOTAVAIL:  # the kernel took it away with the first one of its subnet
+                if error.code != errno.EADDRNOTAVAIL:  # removed by the kernel with the first address of its subnet
                     raise
-        for rule in self._rules:
-            policy_routing.drop_rule(self._route, rule)
-        for item in self._routes:
-            policy_routing.drop(self._route, item)
-        linking.give_back(self._route, self._strangers, outer)
-        return len(self._addresses) + len(self._rules) + len(self._routes) + len(self._strangers)
+        for rule in self._unwanted_rules:
+            policy_routing.delete_rule(self._route, rule)
+        for item in self._unwanted_routes:
+            policy_routing.delete_route(self._route, item)
+        linking.move_out(self._route, self._unwanted_links, outer)
+        return (
+            len(self._unwanted_addresses)
+            + len(self._unwanted_rules)
+            + len(self._unwanted_routes)
+            + len(self._unwanted_links)
+        )
 
 
 def present_addresses(route: Any) -> Iterator[tuple[int, Address]]:
-    """Every address but those of links themselves and of the loopback, with the number of its interface."""
+    """Yield all addresses except link-local ones and the loopback's, each with its interface index."""
     for message in route.get_addr():
         if message["scope"] == _SCOPE_LINK or message["index"] == 1:
             continue
@@ -262,27 +273,27 @@ def present_addresses(route: Any) -> Iterator[tuple[int, Address]]:
         yield message["index"], ipaddress.ip_interface(f"{message.get_attr(attribute)}/{message['prefixlen']}")
 
 
-# -- for a person to read -------------------------------------------------------------------------------------------
+# -- diagnostics -----------------------------------------------------------------------------------------------------
 
 
 def describe(inner: Namespace) -> list[dict[str, Any]]:
-    """Interfaces, their addresses, and their routes in the main table."""
+    """Return the interfaces with their addresses and their routes in the main table."""
     return inner.run(_describe)
 
 
 def describe_routing(inner: Namespace) -> dict[str, Any]:
-    """Rules, and the routes of every table that came from somebody."""
+    """Return the rules, and the routes of all tables except those of the kernel."""
     return inner.run(_describe_routing)
 
 
 def describe_neighbours(inner: Namespace) -> list[dict[str, Any]]:
-    """Whom the namespace has spoken with on its links."""
+    """Return the neighbour table."""
     return inner.run(_describe_neighbours)
 
 
 def _describe() -> list[dict[str, Any]]:
     with IPRoute() as route:
-        addresses, routes = list(present_addresses(route)), policy_routing.present_routes(route)
+        addresses, routes = list(present_addresses(route)), policy_routing.read_routes(route)
         return [
             {
                 "name": link.name,
@@ -296,7 +307,7 @@ def _describe() -> list[dict[str, Any]]:
                     if one.table == policy_routing.MAIN and one.interface == link.index
                 ],
             }
-            for link in linking.dump(route)
+            for link in linking.list_links(route)
         ]
 
 
@@ -307,9 +318,7 @@ def _sorted(routes: frozenset[policy_routing.TableRoute]) -> list[policy_routing
 def _describe_routing() -> dict[str, Any]:
     with IPRoute() as route:
         names = _names(route)
-        rules = sorted(
-            policy_routing.present_rules(route), key=lambda one: (one.version, one.priority, str(one.source))
-        )
+        rules = sorted(policy_routing.read_rules(route), key=lambda one: (one.version, one.priority, str(one.source)))
         return {
             "rules": [
                 {
@@ -327,17 +336,17 @@ def _describe_routing() -> dict[str, Any]:
                     "gateway": str(one.gateway) if one.gateway else None,
                     "interface": names.get(one.interface, str(one.interface)),
                 }
-                for one in _sorted(policy_routing.present_routes(route))
+                for one in _sorted(policy_routing.read_routes(route))
             ],
         }
 
 
 def _names(route: Any) -> dict[int, str]:
-    return {link.index: link.name for link in linking.dump(route)}
+    return {link.index: link.name for link in linking.list_links(route)}
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # include/uapi/linux/neighbour.h; what needs no resolving (0x40) is left out
+    # include/uapi/linux/neighbour.h; without NOARP (0x40)
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

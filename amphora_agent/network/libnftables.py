@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders for the kernel's nf_tables, in nft's language.
+"""Run nft commands through libnftables, or through the nft program.
 
-Invariant: what is ordered happens as a whole or not at all, in the namespace of the thread that orders it. libnftables
-is loaded when it is first needed: who orders nothing does without its 3.5 MiB. Small: the checker, too, has it.
+Invariant: one call is one transaction, in the namespace of the calling thread. libnftables (3.5 MiB) is loaded at the
+first call. The checker imports this module too, so it stays small.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _HEAD = 20
 
 
 class NftError(Exception):
-    """nftables cannot be used, or has refused; its argument is a sentence."""
+    """nftables is not available, or refused a command; the argument is a sentence."""
 
 
-def run(commands: str, flags: int = 0) -> str:
-    """Carry out commands.
+def run_commands(commands: str, flags: int = 0) -> str:
+    """Run commands as one transaction.
 
     Returns:
-        What nft prints.
+        The output of nft.
 
     Raises:
-        NftError: nothing of it was carried out.
+        NftError: nftables refused; nothing has changed.
     """
     library = _library() if _is_low() else None
-    status, output, said = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
+    status, output, message = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
     if status != 0:
-        # The first line is the reason, the next ones repeat the command.
-        lines = said.splitlines() or [f"status {status}"]
+        # The first line is the reason; the next lines repeat the command.
+        lines = message.splitlines() or [f"status {status}"]
         raise NftError(f"nftables refused: {lines[0]}")
     return output
 
 
-def exists(family: str, table: str) -> bool:
-    """Ask the kernel alone, without libnftables; one without nf_tables has no table either."""
+def table_exists(family: str, table: str) -> bool:
+    """Return whether the kernel has this table. Does not load libnftables, and needs no nf_tables."""
     name = table.encode() + b"\0"
     attribute = struct.pack("=HH", 4 + len(name), _TABLE_NAME) + name + bytes(-len(name) % 4)
     answer = _ask(_GET_TABLE, family, attribute)
@@ -60,8 +60,8 @@ def exists(family: str, table: str) -> bool:
     return not (kind == _NLMSG_ERROR and result in (-errno.ENOENT, -errno.EOPNOTSUPP, -errno.EINVAL))
 
 
-def generation() -> int | None:
-    """How often this namespace's rules were changed, by whomever; None where the kernel does not say."""
+def ruleset_generation() -> int | None:
+    """Return the kernel's count of changes to the namespace's rules; None if the kernel has no count."""
     answer = _ask(_GET_GENERATION, "unspec", b"")
     if answer is None or struct.unpack_from("=H", answer, 4)[0] != _GENERATION_ANSWER:
         return None
@@ -90,14 +90,14 @@ def _ask(what: int, family: str, body: bytes) -> bytes | None:
 
 
 def _is_low() -> bool:
-    """Whether the library's socket will have a number that select(2) can wait for; with a higher one it aborts."""
+    """Return whether the next descriptor fits select(2). With a higher one libnftables aborts."""
     with open("/dev/null", "rb") as next_one:  # noqa: PTH123 (pathlib costs the checker half a mebibyte)
         return next_one.fileno() < _FD_SETSIZE
 
 
 @functools.cache
 def _library() -> Any:
-    """libnftables, or None without it."""
+    """Return libnftables; None if it is not installed."""
     try:
         found = ctypes.CDLL(_LIBRARY)
     except OSError:
@@ -119,23 +119,23 @@ def _library() -> Any:
 
 
 def _by_library(library: Any, commands: str, flags: int) -> tuple[int, str, str]:
-    """A context belongs to the namespace in which it was made."""
+    """Run commands in a new context. A context belongs to the namespace in which it was created."""
     context = library.nft_ctx_new(0)
     if not context:
-        raise NftError("libnftables has no context")
+        raise NftError("libnftables returned no context")
     try:
         library.nft_ctx_buffer_output(context)
         library.nft_ctx_buffer_error(context)
         library.nft_ctx_output_set_flags(context, flags | _NUMERIC)
         status = library.nft_run_cmd_from_buffer(context, commands.encode())
-        output, said = library.nft_ctx_get_output_buffer(context), library.nft_ctx_get_error_buffer(context)
-        return status, (output or b"").decode(), (said or b"").decode()
+        output, message = library.nft_ctx_get_output_buffer(context), library.nft_ctx_get_error_buffer(context)
+        return status, (output or b"").decode(), (message or b"").decode()
     finally:
         library.nft_ctx_free(context)
 
 
 def _by_command(commands: str, flags: int) -> tuple[int, str, str]:
-    import subprocess  # noqa: PLC0415 (where there is a library nobody needs it)
+    import subprocess  # noqa: PLC0415 (needed only without libnftables)
 
     words = ["nft", "-n", *(["-s"] if flags & STATELESS else []), "-f", "-"]
     try:

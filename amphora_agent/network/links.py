@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network interfaces: find them by their MAC address, bring them in, name them, give them back.
+"""Network interfaces: found by MAC address, moved into the namespace, renamed, configured, moved out.
 
-Invariant: no two interfaces ever want the same name at once, and one that goes back is down and bare. A link that is as
-it should be is not touched.
+Invariant: two interfaces never have the same name. An interface is down and without addresses when it is moved out. A
+link that is as wanted is not touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
-# The second is `detour.NAME`.
+# The second is `connection_tunnel.NAME`.
 _OWN = ("lo", "handover0")
 
 
@@ -34,8 +34,8 @@ class Link:
     up: bool
 
 
-def dump(route: Any) -> Iterator[Link]:
-    """Every interface but the loopback and the tunnel of a hand-over."""
+def list_links(route: Any) -> Iterator[Link]:
+    """Yield all interfaces except the loopback and the tunnel of a hand-over."""
     for message in route.get_links():
         name = message.get_attr("IFLA_IFNAME")
         if name not in _OWN:
@@ -43,14 +43,14 @@ def dump(route: Any) -> Iterator[Link]:
             yield Link(message["index"], name, mac, message.get_attr("IFLA_MTU"), bool(message["flags"] & _UP))
 
 
-def fetch(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) -> None:
-    """Move the wanted interfaces that are still outside into the namespace, under a name nobody else has.
+def move_in(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) -> None:
+    """Move wanted interfaces that are still outside into the namespace, under a unique temporary name.
 
     Args:
-        may_lack: leave out one that is nowhere, instead of failing. One with VIPs has to be there.
+        may_lack: accept that an interface without VIPs does not exist.
 
     Raises:
-        InterfaceError: one is nowhere.
+        InterfaceError: an interface does not exist.
     """
     present = inner.run(_macs)
     absent = [interface for interface in wanted if interface.mac not in present]
@@ -59,7 +59,7 @@ def fetch(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) -> N
     descriptor = inner.run(os.open, "/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         with IPRoute() as route:
-            outside = {link.mac: link for link in dump(route)}
+            outside = {link.mac: link for link in list_links(route)}
             for interface in absent:
                 link = outside.get(interface.mac)
                 if link is not None:
@@ -76,25 +76,25 @@ def fetch(inner: Namespace, wanted: Sequence[Interface], *, may_lack: bool) -> N
 
 def _macs() -> frozenset[str]:
     with IPRoute() as route:
-        return frozenset(link.mac for link in dump(route))
+        return frozenset(link.mac for link in list_links(route))
 
 
 def _spare_name(mac: str) -> str:
     return "x" + mac.replace(":", "")
 
 
-def set_up(route: Any, links: dict[str, Link], wanted: Sequence[Interface]) -> int:
-    """Give the wanted interfaces their names and MTUs, and switch them on.
+def configure_links(route: Any, links: dict[str, Link], wanted: Sequence[Interface]) -> int:
+    """Set the names and MTUs of the wanted interfaces, and set them up.
 
     Args:
-        links: every interface of the namespace by MAC address; kept up to date.
+        links: every interface of the namespace by MAC address; updated by this function.
 
     Returns:
-        How many of them were not as wanted.
+        The number of changed interfaces.
     """
     changed = 0
     for interface in wanted:
-        _name(route, links, interface)
+        _set_name(route, links, interface)
     for interface in wanted:
         link = links[interface.mac]
         if (link.mtu, link.up) != (interface.mtu, True):
@@ -103,7 +103,7 @@ def set_up(route: Any, links: dict[str, Link], wanted: Sequence[Interface]) -> i
     return changed
 
 
-def _name(route: Any, links: dict[str, Link], interface: Interface) -> None:
+def _set_name(route: Any, links: dict[str, Link], interface: Interface) -> None:
     link = links[interface.mac]
     if link.name == interface.name:
         return
@@ -114,7 +114,7 @@ def _name(route: Any, links: dict[str, Link], interface: Interface) -> None:
 
 
 def _rename(route: Any, links: dict[str, Link], link: Link, name: str) -> None:
-    """A kernel older than 6.2 renames only what is down, which costs its routes and connections a moment."""
+    """Rename a link. Linux before 6.2 requires it to be down, which interrupts its routes for a moment."""
     up = link.up
     try:
         route.link("set", index=link.index, ifname=name)
@@ -127,8 +127,8 @@ def _rename(route: Any, links: dict[str, Link], link: Link, name: str) -> None:
     links[link.mac] = Link(link.index, name, link.mac, link.mtu, up)
 
 
-def give_back(route: Any, links: Collection[Link], outer: int) -> None:
-    """Take interfaces down, empty them, and move them to the namespace of the descriptor `outer`."""
+def move_out(route: Any, links: Collection[Link], outer: int) -> None:
+    """Set interfaces down, remove their addresses, and move them to the namespace of descriptor `outer`."""
     for link in links:
         route.link("set", index=link.index, state="down")
         route.flush_addr(index=link.index)

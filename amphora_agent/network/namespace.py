@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in the load balancer's network namespace.
+"""Function calls in the load balancer's network namespace.
 
-Invariant: exactly one thread of the agent is in that namespace, it entered it once and never leaves it; every
-other thread stays in the management namespace. No process is forked to get there.
+Invariant: exactly one thread of the agent is in that namespace. It enters once and never leaves. All other threads stay
+in the management namespace. No process is forked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _T = TypeVar("_T")
 
 
 class Namespace:
-    """A thread that lives in a network namespace and does there what it is given."""
+    """A thread inside a network namespace that runs functions there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(1, "inner-namespace", initializer=self._enter)
 
     def _enter(self) -> None:
-        # os.setns exists from Python 3.12 on.
+        # os.setns exists since Python 3.12.
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -40,10 +40,10 @@ class Namespace:
             os.close(descriptor)
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a function in the namespace and return what it returns.
+        """Call a function in the namespace and return its result.
 
         Raises:
-            InterfaceError: there is no such namespace.
+            InterfaceError: the namespace does not exist.
         """
         try:
             return self._thread.submit(function, *args, **kwargs).result()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice that somebody touched the interfaces or the firewall of a namespace.
+"""Change notifications of the kernel for the interfaces or the nftables rules of a namespace.
 
-Invariant: whatever the kernel announces about interfaces, addresses, routes and rules (or about nftables) after one
-call of `changed` makes the next call say so; when in doubt (announcements were lost), it says so too.
+Invariant: if the kernel announces a change of interfaces, addresses, routes or rules (or of nftables) after one call of
+`has_changed`, the next call returns True. It also returns True if announcements were lost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _IPV6_ADDRESS, _IPV6_ROUTE, _IPV6_RULE = 0x100, 0x400, 0x40000
 _NFTABLES = 0x40
 
 
-class Watch:
-    """The kernel's announcements in one namespace. No thread reads them: they wait until somebody asks."""
+class NetlinkWatch:
+    """Announcements of one namespace. No thread reads them; they wait in the socket until the next call."""
 
     def __init__(self, announcements: socket.socket | None) -> None:
         self._announcements = announcements
 
-    def changed(self) -> bool:
-        """Whether anything may have changed since the last call, or since the start."""
+    def has_changed(self) -> bool:
+        """Return whether anything may have changed since the last call, or since the start."""
         found = False
         while self._announcements is not None:
             try:
@@ -43,21 +43,21 @@ class Watch:
             self._announcements.close()
 
 
-def of_interfaces(inner: Namespace) -> Watch:
-    """Interfaces, addresses, routes and rules."""
+def watch_interfaces(inner: Namespace) -> NetlinkWatch:
+    """Watch interfaces, addresses, routes and rules."""
     groups = _LINK | _IPV4_ADDRESS | _IPV4_ROUTE | _IPV4_RULE | _IPV6_ADDRESS | _IPV6_ROUTE | _IPV6_RULE
-    return Watch(inner.run(_listen, _NETLINK_ROUTE, groups))
+    return NetlinkWatch(inner.run(_subscribe, _NETLINK_ROUTE, groups))
 
 
-def of_firewall(inner: Namespace) -> Watch:
-    """Everything in nftables. A kernel that has none of it has nothing to tell."""
+def watch_nftables(inner: Namespace) -> NetlinkWatch:
+    """Watch nftables. Without nf_tables in the kernel there are no announcements."""
     try:
-        return Watch(inner.run(_listen, _NETLINK_NETFILTER, _NFTABLES))
+        return NetlinkWatch(inner.run(_subscribe, _NETLINK_NETFILTER, _NFTABLES))
     except OSError:
-        return Watch(None)
+        return NetlinkWatch(None)
 
 
-def _listen(kind: int, groups: int) -> socket.socket:
+def _subscribe(kind: int, groups: int) -> socket.socket:
     opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, kind)
     try:
         opened.bind((0, groups))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of the load balancer while one bundle takes the place of another.
+"""The network of the load balancer while one bundle replaces another.
 
-Invariant: nothing is served to anybody who may not be served, at no moment and whatever fails; nothing that the running
-configuration uses is taken away before its successor runs. So
+Invariant: at no moment, and whatever fails, is a client served that may not be served. Nothing that the running
+configuration uses is removed before its successor runs. Therefore a change has two phases:
 
-    begin      only those may connect whom both bundles let in; what the new one needs is added
-    (HAProxy is changed)
-    finish     the neighbours are told of new VIPs, which another amphora may have served until now; what nothing needs
-               any more is taken away, and those whom the new bundle lets in may connect
-    go_back    as it was, whether or not it was finished
+    prepare     permit only clients that both bundles permit; add what the new bundle needs
+    (HAProxy changes its configuration)
+    commit      announce new VIPs, which another amphora may have served until now; remove unwanted items; permit the
+                clients of the new bundle
+    roll_back   restore the previous state, before or after `commit`
 
-As long as the wanted network is the same and the kernel announces nothing, none of them asks it anything.
+While the wanted network is unchanged and the kernel announces no change, no method sends a request to the kernel.
 """
 
 from __future__ import annotations
@@ -23,175 +23,175 @@ from contextlib import suppress
 from amphora_agent.bundle import Bundle
 from amphora_agent.errors import AgentError
 from amphora_agent.network import firewall, interface_drift, interfaces, netlink_watch, nft_apply, sysctls
-from amphora_agent.network.firewall import OPEN, Restrictions
-from amphora_agent.network.interface_drift import Said
-from amphora_agent.network.interfaces import NOTHING, Taken, Wanted
+from amphora_agent.network.firewall import UNRESTRICTED, Restrictions
+from amphora_agent.network.interface_drift import Finding
+from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# What is taken away may make the kernel take more away, and what comes last is announced last.
-_MOST_PASSES = 4
-_GLANCE_SECONDS = 0.01
+# A removal may make the kernel remove more, and announcements may arrive late. Each pass reads the state again.
+_MAX_PASSES = 4
+_POLL_SECONDS = 0.01
 
 
 class Plumbing:
-    """What one namespace's network is and was told to be. Used by one thread at a time."""
+    """The interfaces, routes and firewall of one namespace. Used by one thread at a time."""
 
     def __init__(self, inner: Namespace) -> None:
         self._inner = inner
-        self._interfaces = netlink_watch.of_interfaces(inner)
-        self._firewall = netlink_watch.of_firewall(inner)
-        # As the kernel has it; None where somebody may have changed it.
-        self._plugged: Wanted | None = None
-        self._restricted: Restrictions | None = None
-        self._begun = False
-        # Where nobody listened yet when they were taken: the neighbours are not told before somebody does.
-        self._taken: dict[Taken, None] = {}
+        self._interface_watch = netlink_watch.watch_interfaces(inner)
+        self._nftables_watch = netlink_watch.watch_nftables(inner)
+        # State in the kernel; None if it may have changed.
+        self._network: WantedNetwork | None = None
+        self._restrictions: Restrictions | None = None
+        self._is_changing = False
+        # Added VIPs that are announced by `commit`, when HAProxy listens. A dict keeps the order.
+        self._unannounced: dict[AddedVip, None] = {}
 
-    def is_as(self, bundle: Bundle) -> bool:
-        """Whether everything is as a bundle wants, and nobody has touched it since. A change begins by asking this."""
-        self._begun = False
-        if self._interfaces.changed():
-            self._plugged = None
-        if self._firewall.changed() and not self._is_in_force():
-            self._restricted = None
+    def matches(self, bundle: Bundle) -> bool:
+        """Return whether the network is as a bundle wants, and unchanged since. Called first in every change."""
+        self._is_changing = False
+        if self._interface_watch.has_changed():
+            self._network = None
+        if self._nftables_watch.has_changed() and not self._holds_restrictions():
+            self._restrictions = None
         restricted = firewall.restrictions_of(bundle)
-        if self._inner.run(sysctls.forwards) != restricted.forwards:
+        if self._inner.run(sysctls.is_forwarding) != restricted.forwards:
             return False
-        return (self._plugged, self._restricted) == (interfaces.wanted_of(bundle), restricted)
+        return (self._network, self._restrictions) == (interfaces.wanted_network(bundle), restricted)
 
-    def _is_in_force(self) -> bool:
-        """Whether it was another table that somebody has changed: who forwards for virtual servers often does."""
-        if self._restricted is None:
+    def _holds_restrictions(self) -> bool:
+        """Return whether the firewall table is unchanged. The table of the virtual servers changes often."""
+        if self._restrictions is None:
             return False
         with suppress(AgentError):
-            return self._inner.run(nft_apply.same, firewall.render(self._restricted))
+            return self._inner.run(nft_apply.holds, firewall.render(self._restrictions))
         return False
 
-    def differences(self, bundle: Bundle) -> list[Said]:
-        """What is not as a bundle wants it; changes nothing, and asks nothing if nothing was announced.
+    def find_drift(self, bundle: Bundle) -> list[Finding]:
+        """Return the differences from a bundle. Read-only; without announced changes it sends no request.
 
         Raises:
-            FirewallError, InterfaceError: the kernel refused to tell.
+            FirewallError, InterfaceError: the kernel refused a request.
         """
-        if self.is_as(bundle):
+        if self.matches(bundle):
             return []
-        found: list[Said] = []
-        wanted, restricted = interfaces.wanted_of(bundle), firewall.restrictions_of(bundle)
-        if self._plugged != wanted:
-            found = interface_drift.differences(self._inner, wanted)
-            self._plugged = None if found else wanted
-        if self._restricted != restricted:
-            same = self._inner.run(nft_apply.same, firewall.render(restricted))
-            self._restricted = restricted if same else None
+        found: list[Finding] = []
+        wanted, restricted = interfaces.wanted_network(bundle), firewall.restrictions_of(bundle)
+        if self._network != wanted:
+            found = interface_drift.find_drift(self._inner, wanted)
+            self._network = None if found else wanted
+        if self._restrictions != restricted:
+            same = self._inner.run(nft_apply.holds, firewall.render(restricted))
+            self._restrictions = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
-        if self._inner.run(sysctls.forwards) != restricted.forwards:
-            found.append(("firewall", "whether packets may pass through is not as wanted"))
+        if self._inner.run(sysctls.is_forwarding) != restricted.forwards:
+            found.append(("firewall", "forwarding of packets is not as wanted"))
         return found
 
-    def doubt(self) -> None:
-        """Look at everything, whatever is known: somebody says the same once more, or has just started."""
-        self._plugged = self._restricted = None
+    def invalidate(self) -> None:
+        """Forget the known state of the kernel, so that the next change reads all of it."""
+        self._network = self._restrictions = None
 
-    def begin(self, bundle: Bundle, served: Bundle | None, *, may_lack: bool = False) -> None:
-        """Make the network fit for two bundles.
+    def prepare(self, bundle: Bundle, served: Bundle | None, *, may_lack: bool = False) -> None:
+        """Make the network suitable for two bundles.
 
         Args:
-            bundle: what will be served.
-            served: what is served until then; None for nothing.
-            may_lack: go without interfaces that are nowhere and have no VIP.
+            bundle: the new bundle.
+            served: the bundle that is served now; None for none.
+            may_lack: accept that an interface without VIPs does not exist.
 
         Raises:
             FirewallError: connections cannot be restricted.
-            InterfaceError: an interface is missing, or the kernel refused something.
+            InterfaceError: an interface is missing, or the kernel refused a request.
         """
-        self._begun = True
-        former = OPEN if served is None else firewall.restrictions_of(served)
+        self._is_changing = True
+        former = UNRESTRICTED if served is None else firewall.restrictions_of(served)
         restricted = firewall.restrictions_of(bundle)
-        self._restrict(firewall.tighter(former, restricted))
-        wanted = interfaces.wanted_of(bundle)
-        if self._plugged != wanted:
-            self._plugged = None
-            done = interfaces.add(self._inner, wanted, may_lack=may_lack)
-            # Where nothing was served before, those too that one took who died before he told it.
-            self._taken |= dict.fromkeys(done.taken if served is not None else interfaces.vips_of(wanted))
-        if restricted.forwards:  # not before everything else is kept from passing
-            self._inner.run(sysctls.forward, wanted=True)
+        self._restrict(firewall.intersect(former, restricted))
+        wanted = interfaces.wanted_network(bundle)
+        if self._network != wanted:
+            self._network = None
+            done = interfaces.add_missing(self._inner, wanted, may_lack=may_lack)
+            # After a start, also announce VIPs that a crashed agent added without an announcement.
+            self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
+        if restricted.forwards:  # the rules that limit forwarding are in force
+            self._inner.run(sysctls.set_forwarding, wanted=True)
 
-    def finish(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
-        """Make the network exactly what a bundle wants.
+    def commit(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:
+        """Make the network exactly as a bundle wants.
 
         Args:
-            may_lack: as for `begin`.
-            ending: ends who had the VIPs. keepalived lets go of them at once and takes a second to end: they are put
-                back meanwhile.
+            may_lack: as for `prepare`.
+            ending: stops keepalived. It removes the VIPs at once and takes a second to end; meanwhile this method adds
+                the VIPs again.
 
         Raises:
-            FirewallError, InterfaceError: as for `begin`.
+            FirewallError, InterfaceError: as for `prepare`.
         """
-        self._begun = True
-        wanted = interfaces.wanted_of(bundle)
-        interfaces.tell(self._inner, self._taken)
-        self._taken = {}
+        self._is_changing = True
+        wanted = interfaces.wanted_network(bundle)
+        interfaces.announce_vips(self._inner, self._unannounced)
+        self._unannounced = {}
         if ending is not None:
             with ThreadPoolExecutor(1, "ending") as thread:
                 ended = thread.submit(ending)
                 while not ended.done():
-                    self._settle(wanted, may_lack=may_lack)
-                    wait([ended], _GLANCE_SECONDS)
+                    self._converge(wanted, may_lack=may_lack)
+                    wait([ended], _POLL_SECONDS)
                 ended.result()
-        self._settle(wanted, may_lack=may_lack)
-        self._let_pass(firewall.restrictions_of(bundle))
+        self._converge(wanted, may_lack=may_lack)
+        self._apply_restrictions(firewall.restrictions_of(bundle))
 
-    def go_back(self, served: Bundle | None) -> None:
-        """Make the network what it was before; do nothing if nothing was begun."""
-        if not self._begun:
+    def roll_back(self, served: Bundle | None) -> None:
+        """Restore the previous network; does nothing if no change was begun."""
+        if not self._is_changing:
             return
-        self._taken = {}
-        wanted = NOTHING if served is None else interfaces.wanted_of(served)
-        former = OPEN if served is None else firewall.restrictions_of(served)
+        self._unannounced = {}
+        wanted = NO_NETWORK if served is None else interfaces.wanted_network(served)
+        former = UNRESTRICTED if served is None else firewall.restrictions_of(served)
         try:
-            self._let_pass(former)
-            self._settle(wanted, may_lack=True)
-            self._begun = False
+            self._apply_restrictions(former)
+            self._converge(wanted, may_lack=True)
+            self._is_changing = False
         except AgentError as error:
-            _log.error("Going back to the network of before: %s", error)
+            _log.error("rollback of the network failed: %s", error)
 
-    def _settle(self, wanted: Wanted, *, may_lack: bool) -> None:
-        """Until a look finds nothing to do. What was done is announced; what comes after the look is somebody else."""
-        for _ in range(_MOST_PASSES):
-            if self._interfaces.changed():
-                self._plugged = None
-            if self._plugged == wanted:
+    def _converge(self, wanted: WantedNetwork, *, may_lack: bool) -> None:
+        """Run passes until one changes nothing. A change that is announced after that pass comes from outside."""
+        for _ in range(_MAX_PASSES):
+            if self._interface_watch.has_changed():
+                self._network = None
+            if self._network == wanted:
                 return
-            done = interfaces.settle(self._inner, wanted, may_lack=may_lack)
+            done = interfaces.converge(self._inner, wanted, may_lack=may_lack)
             if done.changed == 0 and not done.complete:
-                _log.warning("An interface that was confirmed is gone; going without it")
+                _log.warning("an interface of the confirmed bundle is missing; continuing without it")
                 return
             if done.changed == 0:
-                self._plugged = wanted
+                self._network = wanted
 
-    def _let_pass(self, wanted: Restrictions) -> None:
-        """Restrict, and pass packets on only while it is decided which: this amphora is no router for a moment."""
+    def _apply_restrictions(self, wanted: Restrictions) -> None:
+        """Load the rules, and forward packets only while rules limit it: the amphora is never a router."""
         if not wanted.forwards:
-            self._inner.run(sysctls.forward, wanted=False)
+            self._inner.run(sysctls.set_forwarding, wanted=False)
         self._restrict(wanted)
         if wanted.forwards:
-            self._inner.run(sysctls.forward, wanted=True)
+            self._inner.run(sysctls.set_forwarding, wanted=True)
 
     def _restrict(self, wanted: Restrictions) -> None:
-        if self._restricted == wanted and not self._firewall.changed():
+        if self._restrictions == wanted and not self._nftables_watch.has_changed():
             return
-        self._restricted = None
+        self._restrictions = None
         text = firewall.render(wanted)
-        self._firewall.changed()
-        if not self._inner.run(nft_apply.replace, text):
-            self._restricted = wanted
+        self._nftables_watch.has_changed()
+        if not self._inner.run(nft_apply.replace_table, text):
+            self._restrictions = wanted
             return
-        self._firewall.changed()
-        if self._inner.run(nft_apply.same, text):
-            self._restricted = wanted
+        self._nftables_watch.has_changed()
+        if self._inner.run(nft_apply.holds, text):
+            self._restrictions = wanted
 
     def close(self) -> None:
-        self._interfaces.close()
-        self._firewall.close()
+        self._interface_watch.close()
+        self._nftables_watch.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way packets leave.
+"""Routing tables and rules for the replies to clients.
 
-Invariant: what comes from a VIP leaves by the VIP's network, whatever other networks the amphora has: a rule for each
-VIP ("from VIP lookup table 1") leads to a table of its own with the connected subnets and the routes of the VIP's
-interface. What a member of a virtual server sends to a client has the member's address until the last moment: a mark
-leads it. Everything else follows the main table. In no table is a route, and nowhere a rule, that is not wanted; those
-the kernel keeps itself are left alone.
+Invariant: packets from a VIP leave by the VIP's network, whatever other networks the amphora has. A rule for each VIP
+("from VIP lookup table 1") leads to a table with the connected subnets and the routes of the VIP's interface. A packet
+from a member of a virtual server to a client has the member's source address until the last moment, so a rule for a
+mark leads it to the same table. All other packets use the main table. There are no other routes and rules, except those
+of the kernel, which are not touched.
 
-Deciding is pure (`wanted_*`, `changes`); `present_*`, `put*` and `drop*` are the edge.
+`wanted_*` and `plan_changes` are pure; `read_*`, `replace_*`, `add_*` and `delete_*` call the kernel.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from amphora_agent.network.pyroute2_lazy import NetlinkError
 
 MAIN = 254
 FORWARDED = 0x616D
-"""The mark of packets on their way back to a client of a virtual server."""
+"""Mark of packets from a member of a virtual server to a client."""
 FIRST_TABLE = 1
-"""Of the first interface with VIPs, which is the only one; a second one would have the next table."""
+"""Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# Of a route that does not say, as the kernel counts it (include/net/ip6_route.h).
+# Default metrics of the kernel (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
 # include/uapi/linux/rtnetlink.h
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# Every namespace begins with these: table local, main and default.
-_KERNELS_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
+# The initial rules of every namespace: tables local, main and default.
+_KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"
 _MARKED = ((_MARK, str(FORWARDED)),)
@@ -46,7 +46,7 @@ _FURTHER_SELECTORS = ("FRA_DST", "FRA_IIFNAME", "FRA_OIFNAME", _MARK, "FRA_IP_PR
 
 @dataclass(frozen=True)
 class TableRoute:
-    """A route of one table. ``interface`` is the kernel's number of it; without a gateway it is on the link."""
+    """A route of one table. ``interface`` is an index; without a gateway the destination is on the link."""
 
     table: int
     destination: Network
@@ -55,14 +55,14 @@ class TableRoute:
     metric: int
 
     @property
-    def place(self) -> tuple[int, Network, int]:
-        """Of two routes with the same place the kernel uses one."""
+    def key(self) -> tuple[int, Network, int]:
+        """Identity of a route: the kernel has at most one route with this key."""
         return self.table, self.destination, self.metric
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What comes from a source is looked up in a table. ``further`` are other selectors: of ours, that of a mark."""
+    """A rule: packets from a source use a table. ``further`` are other selectors, for example a mark."""
 
     version: int
     priority: int
@@ -73,10 +73,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Changes:
-    """Routes to put into their places, in this order, and those to take away after that."""
+    """Routes to add or replace, in this order, and routes to delete afterwards."""
 
-    put: tuple[TableRoute, ...]
-    drop: tuple[TableRoute, ...]
+    replace: tuple[TableRoute, ...]
+    delete: tuple[TableRoute, ...]
 
 
 def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
@@ -84,10 +84,10 @@ def _tables(interfaces: Sequence[Interface]) -> Iterator[tuple[int, Interface]]:
 
 
 def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> frozenset[Rule]:
-    """One for each VIP, whether or not the VIP is here at the moment.
+    """Return a rule for each VIP, whether or not this amphora has the VIP now.
 
     Args:
-        forwards: and one for what is forwarded from members to clients.
+        forwards: add a rule for packets that are forwarded from members to clients.
     """
     found = {(table, vip) for table, interface in _tables(interfaces) for vip in interface.vips}
     rules = {Rule(vip.version, _PRIORITY, table, vip.network) for table, vip in found}
@@ -96,12 +96,12 @@ def wanted_rules(interfaces: Sequence[Interface], *, forwards: bool = False) -> 
 
 
 def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -> frozenset[TableRoute]:
-    """Every route but those the kernel makes of addresses.
+    """Return all routes except those that the kernel derives from addresses.
 
-    Of two routes to the same destination the first one stays; a subnet that the machine is in itself comes before both.
+    If two routes have the same destination, the first one wins. A connected subnet takes precedence over both.
 
     Args:
-        indexes: the kernel's numbers of the interfaces, by MAC address.
+        indexes: interface indexes by MAC address.
     """
     connected = {address.network for interface in interfaces for address in interface.addresses}
     found: dict[tuple[int, Network], TableRoute] = {}
@@ -122,26 +122,26 @@ def wanted_routes(interfaces: Sequence[Interface], indexes: Mapping[str, int]) -
     return frozenset(found.values())
 
 
-def changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) -> Changes:
-    """What leads from one to the other, so that no destination is without a route meanwhile.
+def plan_changes(present: frozenset[TableRoute], wanted: frozenset[TableRoute]) -> Changes:
+    """Return the changes in an order that leaves no destination without a route.
 
-    Routes on the link come first: gateways are reached over them.
+    Routes on the link come first, because gateways are reached over them.
     """
-    put = sorted(
+    replace = sorted(
         wanted - present, key=lambda one: (one.gateway is not None, one.table, -one.destination.prefixlen, str(one))
     )
-    replaced = {one.place for one in put}
-    drop = sorted(
-        (one for one in present - wanted if one.place not in replaced), key=lambda one: (one.gateway is None, str(one))
+    replaced = {one.key for one in replace}
+    delete = sorted(
+        (one for one in present - wanted if one.key not in replaced), key=lambda one: (one.gateway is None, str(one))
     )
-    return Changes(tuple(put), tuple(drop))
+    return Changes(tuple(replace), tuple(delete))
 
 
 # -- the kernel -----------------------------------------------------------------------------------------------------
 
 
-def present_routes(route: Any) -> frozenset[TableRoute]:
-    """The routes that came from somebody; those of addresses and of the link itself are the kernel's."""
+def read_routes(route: Any) -> frozenset[TableRoute]:
+    """Return all routes except those that the kernel derives from addresses and links."""
     return frozenset(_routes(route))
 
 
@@ -163,8 +163,8 @@ def _routes(route: Any) -> Iterator[TableRoute]:
             )
 
 
-def present_rules(route: Any) -> frozenset[Rule]:
-    """The rules that came from somebody; every namespace has those of the kernel."""
+def read_rules(route: Any) -> frozenset[Rule]:
+    """Return all rules except the initial ones of a namespace."""
     return frozenset(_rules(route))
 
 
@@ -174,7 +174,7 @@ def _rules(route: Any) -> Iterator[Rule]:
             priority = message.get_attr("FRA_PRIORITY") or 0
             table = message.get_attr("FRA_TABLE") or message["table"]
             source = message.get_attr("FRA_SRC")
-            if source is None and (priority, table) in _KERNELS_RULES:
+            if source is None and (priority, table) in _KERNEL_RULES:
                 continue
             network = None if source is None else ipaddress.ip_network(f"{source}/{message['src_len']}")
             further = [(name, message.get_attr(name)) for name in _FURTHER_SELECTORS if message.get_attr(name)]
@@ -184,14 +184,14 @@ def _rules(route: Any) -> Iterator[Rule]:
             yield Rule(version, priority, table, network, tuple((name, str(value)) for name, value in further))
 
 
-def put(route: Any, item: TableRoute) -> None:
-    """Put a route into its place, instead of what is there."""
+def replace_route(route: Any, item: TableRoute) -> None:
+    """Add a route, or replace the one with the same key."""
     route.route("replace", proto=_PROTOCOL_STATIC, **_arguments(item))
 
 
-def drop(route: Any, item: TableRoute) -> None:
-    """Take a route away, if it is still there."""
-    with _gone(errno.ESRCH):
+def delete_route(route: Any, item: TableRoute) -> None:
+    """Delete a route; no error if it does not exist."""
+    with _ignoring(errno.ESRCH):
         route.route("del", **_arguments(item))
 
 
@@ -211,14 +211,14 @@ def _arguments(item: TableRoute) -> dict[str, Any]:
     return arguments
 
 
-def put_rule(route: Any, rule: Rule) -> None:
-    """Add a rule that is not there."""
+def add_rule(route: Any, rule: Rule) -> None:
+    """Add a rule that does not exist."""
     route.rule("add", **_rule_arguments(rule))
 
 
-def drop_rule(route: Any, rule: Rule) -> None:
-    """Take a rule away, if it is still there."""
-    with _gone(errno.ENOENT):
+def delete_rule(route: Any, rule: Rule) -> None:
+    """Delete a rule; no error if it does not exist."""
+    with _ignoring(errno.ENOENT):
         route.rule("del", **_rule_arguments(rule))
 
 
@@ -232,7 +232,7 @@ def _rule_arguments(rule: Rule) -> dict[str, Any]:
 
 
 @contextmanager
-def _gone(code: int) -> Iterator[None]:
+def _ignoring(code: int) -> Iterator[None]:
     try:
         yield
     except NetlinkError as error:

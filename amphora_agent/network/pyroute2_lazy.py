@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pyroute2, without what is not used of it.
+"""pyroute2 without the modules that the agent does not use.
 
-Invariant: the classes are pyroute2's own, and whoever imports all of it in the same process still can.
+Invariant: the classes are pyroute2's own. The whole package can still be imported in the same process.
 
-`import pyroute2` loads every protocol it speaks: 140 modules more than are used here, five megabytes of the
-agent's memory and a tenth of a second of its start.
+`import pyroute2` loads every protocol: 140 modules more than the agent uses, five megabytes of memory, and a tenth of a
+second at the start.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 _PACKAGE = "pyroute2"
 
 
-def _put_off(spec: ModuleSpec) -> None:
-    """Have the package's parts importable, and the package itself loaded when somebody wants what only it has."""
+def _install_lazy_package(spec: ModuleSpec) -> None:
+    """Install a stand-in for the package that loads the real one when a name of its own is needed."""
     package = module_from_spec(spec)
 
     def __getattr__(name: str) -> Any:  # noqa: N807 (the interpreter's name for it, PEP 562)
@@ -36,9 +36,9 @@ def _put_off(spec: ModuleSpec) -> None:
 
 
 if _PACKAGE not in sys.modules and (_found := find_spec(_PACKAGE)) is not None:
-    _put_off(_found)
+    _install_lazy_package(_found)
 
-from pyroute2.iproute.linux import IPRoute  # noqa: E402 (not before the above)
+from pyroute2.iproute.linux import IPRoute  # noqa: E402 (after the stand-in is installed)
 from pyroute2.netlink.exceptions import NetlinkError  # noqa: E402
 
 __all__ = ["IPRoute", "NetlinkError"]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel settings of the load balancer's network namespace.
 
-Invariant: they are set before the first interface comes in, so that none is ever there without them. Only settings that
-every network namespace has of its own are named; a kernel that lacks one of the others than `_NEEDED` serves without
-it. (Documentation/networking/ip-sysctl.rst of the kernel says what each one does.)
+Invariant: they are set before the first interface is moved in. Each of them belongs to the network namespace. A setting
+outside `_NEEDED` may be missing in the kernel. Reference: the kernel's Documentation/networking/ip-sysctl.rst.
 """
 
 from __future__ import annotations
@@ -13,43 +12,43 @@ from pathlib import Path
 from amphora_agent.errors import InterfaceError
 from amphora_agent.network.namespace import Namespace
 
-_PLACE = Path("/proc/sys/net")
-# HAProxy binds a VIP before it is there, and while another amphora has it.
+_ROOT = Path("/proc/sys/net")
+# HAProxy binds a VIP before the VIP is added, and while another amphora has it.
 _NEEDED = {"ipv4/ip_nonlocal_bind": "1", "ipv6/ip_nonlocal_bind": "1"}
 _SETTINGS = {
-    # Addresses and routes come from the bundle and nowhere else.
+    # Addresses and routes come from the bundle only.
     "ipv6/conf/default/accept_ra": "0",
     "ipv6/conf/default/autoconf": "0",
-    # IPv4 hears redirects if either "all" or the interface does.
+    # IPv4 accepts redirects if "all" or the interface does, so both are set.
     "ipv6/conf/all/accept_redirects": "0",
     "ipv6/conf/default/accept_redirects": "0",
     "ipv4/conf/all/accept_redirects": "0",
     "ipv4/conf/default/accept_redirects": "0",
-    # Whoever gives an address away has seen to it that nobody else has it, and a VIP is needed at once.
+    # No duplicate address detection: the network assigns addresses once, and a VIP must be usable at once.
     "ipv6/conf/default/accept_dad": "0",
-    # Only the interface that has an address answers for it: of two networks on one switch, the right one.
+    # Only the interface with the address answers ARP. It matters if two networks share a switch.
     "ipv4/conf/all/arp_ignore": "1",
-    # Asks for neighbours by the fixed address. Who asks as the VIP tells everybody that it lives here, even in the
-    # moment after it has moved to the other amphora.
+    # ARP requests use the fixed address. A request from the VIP would announce the VIP here, even in the moment after
+    # it has moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
-    # Clients may come in by another interface than the one their route leads to (routing.py); the host's default may be
-    # strict. The larger one of "all" and the interface's own holds, so this makes it at least loose.
+    # Clients may arrive by another interface than the one of their route (policy_routing.py). The host's default may be
+    # strict. The kernel uses the larger value of "all" and the interface, so this makes it at least loose.
     "ipv4/conf/all/rp_filter": "2",
-    # Who forwards between clients and members of one network would tell both to do without it (RFC 1812, 5.2.7.2).
+    # With clients and members in one network, the amphora would redirect both past itself (RFC 1812, 5.2.7.2).
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without it the kernel takes every address of a subnet away together with the first one.
+    # Without it the kernel removes all addresses of a subnet together with the first one.
     "ipv4/conf/all/promote_secondaries": "1",
-    # Clients that arrive faster than HAProxy takes them in wait; HAProxy asks for a queue as long as its limits.
+    # Upper limit of the accept queue; HAProxy requests a queue as long as its connection limits.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
-    # A flood of SYNs with false senders does not keep the true ones out.
+    # SYN cookies: a flood of SYNs with forged sources does not block real clients.
     "ipv4/tcp_syncookies": "1",
-    # Each connection to a member takes a port: all there are, but those on which this machine listens itself.
+    # Each connection to a member needs a local port: use all, except those on which the amphora listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
-    # ... and a port that waits for stray segments of an ended connection (a minute) is taken for the next one to the
-    # same member, which time stamps make safe (RFC 6191).
+    # A port in TIME-WAIT (a minute) is reused for a new connection to the same member; TCP time stamps make it safe
+    # (RFC 6191).
     "ipv4/tcp_tw_reuse": "1",
 }
 
@@ -57,18 +56,18 @@ _SETTINGS = {
 _FORWARDING = ("ipv4/ip_forward", "ipv6/conf/all/forwarding")
 
 
-def prepare(inner: Namespace) -> None:
-    """Set what every interface that comes into the namespace finds there.
+def apply_settings(inner: Namespace) -> None:
+    """Set all settings in the namespace.
 
     Raises:
-        InterfaceError: the kernel has no such setting, or refuses it.
+        InterfaceError: the kernel lacks a required setting, or refuses a value.
     """
     inner.run(_write)
 
 
 def _write() -> None:
     for key, value in {**_NEEDED, **_SETTINGS}.items():
-        file = _PLACE / key
+        file = _ROOT / key
         if key not in _NEEDED and not file.exists():
             continue
         try:
@@ -77,22 +76,22 @@ def _write() -> None:
             raise InterfaceError(f"set {key}", str(error)) from error
 
 
-def forwards() -> bool:
-    """Whether the namespace that this is called in passes packets on. One family alone counts as none."""
-    return all((_PLACE / key).read_text(encoding="ascii").strip() == "1" for key in _present())
+def is_forwarding() -> bool:
+    """Return whether the current namespace forwards packets of all families."""
+    return all((_ROOT / key).read_text(encoding="ascii").strip() == "1" for key in _forwarding_keys())
 
 
-def forward(*, wanted: bool) -> None:
-    """Have the namespace that this is called in pass packets on, or not.
+def set_forwarding(*, wanted: bool) -> None:
+    """Enable or disable forwarding in the current namespace.
 
-    What may pass has to be decided before (`firewall`). Router advertisements, which a router does not hear, are not
-    heard here in any case.
+    The firewall rules that limit forwarding must exist before. A router ignores router advertisements; this namespace
+    ignores them in any case.
 
     Raises:
         InterfaceError: the kernel refused.
     """
-    for key in _present():
-        file = _PLACE / key
+    for key in _forwarding_keys():
+        file = _ROOT / key
         try:
             if file.read_text(encoding="ascii").strip() != str(int(wanted)):
                 file.write_text(str(int(wanted)), encoding="ascii")
@@ -100,6 +99,6 @@ def forward(*, wanted: bool) -> None:
             raise InterfaceError(f"set {key}", str(error)) from error
 
 
-def _present() -> list[str]:
-    """A kernel may be without IPv6."""
-    return [key for key in _FORWARDING if (_PLACE / key).exists()]
+def _forwarding_keys() -> list[str]:
+    """Return the settings that exist; a kernel may have no IPv6."""
+    return [key for key in _FORWARDING if (_ROOT / key).exists()]

@@ -283,4 +283,4 @@ class OctaviaAmphora:
 def _macs() -> set[str]:
     """The MAC addresses of the interfaces where it is called."""
     with IPRoute() as route:
-        return {link.mac for link in links.dump(route)}
+        return {link.mac for link in links.list_links(route)}

@@ -313,12 +313,12 @@ class _Desk:
             self._answer(exchange, 404, "no such member is to be pinged")
             return
         try:
-            exchange.mark = self._pinger.ask(address, exchange)
+            exchange.mark = self._pinger.send(address, exchange)
         except OSError as error:
             self._answer(exchange, 503, f"no echo can be sent: {error}")
 
     def _hear(self, family: socket.AddressFamily) -> None:
-        exchange = self._pinger.answered(family)
+        exchange = self._pinger.receive(family)
         if isinstance(exchange, Exchange):
             self._answer(exchange, 200, "it answers")
 
@@ -333,7 +333,7 @@ class _Desk:
         self._selector.unregister(exchange.socket)
         del self._open[exchange.socket.fileno()]
         if exchange.mark is not None:
-            self._pinger.forget(exchange.mark)
+            self._pinger.cancel(exchange.mark)
         return exchange.socket
 
 

@@ -13,7 +13,7 @@ from fragments import TCP
 from wire import bundle, eth1, mac
 
 from amphora_agent.network import firewall, nft_apply
-from amphora_agent.network.firewall import Pair, Port, Restrictions
+from amphora_agent.network.firewall import Port, Restrictions, VrrpPeers
 
 VIP = {4: "198.51.100.5", 6: "2001:db8:1::5"}
 OWN = {4: "198.51.100.11", 6: "2001:db8:1::11"}
@@ -31,7 +31,7 @@ def restrictions(version: int, *, udp: bool) -> Restrictions:
     one = (int(ipaddress.ip_address(ALLOWED[version])),) * 2
     ranges = {"ipv4": (one,), "ipv6": ()} if version == 4 else {"ipv4": (), "ipv6": (one,)}
     ports = [Port(80, **ranges)] + ([Port(53, **ranges, protocol="udp")] if udp else [])
-    pair = Pair(ipaddress.ip_address(OWN[version]), (ipaddress.ip_address(ALLOWED[version]),), 1500)
+    pair = VrrpPeers(ipaddress.ip_address(OWN[version]), (ipaddress.ip_address(ALLOWED[version]),), 1500)
     return Restrictions(tuple(ports), pair, forwards=udp)
 
 
@@ -84,4 +84,4 @@ def restrict(wire, version: int, *, udp: bool) -> None:
     for address in (ALLOWED[version], FORBIDDEN[version]):
         more = "/64 dev far1 nodad" if version == 6 else "/24 dev far1"
         ip(f"-n {wire.prefix}-peer addr add {address}{more}")
-    assert wire.inner.run(nft_apply.replace, firewall.render(restrictions(version, udp=udp)))
+    assert wire.inner.run(nft_apply.replace_table, firewall.render(restrictions(version, udp=udp)))

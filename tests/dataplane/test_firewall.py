@@ -67,11 +67,11 @@ def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
         vrrp=PAIR,
     )
     wire.change(wanted)
-    listed = wire.inner.run(nft_apply.current)
+    listed = wire.inner.run(nft_apply.list_table)
     monkeypatch.setattr(libnftables, "_library", lambda: None)
-    assert wire.inner.run(nft_apply.current) == listed
-    assert not wire.inner.run(nft_apply.replace, firewall.render(firewall.restrictions_of(wanted)))
-    assert wire.inner.run(nft_apply.replace, "")
+    assert wire.inner.run(nft_apply.list_table) == listed
+    assert not wire.inner.run(nft_apply.replace_table, firewall.render(firewall.restrictions_of(wanted)))
+    assert wire.inner.run(nft_apply.replace_table, "")
     assert "table" not in wire.everything()["nft"]
 
 
@@ -81,8 +81,8 @@ def test_with_many_files_open_the_library_is_left_alone(wire):
     null = os.open("/dev/null", os.O_RDONLY)
     many = [null, *(os.dup(null) for _ in range(1100))]
     try:
-        assert wire.inner.run(nft_apply.replace, text)
-        assert wire.inner.run(nft_apply.same, text)
+        assert wire.inner.run(nft_apply.replace_table, text)
+        assert wire.inner.run(nft_apply.holds, text)
     finally:
         for each in many:
             os.close(each)
@@ -99,8 +99,8 @@ def test_what_is_rendered_is_what_nft_lists(wire):
         (((65535, ["0.0.0.0/1", "192.0.0.0/2", "8000::/1"]),), PAIR),
     ):
         text = firewall.render(firewall.restrictions_of(bundle(allowed=allowed, vrrp=vrrp)))
-        assert wire.inner.run(nft_apply.replace, text)
-        assert not wire.inner.run(nft_apply.replace, text), wire.inner.run(nft_apply.current)
+        assert wire.inner.run(nft_apply.replace_table, text)
+        assert not wire.inner.run(nft_apply.replace_table, text), wire.inner.run(nft_apply.list_table)
 
 
 class Callers:
@@ -169,7 +169,7 @@ def test_who_may_connect_before_and_after_is_not_refused_in_between(wire, before
                 eventually(lambda: min(callers.taken) > 10, "clients connect")
                 for _ in range(150):
                     for text in (one, other if before else ""):
-                        assert wire.inner.run(nft_apply.replace, text)
+                        assert wire.inner.run(nft_apply.replace_table, text)
         finally:
             ending.set()
             taker.join()
@@ -276,7 +276,7 @@ def test_networks_change_without_a_new_worker_and_open_connections_go_on(served)
         (("203.0.113.0/24",), set()),
     ):
         done = serve(*cidrs)
-        assert (done.how, done.reason) == ("runtime", "who may reach port 80 changed")
+        assert (done.how, done.reason) == ("runtime", "allowed clients of port 80 changed")
         assert {each for each in (CLIENT, CLIENT6, OTHER, OTHER6) if not refused(served, each)} == wanted
     assert serve("203.0.113.0/24").how == "unchanged"
     for each in kept:

@@ -185,16 +185,16 @@ def test_a_network_that_goes_is_there_until_the_end(wire):
     def names():
         return {link["ifname"] for link in wire.everything()["link"]}
 
-    wire.outside(wire.plumbing.is_as, fewer)
-    wire.outside(wire.plumbing.begin, fewer, both)
+    wire.outside(wire.plumbing.matches, fewer)
+    wire.outside(wire.plumbing.prepare, fewer, both)
     assert names() == {"lo", "eth1", "eth2"}
     assert ("198.51.100.5", "1") in rules(wire)
     assert ("198.51.100.6", "1") in rules(wire)
-    wire.outside(wire.plumbing.finish, fewer)
+    wire.outside(wire.plumbing.commit, fewer)
     assert names() == {"lo", "eth1"}
     assert rules(wire) == [("198.51.100.6", "1")]
     # The change fails after all: everything is back.
-    wire.outside(wire.plumbing.go_back, both)
+    wire.outside(wire.plumbing.roll_back, both)
     assert names() == {"lo", "eth1", "eth2"}
     assert ("198.51.100.6", "1") not in rules(wire)
 
@@ -217,15 +217,15 @@ def test_a_kernel_that_renames_only_what_is_down(wire):
             self._route = route
 
         def link(self, what, **words):
-            up = any(link.index == words["index"] and link.up for link in links.dump(self._route))
+            up = any(link.index == words["index"] and link.up for link in links.list_links(self._route))
             if "ifname" in words and up:
                 raise NetlinkError(errno.EBUSY)
             return self._route.link(what, **words)
 
     def rename() -> int:
         with IPRoute() as route:
-            present = {link.mac: link for link in links.dump(route)}
-            return links.set_up(Older(route), present, (interface(1, "other", FIXED),))
+            present = {link.mac: link for link in links.list_links(route)}
+            return links.configure_links(Older(route), present, (interface(1, "other", FIXED),))
 
     wire.change(bundle(eth1()))
     assert wire.inner.run(rename) == 1
@@ -262,8 +262,8 @@ def test_no_neighbour_is_told_of_a_vip_before_it_is_served(wire):
     """Another amphora may serve it until then; whoever came here would be refused."""
     first = bundle(eth1())
     with Tap(wire) as tap:
-        assert not wire.plumbing.is_as(first)
-        wire.outside(wire.plumbing.begin, first, None)
+        assert not wire.plumbing.matches(first)
+        wire.outside(wire.plumbing.prepare, first, None)
         assert {VIP, VIP6} <= addresses(wire)
         assert tap.heard() == []
         again = Plumbing(wire.inner)  # the agent has died before it told anybody
@@ -377,16 +377,16 @@ def test_an_interface_that_is_nowhere(wire):
     before = comparable(wire)
     with pytest.raises(InterfaceError, match=mac(9)):
         wire.change(wanted, first)
-    wire.outside(wire.plumbing.go_back, first)
+    wire.outside(wire.plumbing.roll_back, first)
     assert comparable(wire) == before
     # Confirmed before, and taken away since: the rest is served, and a new bundle does not take it for granted.
-    wire.outside(wire.plumbing.begin, wanted, wanted, may_lack=True)
-    wire.outside(wire.plumbing.finish, wanted, may_lack=True)
+    wire.outside(wire.plumbing.prepare, wanted, wanted, may_lack=True)
+    wire.outside(wire.plumbing.commit, wanted, may_lack=True)
     assert {link["ifname"] for link in wire.everything()["link"]} == {"lo", "eth1"}
-    assert not wire.outside(wire.plumbing.is_as, wanted)
+    assert not wire.outside(wire.plumbing.matches, wanted)
     # Without the one that has the VIPs nothing is.
     with pytest.raises(InterfaceError, match=mac(9)):
-        wire.outside(wire.plumbing.begin, bundle(interface(9, "eth1", FIXED, vips=(VIP,))), None, may_lack=True)
+        wire.outside(wire.plumbing.prepare, bundle(interface(9, "eth1", FIXED, vips=(VIP,))), None, may_lack=True)
 
 
 def test_what_the_kernel_refuses_is_said_and_taken_back(wire):
@@ -396,7 +396,7 @@ def test_what_the_kernel_refuses_is_said_and_taken_back(wire):
     wrong = bundle(eth1(VIP, SECOND, routes=(("203.0.113.0/24", "192.0.2.1"),)), allowed=((80, []),))
     with pytest.raises(InterfaceError, match="kernel refused"):
         wire.change(wrong, first)
-    wire.outside(wire.plumbing.go_back, first)
+    wire.outside(wire.plumbing.roll_back, first)
     assert comparable(wire) == before
 
 
@@ -430,29 +430,29 @@ def test_describing(wire):
         ),
         "the neighbour is known",
     )
-    assert "counter packets 0" in wire.inner.run(nft_apply.current, counters=True)
+    assert "counter packets 0" in wire.inner.run(nft_apply.list_table, counters=True)
 
 
 def test_nothing_passes_before_it_is_decided_what(wire, monkeypatch):
     """Whoever forwards for virtual servers is no router: not for a moment, and not where it has no VIP."""
-    real, seen = sysctls.forward, []
+    real, seen = sysctls.set_forwarding, []
 
     def noted(*, wanted):
         rules = subprocess.run(["nft", "list", "ruleset"], check=True, capture_output=True, text=True).stdout
         seen.append((wanted, "hook forward" in rules))
         real(wanted=wanted)
 
-    monkeypatch.setattr(sysctls, "forward", noted)
+    monkeypatch.setattr(sysctls, "set_forwarding", noted)
     wanted = bundle(eth1())
     forwarding = replace(wanted, virtual_servers=(object(),))
-    wire.outside(wire.plumbing.finish, forwarding)
+    wire.outside(wire.plumbing.commit, forwarding)
     assert seen == [(True, True)]
-    assert wire.inner.run(sysctls.forwards)
-    wire.outside(wire.plumbing.finish, wanted)
+    assert wire.inner.run(sysctls.is_forwarding)
+    wire.outside(wire.plumbing.commit, wanted)
     assert seen[1:] == [(False, True)]
-    assert not wire.inner.run(sysctls.forwards)
+    assert not wire.inner.run(sysctls.is_forwarding)
     nowhere = replace(bundle(interface(1, "eth1", FIXED, FIXED6)), virtual_servers=(object(),))
     wire.change(nowhere, wanted)
-    assert not wire.inner.run(sysctls.forwards)
-    assert wire.outside(wire.plumbing.is_as, nowhere)
-    assert wire.outside(wire.plumbing.differences, nowhere) == []
+    assert not wire.inner.run(sysctls.is_forwarding)
+    assert wire.outside(wire.plumbing.matches, nowhere)
+    assert wire.outside(wire.plumbing.find_drift, nowhere) == []

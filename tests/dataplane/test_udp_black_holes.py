@@ -137,17 +137,17 @@ def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner,
     inner.run(engine.bring_about, servers, {})
     flow = next(one for one in clients.flows(2) if one.ask().member == "b1")
     for taken in ("flush ruleset\n", "delete table inet amphora_virtual\n"):
-        inner.run(libnftables.run, taken)
+        inner.run(libnftables.run_commands, taken)
         found = inner.run(engine.differs, servers, gone)
         assert len(found) == 2, f"another member, and no rules: {found}"
         inner.run(engine.bring_about, servers, {})
-        inner.run(libnftables.run, taken)
+        inner.run(libnftables.run_commands, taken)
         inner.run(engine.bring_about, servers, gone)
         assert inner.run(engine.differs, servers, gone) == []
         assert flow.ask().member == "b2"
         inner.run(engine.bring_about, servers, {})
     # Also where the change itself would have been possible.
-    inner.run(libnftables.run, "flush chain inet amphora_virtual arriving\n")
+    inner.run(libnftables.run_commands, "flush chain inet amphora_virtual arriving\n")
     inner.run(engine.bring_about, servers, gone)
     assert clients.flow().ask().member == "b2"
 
@@ -156,7 +156,7 @@ def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, m
     """Somebody may be quicker than our look."""
     servers, engine = another(lab), NftablesEngine()
     inner.run(engine.bring_about, servers, {})
-    inner.run(libnftables.run, "flush ruleset\n")
+    inner.run(libnftables.run_commands, "flush ruleset\n")
     monkeypatch.setattr(engine, "_is_as_left", lambda: True)
     inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b1")): False})
     assert clients.flow().ask().member == "b2"

@@ -103,8 +103,8 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     assert sum(who(some).values()) == 3
     push(lab)
     assert not {mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark}
-    assert not inner.run(nft_apply.exists, "inet", "amphora_virtual")
-    assert not inner.run(nft_apply.exists, "inet", "amphora")
+    assert not inner.run(nft_apply.table_exists, "inet", "amphora_virtual")
+    assert not inner.run(nft_apply.table_exists, "inet", "amphora")
     eventually(some[0].refused, "nobody is there")
 
 
@@ -116,6 +116,6 @@ def test_what_keeps_clients_out_is_rendered_as_nft_lists_it(wire):
         (Port(80, (v4,), ()), Port(53, (v4,), (), "udp"), Port(54, (), everybody, "sctp")), None, forwards=True
     )
     text = firewall.render(restrictions)
-    assert wire.inner.run(nft_apply.replace, text)
-    assert wire.inner.run(nft_apply.same, text)
-    assert wire.inner.run(nft_apply.replace, "")
+    assert wire.inner.run(nft_apply.replace_table, text)
+    assert wire.inner.run(nft_apply.holds, text)
+    assert wire.inner.run(nft_apply.replace_table, "")

@@ -206,7 +206,7 @@ def test_who_is_not_allowed_is_refused_and_who_is_there_goes_on(udp):
     allowed = [{"protocol": "udp", "port": PORT, "networks": ["198.51.100.20/32"]}]
     servers = [virtual_server(member("u1", PLACES["u1"]), member("s1", PLACES6["s1"]))]
     answer = udp.push(*servers, allowed=allowed)
-    assert (answer["how"], answer["reason"]) == ("runtime", f"who may reach port {PORT} (UDP) changed")
+    assert (answer["how"], answer["reason"]) == ("runtime", f"allowed clients of port {PORT} (UDP) changed")
     assert udp.clients.flow("198.51.100.20").ask().member == "u1"
     assert udp.clients.flow("198.51.100.22").refused()
     assert udp.clients.flow("2001:db8:1::20").refused()

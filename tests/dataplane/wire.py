@@ -95,7 +95,7 @@ class Wire:
                 self._closing.callback(self.spaces[short].close)
             for number in (1, 2):
                 self.cable(number)
-            sysctls.prepare(self.inner)
+            sysctls.apply_settings(self.inner)
             self.plumbing = Plumbing(self.inner)
             self._closing.callback(self.plumbing.close)
         except BaseException:
@@ -121,9 +121,9 @@ class Wire:
         """One bundle takes the place of another, as in an apply; in the management namespace, where the agent is."""
 
         def all_of_it() -> None:
-            if not self.plumbing.is_as(wanted):
-                self.plumbing.begin(wanted, served)
-                self.plumbing.finish(wanted)
+            if not self.plumbing.matches(wanted):
+                self.plumbing.prepare(wanted, served)
+                self.plumbing.commit(wanted)
 
         self.outside(all_of_it)
 
@@ -234,7 +234,7 @@ def comparable(wire) -> dict[str, object]:
 
 def settled(wire, wanted) -> bool:
     """Whether nothing is left to do. That a link came up is announced some time later."""
-    if wire.outside(wire.plumbing.is_as, wanted):
+    if wire.outside(wire.plumbing.matches, wanted):
         return True
     wire.change(wanted, wanted)
     return False

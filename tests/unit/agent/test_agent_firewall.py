@@ -12,7 +12,16 @@ from dataclasses import replace
 import pytest
 
 from amphora_agent.bundle import Allowed, Bundle, Interface, Limits, Partner, Vrrp
-from amphora_agent.network.firewall import OPEN, Pair, Port, Restrictions, difference, render, restrictions_of, tighter
+from amphora_agent.network.firewall import (
+    UNRESTRICTED,
+    Port,
+    Restrictions,
+    VrrpPeers,
+    describe_change,
+    intersect,
+    render,
+    restrictions_of,
+)
 
 LOCAL, PEER, PEER6 = "198.51.100.11", "198.51.100.12", "2001:db8:1::12"
 
@@ -112,8 +121,8 @@ def test_what_is_in_a_set_is_told_by_its_name():
 
 
 def test_nothing_wanted_is_nothing_at_all():
-    assert restrictions_of(bundle()) == OPEN
-    assert render(OPEN) == ""
+    assert restrictions_of(bundle()) == UNRESTRICTED
+    assert render(UNRESTRICTED) == ""
 
 
 def test_ports_come_in_order_whatever_the_bundle_says():
@@ -166,9 +175,9 @@ def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():
 @pytest.mark.parametrize(
     ("one", "other", "wanted"),
     [
-        (OPEN, OPEN, OPEN),
-        (OPEN, of(p80=["10.0.0.0/8"]), of(p80=["10.0.0.0/8"])),
-        (of(p80=["10.0.0.0/8"]), OPEN, of(p80=["10.0.0.0/8"])),
+        (UNRESTRICTED, UNRESTRICTED, UNRESTRICTED),
+        (UNRESTRICTED, of(p80=["10.0.0.0/8"]), of(p80=["10.0.0.0/8"])),
+        (of(p80=["10.0.0.0/8"]), UNRESTRICTED, of(p80=["10.0.0.0/8"])),
         (of(p80=["10.0.0.0/8"]), of(p81=[]), of(p80=["10.0.0.0/8"], p81=[])),
         (of(p80=["10.0.0.0/8"]), of(p80=["10.1.0.0/16", "11.0.0.0/8"]), of(p80=["10.1.0.0/16"])),
         (of(p80=["10.0.0.0/8"]), of(p80=["11.0.0.0/8"]), of(p80=[])),
@@ -179,18 +188,18 @@ def test_a_listener_on_the_partners_port_does_not_shut_the_partner_out():
         ),
         (
             Restrictions(),
-            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
-            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+            Restrictions((), VrrpPeers(ipaddress.ip_address(LOCAL), ())),
+            Restrictions((), VrrpPeers(ipaddress.ip_address(LOCAL), ())),
         ),
         (
-            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+            Restrictions((), VrrpPeers(ipaddress.ip_address(LOCAL), ())),
             Restrictions(),
-            Restrictions((), Pair(ipaddress.ip_address(LOCAL), ())),
+            Restrictions((), VrrpPeers(ipaddress.ip_address(LOCAL), ())),
         ),
     ],
 )
 def test_meanwhile_only_those_come_in_whom_both_let_in(one, other, wanted):
-    assert tighter(one, other) == wanted
+    assert intersect(one, other) == wanted
 
 
 def test_what_both_let_in_is_what_each_of_them_lets_in():
@@ -208,7 +217,7 @@ def test_what_both_let_in_is_what_each_of_them_lets_in():
 
     for _ in range(50):
         (_, one), (_, other) = some(), some()
-        both = tighter(one, other)
+        both = intersect(one, other)
         for _ in range(200):
             address = int(ipaddress.ip_address(f"10.0.{source.randrange(8)}.{source.randrange(256)}"))
             assert lets_in(both, address) == (lets_in(one, address) and lets_in(other, address))
@@ -217,14 +226,14 @@ def test_what_both_let_in_is_what_each_of_them_lets_in():
 @pytest.mark.parametrize(
     ("one", "other", "wanted"),
     [
-        (OPEN, OPEN, ""),
+        (UNRESTRICTED, UNRESTRICTED, ""),
         (of(p80=["10.0.0.0/8"]), of(p80=["10.0.0.0/9", "10.128.0.0/9"]), ""),
-        (OPEN, of(p80=[]), "who may reach port 80 changed"),
-        (of(p80=[], p81=[], p82=[]), of(p81=[]), "who may reach port 80 changed, and 1 more"),
+        (UNRESTRICTED, of(p80=[]), "allowed clients of port 80 changed"),
+        (of(p80=[], p81=[], p82=[]), of(p81=[]), "allowed clients of port 80 changed, and 1 more"),
     ],
 )
 def test_what_changed_in_words(one, other, wanted):
-    assert difference(one, other) == wanted
+    assert describe_change(one, other) == wanted
 
 
 def test_a_thousand_networks_are_as_many_elements():
@@ -273,13 +282,13 @@ def test_flows_are_looked_at_when_they_begin_and_before_a_member_is_found():
 
 def test_ports_of_two_protocols_are_two_ports():
     udp, tcp = other([("udp", 53, ["192.0.2.0/24"])]), other([("tcp", 53, ["192.0.2.0/24"])])
-    both = tighter(udp, tcp)
+    both = intersect(udp, tcp)
     assert {(port.protocol, port.ipv4) for port in both.ports} == {
         ("tcp", udp.ports[0].ipv4),
         ("udp", udp.ports[0].ipv4),
     }
-    assert difference(OPEN, udp) == "who may reach port 53 (UDP) changed"
-    assert difference(udp, both) == "who may reach port 53 changed"
+    assert describe_change(UNRESTRICTED, udp) == "allowed clients of port 53 (UDP) changed"
+    assert describe_change(udp, both) == "allowed clients of port 53 changed"
 
 
 def test_who_forwards_is_no_router():
@@ -289,8 +298,8 @@ def test_who_forwards_is_no_router():
     assert head == "type filter hook forward priority 200; policy drop;"
     assert rest == ["meta mark 0x0000616d accept"]
     alone = other([], (), ("198.51.100.5/32",))
-    assert alone == OPEN
+    assert alone == UNRESTRICTED
     assert render(alone) == ""
     # As long as one of the two forwards, nothing else may pass.
-    assert tighter(forwards, OPEN).forwards
-    assert tighter(OPEN, forwards).forwards
+    assert intersect(forwards, UNRESTRICTED).forwards
+    assert intersect(UNRESTRICTED, forwards).forwards

@@ -8,7 +8,15 @@ import ipaddress
 import pytest
 
 from amphora_agent.bundle import Interface, Route
-from amphora_agent.network.policy_routing import MAIN, Changes, Rule, TableRoute, changes, wanted_routes, wanted_rules
+from amphora_agent.network.policy_routing import (
+    MAIN,
+    Changes,
+    Rule,
+    TableRoute,
+    plan_changes,
+    wanted_routes,
+    wanted_rules,
+)
 
 INDEXES = {"a": 2, "b": 3, "c": 4}
 
@@ -114,4 +122,4 @@ OLD, NEW = route(1, "0.0.0.0/0", "198.51.100.1", 2), route(1, "0.0.0.0/0", "198.
     ],
 )
 def test_changes(present, wanted, expected):
-    assert changes(frozenset(present), frozenset(wanted)) == expected
+    assert plan_changes(frozenset(present), frozenset(wanted)) == expected

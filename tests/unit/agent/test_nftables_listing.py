@@ -7,7 +7,7 @@ import re
 import pytest
 
 from amphora_agent.network import nft_apply
-from amphora_agent.network.firewall import Pair, Port, Restrictions, render
+from amphora_agent.network.firewall import Port, Restrictions, VrrpPeers, render
 from amphora_agent.network.libnftables import NftError
 
 _LOCAL, _PEER = ipaddress.ip_address("2001:db8::5"), ipaddress.ip_address("2001:db8::6")
@@ -20,7 +20,7 @@ _DEBIAN_13 = (
 
 @pytest.fixture
 def wanted():
-    text = render(Restrictions(pair=Pair(_LOCAL, (_PEER,), 1500)))
+    text = render(Restrictions(vrrp_peers=VrrpPeers(_LOCAL, (_PEER,), 1500)))
     assert all(ours in text for ours, _ in _DEBIAN_13)
     return text
 
@@ -29,8 +29,8 @@ def test_flags_as_debian_13_lists_them(wanted, monkeypatch):
     listed = wanted
     for ours, theirs in _DEBIAN_13:
         listed = listed.replace(ours, theirs)
-    monkeypatch.setattr(nft_apply, "current", lambda: listed)
-    assert nft_apply.same(wanted)
+    monkeypatch.setattr(nft_apply, "list_table", lambda: listed)
+    assert nft_apply.holds(wanted)
 
 
 @pytest.mark.parametrize(("old", "new"), [("== 0x2 goto", "== 0x4 goto"), ("(0x2 | 0x10)", "(0x2 | 0x8)")])
@@ -39,8 +39,8 @@ def test_other_flags_are_noticed(wanted, monkeypatch, old, new):
     for ours, theirs in _DEBIAN_13:
         listed = listed.replace(ours, theirs)
     assert old in listed
-    monkeypatch.setattr(nft_apply, "current", lambda: listed.replace(old, new))
-    assert not nft_apply.same(wanted)
+    monkeypatch.setattr(nft_apply, "list_table", lambda: listed.replace(old, new))
+    assert not nft_apply.holds(wanted)
 
 
 def of(*networks):
@@ -52,14 +52,14 @@ def of(*networks):
 def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
     one, other = of("10.0.0.0/8"), of("192.0.2.0/24")
     (old,), (new,) = (re.findall(r"set (\S+)", text) for text in (one, other))
-    sets, rules = nft_apply.orders(one, other)
+    sets, rules = nft_apply.plan_transactions(one, other)
     assert re.findall(r"set (\S+)", sets) == [new]
     assert "chain" not in sets
     assert rules.startswith("flush table inet amphora\ndelete chain inet amphora arriving\n")
     assert f"ip saddr != @{new}" in rules
     assert rules.endswith(f"delete set inet amphora {old}\n")
-    assert nft_apply.orders("", one)[1].startswith("table inet amphora {"), "there is nothing to be taken away"
-    (rules,) = nft_apply.orders(one, one.replace("counter ", ""))
+    assert nft_apply.plan_transactions("", one)[1].startswith("table inet amphora {"), "nothing is deleted"
+    (rules,) = nft_apply.plan_transactions(one, one.replace("counter ", ""))
     assert "set " not in rules, "it is there"
 
 
@@ -73,7 +73,7 @@ def test_sets_come_before_the_rules_that_ask_them_and_go_with_those_that_did():
     ids=["nothing is wanted", "another content", "something strange"],
 )
 def test_what_was_changed_by_hand_is_replaced_as_a_whole(held, wanted):
-    (order,) = nft_apply.orders(held, wanted)
+    (order,) = nft_apply.plan_transactions(held, wanted)
     assert order == f"table inet amphora\ndelete table inet amphora\n{wanted}"
 
 
@@ -82,10 +82,10 @@ def test_in_which_order_sets_are_listed_says_nothing(monkeypatch):
     text = of("10.0.0.0/8").replace(f"\tset {first}", f"\tset {first}\tset {second}")
     listed = text.replace(f"\tset {first}\tset {second}", f"\tset {second}\tset {first}")
     assert listed != text
-    monkeypatch.setattr(nft_apply, "current", lambda: listed)
-    assert nft_apply.same(text)
-    monkeypatch.setattr(nft_apply, "current", lambda: listed.replace("192.0.2.0/24", "192.0.3.0/24"))
-    assert not nft_apply.same(text)
+    monkeypatch.setattr(nft_apply, "list_table", lambda: listed)
+    assert nft_apply.holds(text)
+    monkeypatch.setattr(nft_apply, "list_table", lambda: listed.replace("192.0.2.0/24", "192.0.3.0/24"))
+    assert not nft_apply.holds(text)
 
 
 def test_what_the_kernel_does_not_take_step_by_step_it_is_given_as_a_whole(monkeypatch):
@@ -98,8 +98,8 @@ def test_what_the_kernel_does_not_take_step_by_step_it_is_given_as_a_whole(monke
             raise NftError("busy")
         return ""
 
-    monkeypatch.setattr(nft_apply, "current", lambda: held)
-    monkeypatch.setattr(nft_apply.libnftables, "run", run)
-    assert nft_apply.replace(wanted)
+    monkeypatch.setattr(nft_apply, "list_table", lambda: held)
+    monkeypatch.setattr(nft_apply.libnftables, "run_commands", run)
+    assert nft_apply.replace_table(wanted)
     assert given[-1] == f"table inet amphora\ndelete table inet amphora\n{wanted}"
     assert len(given) == 3
