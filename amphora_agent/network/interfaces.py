@@ -205,6 +205,11 @@ class _Pass:
         )
         return PassResult(changed, left, self.is_complete, tuple(self._added_vips))
 
+    @property
+    def _unwanted_count(self) -> int:
+        routing = len(self._unwanted_routes) + len(self._unwanted_rules)
+        return len(self._unwanted_links) + len(self._unwanted_addresses) + routing
+
     def _add_addresses(
         self, interface: Interface, addresses: tuple[Address, ...], present: set[tuple[int, Address]]
     ) -> int:
