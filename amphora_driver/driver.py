@@ -35,8 +35,9 @@ from amphora_driver.errors import (
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, without_addresses
+from amphora_driver.model.network import VipRequest
 from amphora_driver.model.secret_refs import SecretMaterial, SecretName
-from amphora_driver.network.interface import NotYet, VipRequest
+from amphora_driver.network.interface import NotYet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, vip_claims
@@ -219,7 +220,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
         failpoints.reach(failpoints.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
-            later = vip_claims.later(wish, found, shared.database.now())
+            later = vip_claims.later(wish, found.reason, found.again_in, shared.database.now())
             shared.database.write(lambda connection: vip_claims.keep(connection, loadbalancer_id, name, later))
         first, *others = wish.vips if isinstance(found, NotYet) else found
         answer = {

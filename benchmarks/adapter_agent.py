@@ -17,7 +17,7 @@ from adapter_heartbeats import heartbeat_key
 from adapter_tree import tree
 
 import amphora_agent
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render import haproxy
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.store.amphorae import Plugged

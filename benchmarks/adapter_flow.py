@@ -20,7 +20,7 @@ from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import status, work
 from amphora_driver.model.enums import Kind, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Profile, Vip
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends

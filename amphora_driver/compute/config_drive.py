@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from amphora_driver.compute import iso9660
-from amphora_driver.network.interface import Port, Subnet
+from amphora_driver.model.network import Port, Subnet
 
 LABEL = "config-2"
 PLACE = "/etc/amphora-agent"

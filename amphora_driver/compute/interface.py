@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from amphora_driver.network.interface import Port
+from amphora_driver.model.network import Port
 from amphora_driver.secret import Secret
 
 

@@ -36,7 +36,7 @@ from amphora_driver.network.bridges import Switch
 if TYPE_CHECKING:
     from oslo_config import cfg
 
-    from amphora_driver.network.interface import Port
+    from amphora_driver.model.network import Port
     from amphora_driver.network.local import LocalNetwork
 
 MANAGEMENT_INTERFACE = "eth0"

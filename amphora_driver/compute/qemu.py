@@ -50,14 +50,14 @@ from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, end, find, spawn
+from amphora_driver.model.network import Subnet
 from amphora_driver.network import taps
 from amphora_driver.network.bridges import Switch
-from amphora_driver.network.interface import Subnet
 
 if TYPE_CHECKING:
     from oslo_config import cfg
 
-    from amphora_driver.network.interface import Port
+    from amphora_driver.model.network import Port
     from amphora_driver.network.ip_allocation import Segment
     from amphora_driver.network.local import LocalNetwork
 

@@ -17,8 +17,8 @@ import msgspec
 from amphora_driver.compute import console
 from amphora_driver.compute.architecture import AMD64, Architecture
 from amphora_driver.compute.qmp import SOCKET
+from amphora_driver.model.network import Port
 from amphora_driver.network.bridges import far_end, near_end
-from amphora_driver.network.interface import Port
 
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
 # MiB of translated code that qemu keeps.

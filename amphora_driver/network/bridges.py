@@ -22,7 +22,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from amphora_driver.errors import NetworkError
 from amphora_driver.host import namespaces
-from amphora_driver.network.interface import Port
+from amphora_driver.model.network import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment, mac_for
 
 # Usable at once, no duplicate address detection: the database has made sure of that.

@@ -13,60 +13,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from amphora_driver.model.loadbalancer import Vip
-
-
-class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A host route of a subnet."""
-
-    destination: str
-    gateway: str
-
-
-class Subnet(msgspec.Struct, frozen=True, kw_only=True):
-    """A subnet; `cidr` in CIDR notation, `gateway` None where it has none."""
-
-    id: str
-    network_id: str
-    cidr: str
-    gateway: str | None
-    routes: tuple[Route, ...] = ()
-
-
-class FixedAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address of a port on one subnet."""
-
-    subnet_id: str
-    address: str
-
-
-class Port(msgspec.Struct, frozen=True, kw_only=True):
-    """A port: a MAC address and its fixed addresses on one network. MTU in bytes."""
-
-    id: str
-    network_id: str
-    mac: str
-    mtu: int
-    addresses: tuple[FixedAddress, ...]
-
-
-class VipRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user said about one VIP; everything else is for the backend to decide."""
-
-    subnet_id: str | None = None
-    network_id: str | None = None
-    address: str | None = None
-    port_id: str | None = None
-
-
-class VipOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a VIP has besides its addresses: the names users know a QoS policy and security groups by."""
-
-    qos_policy_id: str | None = None
-    security_group_ids: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to be had."""
-        return bool(self.qos_policy_id or self.security_group_ids)
+from amphora_driver.model.network import Port, Subnet, VipOptions, VipRequest
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True):

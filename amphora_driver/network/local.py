@@ -19,8 +19,9 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import local_address, local_network, local_port, local_subnet
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.model.network import FixedAddress, Port, Subnet, VipOptions, VipRequest
 from amphora_driver.network import ip_allocation, local_db
-from amphora_driver.network.interface import FixedAddress, NotYet, Owners, Port, Subnet, VipOptions, VipRequest
+from amphora_driver.network.interface import NotYet, Owners
 from amphora_driver.network.ip_allocation import AddressRange, Segment
 from amphora_driver.network.port_security import Guards
 

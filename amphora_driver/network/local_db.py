@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import local_address, local_network, local_port, local_subnet
 from amphora_driver.errors import Conflict, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
+from amphora_driver.model.network import FixedAddress, Port, VipRequest
 from amphora_driver.network import ip_allocation
-from amphora_driver.network.interface import FixedAddress, Port, VipRequest
 from amphora_driver.network.ip_allocation import AddressRange, Segment
 
 PORTS = sa.select(local_port, local_network.c.mtu).join(local_network, local_network.c.id == local_port.c.network_id)

@@ -26,9 +26,9 @@ from amphora_driver.database.tables import (
 )
 from amphora_driver.errors import NetworkError, UnsupportedOption
 from amphora_driver.host import namespaces
+from amphora_driver.model.network import VipOptions
 from amphora_driver.network import local_db, port_security_rules
 from amphora_driver.network.bridges import near_end
-from amphora_driver.network.interface import VipOptions
 from amphora_driver.network.port_security_rules import Guarded, QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 
 from amphora_driver.errors import NetworkError
 from amphora_driver.host import namespaces
+from amphora_driver.model.network import Port
 from amphora_driver.network.bridges import near_end
-from amphora_driver.network.interface import Port
 from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import request, work
 from amphora_driver.errors import NetworkError, RequestError
 from amphora_driver.model.enums import Kind
-from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
+from amphora_driver.model.network import VipOptions, VipRequest
+from amphora_driver.network.interface import NotYet
 from amphora_driver.store import desired_objects, generations, vip_claims
 from amphora_driver.store.vip_claims import Wish
 
@@ -146,7 +147,7 @@ class Vips:
         answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
         if isinstance(answer, NotYet):
             now = self._database.now()
-            later = vip_claims.later(wish, answer, now)
+            later = vip_claims.later(wish, answer.reason, answer.again_in, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
             self._write(lambda connection: vip_claims.keep(connection, tree.id, seen.network, later))
             if now - wish.since > self._patience:

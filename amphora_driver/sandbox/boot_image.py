@@ -27,7 +27,7 @@ from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architectu
 from amphora_driver.compute.config_drive import config_drive
 from amphora_driver.compute.qemu_command import DRIVE, Hardware, hand_command
 from amphora_driver.compute.state_dirs import write
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 
 _AGENT_PORT = 9443
 # What qemu's own network gives its guest (QEMU's documentation, "Using the user mode network stack").

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, Conflict
-from amphora_driver.network.interface import FixedAddress, Port
+from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox.local_requests import refusal
 

@@ -16,7 +16,7 @@ from octavia.network import data_models as shown
 
 from amphora_driver import config
 from amphora_driver.database.engine import Database
-from amphora_driver.network.interface import Port
+from amphora_driver.model.network import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment
 from amphora_driver.network.local import LocalNetwork
 

@@ -11,8 +11,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from amphora_driver.host import namespaces
+from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.network import bridges
-from amphora_driver.network.interface import FixedAddress, Port
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup
 

@@ -21,7 +21,7 @@ from amphora_driver.database.tables import DUE_NOW, amphora, amphora_seen, statu
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import SecretLocation
 from amphora_driver.errors import StoreError
-from amphora_driver.network.interface import Port, Subnet
+from amphora_driver.model.network import Port, Subnet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

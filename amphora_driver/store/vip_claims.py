@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database import clock
 from amphora_driver.database.tables import vip_claim, work
-from amphora_driver.network.interface import NotYet, VipRequest
+from amphora_driver.model.network import VipRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,14 +82,12 @@ def wish_of(connection: sa.Connection, load_balancer_id: str) -> Wish | None:
     )
 
 
-def later(wish: Wish, answer: NotYet, now: float) -> Wish:
-    """The wish with its next turn: when the backend says, or after pauses that grow."""
-    pause = answer.again_in
+def later(wish: Wish, reason: str, again_in: float | None, now: float) -> Wish:
+    """The wish with its next attempt: `again_in` seconds from now, or after an exponential back-off if None."""
+    pause = again_in
     if pause is None:
         pause = min(_FIRST_PAUSE * 2.0 ** min(wish.attempts - 1, 16), _LONGEST_PAUSE)
-    return msgspec.structs.replace(
-        wish, attempts=wish.attempts + 1, again_at=now + pause, pause=pause, reason=answer.reason
-    )
+    return msgspec.structs.replace(wish, attempts=wish.attempts + 1, again_at=now + pause, pause=pause, reason=reason)
 
 
 def keep(connection: sa.Connection, load_balancer_id: str, network: str | None, wish: Wish) -> None:

@@ -15,7 +15,7 @@ from wanted import LB, NETWORK, SUBNET, listener, load_balancer, member, pool
 import amphora_driver
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.health.heartbeat_codec import open_datagram
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret

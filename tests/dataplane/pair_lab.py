@@ -37,7 +37,7 @@ from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6, listener, load_balancer, member, pool
 
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile.tls_tickets import SEED_LENGTH, ticket_keys
 from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
 from amphora_driver.render.bundle import Served as Given

@@ -32,7 +32,7 @@ from wanted import LB, NETWORK, SUBNET, SUBNET6, id_of
 
 from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import BundleFile, bundle
 from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import Rendered, render

@@ -32,8 +32,8 @@ from amphora_driver.compute.interface import BootOrder, MachineState
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
+from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
-from amphora_driver.network.interface import FixedAddress
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret

@@ -24,8 +24,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find
+from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
-from amphora_driver.network.interface import FixedAddress
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret

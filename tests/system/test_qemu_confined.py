@@ -14,8 +14,8 @@ from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardw
 from amphora_driver.compute.qmp import talking
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find
+from amphora_driver.model.network import Port
 from amphora_driver.network import taps
-from amphora_driver.network.interface import Port
 
 PROGRAM = "qemu-system-x86_64"
 pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"there is no {PROGRAM}")]

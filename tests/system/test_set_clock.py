@@ -26,7 +26,7 @@ from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty, vip_claim, work
 from amphora_driver.database.tables_fleet import failover
-from amphora_driver.network.interface import VipRequest
+from amphora_driver.model.network import VipRequest
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import ca_records, circuit_breaker, orphans, silent_amphorae, vip_claims

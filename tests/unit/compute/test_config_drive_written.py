@@ -8,7 +8,7 @@ import pytest
 
 from amphora_driver.compute import iso9660
 from amphora_driver.compute.config_drive import LABEL, config_drive
-from amphora_driver.network.interface import FixedAddress, Port, Route, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Route, Subnet
 
 PORT = Port(
     id="port", network_id="management", mac="fa:16:3e:00:00:01", mtu=1450,

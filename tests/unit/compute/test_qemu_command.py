@@ -15,7 +15,7 @@ from amphora_driver.compute.qemu_command import PID, Hardware, command, device_i
 from amphora_driver.compute.state_dirs import last_words
 from amphora_driver.errors import ComputeError
 from amphora_driver.host.detached_process import identify
-from amphora_driver.network.interface import FixedAddress, Port
+from amphora_driver.model.network import FixedAddress, Port
 
 FOLDER = Path("/state/0b9d")
 PORT = Port(

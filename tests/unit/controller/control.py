@@ -19,7 +19,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentUnreachable
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler

@@ -4,7 +4,7 @@
 import msgspec
 
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
 from amphora_driver.store.amphorae import Amphora, Partner, Plugged, State

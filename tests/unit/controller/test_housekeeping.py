@@ -14,8 +14,8 @@ from amphora_driver.database.tables import secret, vip_claim, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
 from amphora_driver.maintenance.housekeeping import Housekeeping
+from amphora_driver.model.network import VipRequest
 from amphora_driver.model.secret_refs import ticket_secret_name
-from amphora_driver.network.interface import VipRequest
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue

@@ -4,7 +4,7 @@
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import PoolProtocol
 from amphora_driver.model.loadbalancer import LoadBalancer, Member, Pool, Vip
-from amphora_driver.network.interface import Subnet
+from amphora_driver.model.network import Subnet
 from amphora_driver.reconcile.reconciler import networks
 
 

@@ -6,7 +6,7 @@ import pytest
 from pair_story import NOW, ROLES, VIP, B, House, M, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.network.interface import FixedAddress, Port
+from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
 from amphora_driver.store.amphorae import Plugged, State

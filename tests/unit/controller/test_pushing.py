@@ -18,7 +18,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AgentRefused, AgentUnreachable, Superseded
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Profile, Vip
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.executor import Backends

@@ -19,7 +19,7 @@ from amphora_driver.database.tables import status, work
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Algorithm, Kind, ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
-from amphora_driver.network.interface import FixedAddress, Port, Subnet
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue.jobs import Jobs

@@ -16,8 +16,8 @@ from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
 from amphora_driver.maintenance import orphan_cleanup
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
+from amphora_driver.model.network import FixedAddress, VipRequest
 from amphora_driver.network.bridges import Switch
-from amphora_driver.network.interface import FixedAddress, VipRequest
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue

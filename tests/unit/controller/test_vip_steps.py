@@ -14,7 +14,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request, vip_claim, work
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip, without_addresses
-from amphora_driver.network.interface import NotYet, VipOptions, VipRequest
+from amphora_driver.model.network import VipOptions, VipRequest
+from amphora_driver.network.interface import NotYet
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.vip_allocation import Given, Vips
@@ -90,10 +91,10 @@ def test_pauses_grow_unless_the_backend_says_when():
     pauses = []
     for _ in range(7):
         now = wish.again_at
-        wish = vip_claims.later(wish, NotYet(reason="busy"), now)
+        wish = vip_claims.later(wish, "busy", None, now)
         pauses.append(wish.again_at - now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert vip_claims.later(wish, NotYet(reason="busy", again_in=0.5), 10.0).again_at == 10.5
+    assert vip_claims.later(wish, "busy", 0.5, 10.0).again_at == 10.5
 
 
 class Backend:

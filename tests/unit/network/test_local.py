@@ -9,7 +9,7 @@ import pytest
 from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import Conflict, UnsupportedOption
-from amphora_driver.network.interface import FixedAddress, VipRequest
+from amphora_driver.model.network import FixedAddress, VipRequest
 from amphora_driver.network.local import LocalNetwork, vip_owner
 
 
