@@ -34,8 +34,8 @@ from amphora_agent.octavia_api_v1 import host_routes, routes
 from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
 from amphora_agent.responder.responder_daemon import Launcher
-from amphora_agent.services import control as service_managers
-from amphora_agent.services.sd_notify import NOTHING, Inheritance
+from amphora_agent.services.connect import connect_service_manager
+from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
 from amphora_agent.stats.active_sender import Reporter, Sends
 from amphora_agent.stats.collector import Ledger
 from amphora_agent.stats.heartbeat_sender import Sender
@@ -49,9 +49,9 @@ LARGEST_BODY = 32 * 1024 * 1024
 RESPONDER_SECONDS = 3.0
 
 
-def create(settings: Settings, paths: Paths, identity: Identity, inheritance: Inheritance = NOTHING) -> Flask:
+def create(settings: Settings, paths: Paths, identity: Identity, inheritance: Inherited = NOTHING_INHERITED) -> Flask:
     """Make the application and start its threads."""
-    services = service_managers.connect(settings.services, paths, inheritance)
+    services = connect_service_manager(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
     sysctls.apply_settings(inner)
     virtual = Checker(paths, services)

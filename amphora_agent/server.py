@@ -22,7 +22,7 @@ from amphora_agent.config import Settings
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
 from amphora_agent.services import sd_notify
-from amphora_agent.services.sd_notify import NOTHING, Inheritance
+from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
 
 THREADS = 16
 KEEPALIVE_SECONDS = 75
@@ -40,7 +40,7 @@ class Server(BaseApplication):
         inheritance: what systemd gave this process; the worker has it too.
     """
 
-    def __init__(self, settings: Settings, paths: Paths, inheritance: Inheritance = NOTHING) -> None:
+    def __init__(self, settings: Settings, paths: Paths, inheritance: Inherited = NOTHING_INHERITED) -> None:
         self._settings = settings
         self._paths = paths
         self._inheritance = inheritance
@@ -87,7 +87,7 @@ class Server(BaseApplication):
         from amphora_agent.tls_gate import Gate  # noqa: PLC0415 (in the worker alone, as above)
 
         worker.sockets = [Gate(listener, self._identity) for listener in worker.sockets]
-        sd_notify.ready(self._inheritance)
+        sd_notify.notify_ready(self._inheritance)
 
 
 def _end_with_the_master(_arbiter: Any, _worker: Any) -> None:
@@ -109,7 +109,7 @@ def _spare_memory() -> None:
 
 def main() -> None:
     """Console entry."""
-    inheritance = sd_notify.take(os.environ, os.getpid())
+    inheritance = sd_notify.take_inherited(os.environ, os.getpid())
     _spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()

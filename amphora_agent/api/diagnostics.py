@@ -31,7 +31,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
 from amphora_agent.responder import responder_daemon as responder
-from amphora_agent.services.control import Services
+from amphora_agent.services.control import ServiceManager
 from amphora_agent.stats.active_sender import Reporter
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
@@ -60,7 +60,7 @@ _SERVICES = {
 
 def blueprint(
     paths: Paths,
-    services: Services,
+    services: ServiceManager,
     haproxy: Haproxy,
     inner: Namespace,
     sender: Reporter,
@@ -161,7 +161,7 @@ def _certificate(identity: Identity) -> dict[str, Any]:
     }
 
 
-def _statuses(services: Services) -> dict[str, Any]:
+def _statuses(services: ServiceManager) -> dict[str, Any]:
     found = {}
     for service in ("amphora-agent", *_SERVICES.values()):
         status = services.status(service)

@@ -44,7 +44,8 @@ from amphora_agent.haproxy.worker_accounting import Accounts
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write, write_atomically
-from amphora_agent.services.control import Care, Probe, Services
+from amphora_agent.services.control import ServiceManager, ServicePolicy
+from amphora_agent.services.health_file import Probe
 
 _log = logging.getLogger(__name__)
 SERVICE = "haproxy"
@@ -73,7 +74,7 @@ class Haproxy:
             them removes them.
     """
 
-    def __init__(self, paths: Paths, services: Services, inner: Namespace, accounts: Accounts) -> None:
+    def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace, accounts: Accounts) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
@@ -205,7 +206,7 @@ class Haproxy:
         self.write_machine_configuration()
         self._write_server_state(server_state.EMPTY)
         starts = self._starts()
-        self._services.start(SERVICE, self._arguments(), inner=True, care=self._care())
+        self._services.start(SERVICE, self._arguments(), inner=True, policy=self._policy())
         deadline = time.monotonic() + self._patience
         while self._worker_pid() is None:
             status = self._services.status(SERVICE)
@@ -222,16 +223,16 @@ class Haproxy:
         """Have a HAProxy that runs wanted: an agent that died while it ended it has left that half done."""
         status = self._services.status(SERVICE)
         if status is not None and status.pid is not None and not status.wanted:
-            self._services.start(SERVICE, self._arguments(), inner=True, care=self._care())
+            self._services.start(SERVICE, self._arguments(), inner=True, policy=self._policy())
 
     def _arguments(self) -> list[str]:
         files = ["-f", str(self._paths.machine_configuration), "-f", str(self._paths.configuration)]
         return ["haproxy", "-W", "-S", f"{self._paths.master_socket},mode,600", *files]
 
-    def _care(self) -> Care:
+    def _policy(self) -> ServicePolicy:
         """How its parent notices that it is dead or frozen, for whoever decides which node serves."""
-        probe = Probe(self._paths.stats_socket, "show version\n", PROBE_SECONDS, FROZEN_SECONDS)
-        return Care(health=self._paths.haproxy_health, probe=probe)
+        probe = Probe(str(self._paths.stats_socket), "show version\n", PROBE_SECONDS, FROZEN_SECONDS)
+        return ServicePolicy(health=self._paths.haproxy_health, probe=probe)
 
     def stop(self, drain: float = DRAIN_SECONDS) -> None:
         """End HAProxy. What it is doing it may finish, within a second; what goes on then is closed, and counted.

@@ -30,7 +30,7 @@ def render(instance: VrrpInstance, health: Path, released: Path) -> str:
     """Return the configuration file.
 
     Args:
-        health: the file that says whether HAProxy serves (`amphora_agent.services.control.Care`).
+        health: the file that says whether HAProxy serves (`amphora_agent.services.control.ServicePolicy`).
         released: the file that makes keepalived give the VIPs to the partner.
     """
     vrrp = instance.vrrp

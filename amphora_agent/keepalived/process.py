@@ -18,7 +18,7 @@ from amphora_agent.keepalived.configuration import render
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import NetlinkError
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.services.control import Care, Services
+from amphora_agent.services.control import ServiceManager, ServicePolicy
 from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
@@ -33,7 +33,7 @@ _SPARE_SECONDS = 1.5
 class Keepalived:
     """Controls the one keepalived of this amphora."""
 
-    def __init__(self, paths: Paths, services: Services, inner: Namespace) -> None:
+    def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
@@ -123,7 +123,7 @@ class Keepalived:
         argv = ["keepalived", "-n", "-l", "-P", "-R", "-f", str(self._paths.keepalived_configuration)]
         argv += ["-p", str(files[0]), "-r", str(files[1])]
         delay = wanted.vrrp.advert_interval * _ADVERTS_TO_WAIT + _SPARE_SECONDS
-        self._services.start(SERVICE, argv, inner=True, care=Care(restart_delay=delay, leftovers=files))
+        self._services.start(SERVICE, argv, inner=True, policy=ServicePolicy(restart_delay=delay, leftovers=files))
 
     def _render(self, wanted: VrrpInstance) -> str:
         return render(wanted, self._paths.haproxy_health, self._paths.released)

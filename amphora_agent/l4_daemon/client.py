@@ -26,7 +26,7 @@ from amphora_agent.l4 import model
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.paths import Paths
-from amphora_agent.services.control import Care, Services
+from amphora_agent.services.control import ServiceManager, ServicePolicy
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
@@ -103,7 +103,7 @@ def digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
 class Checker:
     """Whoever wants virtual servers served. Safe to use from several threads."""
 
-    def __init__(self, paths: Paths, services: Services) -> None:
+    def __init__(self, paths: Paths, services: ServiceManager) -> None:
         self._paths = paths
         self._services = services
         self._lock = threading.Lock()
@@ -220,14 +220,14 @@ class Checker:
     def _start(self) -> None:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
-        care = Care(restart_delay=_RESTART_DELAY)
+        policy = ServicePolicy(restart_delay=_RESTART_DELAY)
         # In a virtual machine systemd gives it to the checker's user.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
-            self._services.start(SERVICE, argv, inner=True, care=care)
+            self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
             self._services.stop(SERVICE)  # another Python, other arguments: it cannot go on as it is
-            self._services.start(SERVICE, argv, inner=True, care=care)
+            self._services.start(SERVICE, argv, inner=True, policy=policy)
 
     def _await(self, version_wanted: str | None) -> str:
         """Ask for its version until it is this one; None: until there is an answer at all."""

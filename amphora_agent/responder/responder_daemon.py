@@ -22,7 +22,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.responder import http_server, ping_targets
 from amphora_agent.responder.code_version import version
-from amphora_agent.services.control import Services
+from amphora_agent.services.control import ServiceManager
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.02
 class Launcher:
     """Sees to it that there is a responder."""
 
-    def __init__(self, paths: Paths, services: Services, inner: Namespace, port: int) -> None:
+    def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace, port: int) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a service is alive, as a file that others can watch.
+"""The health file of a daemon: 0 while the daemon serves, 1 after it exits or freezes.
 
-Invariant: the file says 1 from the moment on at which the service is known to be dead or frozen, and 0 again only when
-it has answered; a service that nobody wants is not missing. Nothing here waits: everything is driven by the selector
-and by `due`. Only the standard library is imported (see `amphora_agent.services.supervisor`).
+Invariant: the file holds 1 from the moment at which the exit or freeze is known, and 0 again only after an answer of
+the daemon. A daemon that is not wanted counts as healthy. No method blocks: the selector and `due` drive all work. Only
+the standard library is imported (see `amphora_agent.services.supervisor`).
 
-Frozen is a service that leaves a question unanswered for `Probe.patience` *and* does nothing meanwhile. One that uses
-the processor, or waits for its turn, is busy or on a busy machine; it is given `BUSY_SECONDS`, because to move the
-VIPs costs every open connection and brings the same load to the partner. One's own lateness is nobody else's fault:
-time during which this process did not run either does not count.
+A daemon is frozen if it leaves a question unanswered for `Probe.patience` *and* uses no processor time meanwhile. A
+daemon that computes, or waits for a processor, is busy; it has `BUSY_SECONDS`, because a move of the VIPs ends all open
+connections and brings the same load to the partner. Time in which this process itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# A question to a frozen worker stays with it, even when another one has taken its place.
+# A question that a frozen worker has accepted stays with this worker after its replacement: the question is repeated.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -31,7 +30,14 @@ _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
 
 @dataclass(frozen=True)
 class Probe:
-    """A question that a living service answers; times are in seconds."""
+    """A question on a daemon's Unix socket; times are in seconds.
+
+    Attributes:
+        socket: the path of the socket.
+        question: the text that is sent; each answer shows that the daemon serves.
+        interval: time between two questions.
+        patience: time without an answer and without activity after which the daemon is frozen.
+    """
 
     socket: str
     question: str
@@ -41,14 +47,19 @@ class Probe:
 
 @dataclass(frozen=True)
 class Activity:
-    """What some processes have done so far: clock ticks of processor time, and whether one would like to go on."""
+    """The activity of a process tree.
+
+    Attributes:
+        ticks: processor time in clock ticks.
+        ready: whether one of the processes runs or waits for a processor.
+    """
 
     ticks: int
     ready: bool
 
 
-def activity(pid: int) -> Activity:
-    """What a process and its descendants have done (proc(5), /proc/pid/stat)."""
+def read_activity(pid: int) -> Activity:
+    """Return the activity of a process and its descendants (proc(5), /proc/pid/stat)."""
     ticks, ready = 0, False
     pending = [pid]
     while pending:
@@ -62,117 +73,118 @@ def activity(pid: int) -> Activity:
     return Activity(ticks, ready)
 
 
-class Pulse:
-    """One service's file, and the questions that keep it true.
+class HealthFile:
+    """The health file of one daemon, and the probe that keeps it current.
 
     Attributes:
-        due: when `tick` has to be called (monotonic seconds); None if there is nothing to wait for.
+        due: the monotonic time in seconds at which `run_due` has work; None if it has none.
     """
 
     def __init__(self, selector: selectors.BaseSelector, file: Path | None, probe: Probe | None) -> None:
         self._selector = selector
         self._file = file
         self._probe = probe
-        self._said: str | None = None
+        self._written: str | None = None
         self._pid: int | None = None
         self._answered = False
-        self._asking: socket.socket | None = None
-        self._asked = 0.0
+        self._connection: socket.socket | None = None
+        self._asked_at = 0.0
         self._silent_since: float | None = None
-        self._before: Activity | None = None
+        self._last_activity: Activity | None = None
         self.due: float | None = None
 
-    # -- what happens to the service -------------------------------------------------------------------------
+    # -- events of the daemon --------------------------------------------------------------------------------
 
-    def born(self, pid: int) -> None:
-        """The service was started. What the file says stays until it answers, or does not."""
+    def started(self, pid: int) -> None:
+        """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
         if self._probe is None:
-            self._say(ALIVE)
+            self._write(ALIVE)
         else:
             self._ask(time.monotonic())
 
-    def died(self, *, wanted: bool) -> None:
-        """The service has ended."""
+    def exited(self, *, wanted: bool) -> None:
+        """Record the exit of the daemon."""
         self._pid = None
-        self.end()
-        self._say(DEAD if wanted else ALIVE)
+        self.stop_probing()
+        self._write(DEAD if wanted else ALIVE)
 
-    def end(self) -> None:
-        """Ask no more; what the file says stays."""
-        self._forget()
+    def stop_probing(self) -> None:
+        """Send no more questions; the content of the file stays."""
+        self._close_connection()
         self._silent_since = self.due = None
 
-    def _say(self, what: str) -> None:
-        if self._file is None or what == self._said:
+    def _write(self, content: str) -> None:
+        if self._file is None or content == self._written:
             return
-        # In place and in one write: watchers see one change, and never an empty file for longer than a moment.
+        # One write in place: a watcher sees one change.
         with suppress(OSError):
-            self._file.write_text(what, encoding="ascii")
-            self._said = what
+            self._file.write_text(content, encoding="ascii")
+            self._written = content
 
-    # -- questions -------------------------------------------------------------------------------------------
+    # -- the probe -------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Do what is due."""
+    def run_due(self, now: float) -> None:
+        """Ask a question or evaluate a missing answer, if `due` has passed."""
         if self.due is None or now < self.due or self._probe is None:
             return
-        if self._silent_since is None and self._asking is None:
+        if self._silent_since is None and self._connection is None:
             self._ask(now)
             return
         late = now - self.due
         if late > _LATE_SECONDS and self._silent_since is not None:
             self._silent_since += late
-            self._asked += late
-        self._judge(now, self._probe)
-        if self._asking is None or now - self._asked >= REPEAT_SECONDS:
+            self._asked_at += late
+        self._evaluate_silence(now, self._probe)
+        if self._connection is None or now - self._asked_at >= REPEAT_SECONDS:
             self._ask(now)
 
     def _ask(self, now: float) -> None:
-        self._forget()
+        self._close_connection()
         if self._probe is None:
             return
-        self._asked = now
-        asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._asked_at = now
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            asking.connect(self._probe.socket)
-            asking.send(self._probe.question.encode())
-        except OSError:  # nobody listens, or nobody has accepted for long
-            asking.close()
+            connection.connect(self._probe.socket)
+            connection.send(self._probe.question.encode())
+        except OSError:  # no listener, or a full backlog
+            connection.close()
             self.due = now + self._probe.interval
         else:
-            self._asking = asking
-            self._selector.register(asking, selectors.EVENT_READ, partial(self._hear, self._probe))
+            self._connection = connection
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._receive_answer, self._probe))
             self.due = now + self._probe.patience / 2
         if self._silent_since is None:
-            self._silent_since, self._before = now, None
+            self._silent_since, self._last_activity = now, None
 
-    def _hear(self, probe: Probe) -> None:
-        heard = b""
+    def _receive_answer(self, probe: Probe) -> None:
+        answer = b""
         with suppress(OSError):
-            heard = self._asking.recv(4096) if self._asking is not None else b""
-        self._forget()
+            answer = self._connection.recv(4096) if self._connection is not None else b""
+        self._close_connection()
         self.due = time.monotonic() + probe.interval
-        if heard:
+        if answer:
             self._answered, self._silent_since = True, None
-            self._say(ALIVE)
+            self._write(ALIVE)
 
-    def _forget(self) -> None:
-        if self._asking is not None:
-            self._selector.unregister(self._asking)
-            self._asking.close()
-            self._asking = None
+    def _close_connection(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
 
-    def _judge(self, now: float, probe: Probe) -> None:
-        """It has not answered so far."""
+    def _evaluate_silence(self, now: float, probe: Probe) -> None:
+        """Write DEAD if the daemon is frozen, or busy for too long."""
         self.due = now + probe.patience / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # It has only just been started: who starts it waits for its answer, or for its end.
+            # The daemon is starting: the starting process waits for its answer or its exit.
             self.due = now + probe.interval
             return
-        so_far = activity(self._pid)
-        idle = self._before is not None and so_far.ticks == self._before.ticks and not so_far.ready
-        self._before = so_far
+        activity = read_activity(self._pid)
+        last = self._last_activity
+        idle = last is not None and activity.ticks == last.ticks and not activity.ready
+        self._last_activity = activity
         if silent >= BUSY_SECONDS or (silent >= probe.patience and idle):
-            self._say(DEAD)
+            self._write(DEAD)

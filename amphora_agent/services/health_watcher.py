@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that keeps health files true in a virtual machine.
+"""The process that keeps health files current in a virtual machine.
 
-Invariant: it starts, ends and owns nothing, so that its own death changes nothing; whoever begins anew finds in files
-what it has to know. It does what the supervisor does in an amphora made of namespaces (`pulse.py` says what that is):
-a daemon's death is in its file when the kernel announces it, a freeze when a question stays unanswered. Should it be
-dead itself, deaths are in the file all the same, a little later, by the script around the daemon
-(`templates/daemon.sh`).
+Invariant: the watcher starts, stops and owns no daemon, so that its exit changes nothing; a new watcher reads its state
+from files. In an amphora of namespaces the supervisor does this work with the same `health_file`. The file shows an
+exit when the kernel announces it, and a freeze when a question stays unanswered. Without a watcher the script around
+the daemon (`templates/daemon.sh`) records exits, a little later.
 
-    python -I -S vigil.py DIRECTORY
+    python -I -S health_watcher.py DIRECTORY
 
-DIRECTORY has one directory for each unit, with what the agent and the script write there.
+DIRECTORY has one directory for each unit. The agent and the script write the files in it.
 """
 
 from __future__ import annotations
@@ -25,21 +24,24 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
+    # The program is started by its path: -I and -S save a megabyte, and leave the package out of the search path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from amphora_agent.services.health_file import Probe, Pulse
+from amphora_agent.services.health_file import HealthFile, Probe
 
-CARE, WANTED_FILE, PID = "care.json", "wanted", "pid"
-# Whose end is amiss, and whose is not.
-_AMISS = ("wanted", "missed")
+POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
+# The contents of WANTED_FILE for which an exit is a failure.
+_FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50
 _READ_SECONDS = 0.002
 
 
-def word(file: Path) -> str | None:
-    """What a file of one line says; None if there is none. A line that is being written is waited for."""
+def read_line(file: Path) -> str | None:
+    """Return the content of a file of one line; None if there is no file.
+
+    An incomplete line is being written: the function reads again, for 0.1 s.
+    """
     for _ in range(_READ_AGAIN):
         try:
             text = file.read_text(encoding="utf-8")
@@ -51,121 +53,124 @@ def word(file: Path) -> str | None:
     return None
 
 
-def belongs(pid: int, unit: str) -> bool:
-    """Whether a process is one of a unit's (cgroups(7)): numbers are given to others after an end."""
+def is_in_unit(pid: int, unit: str) -> bool:
+    """Return whether a process belongs to a unit (cgroups(7)): the kernel reuses process ids."""
     with suppress(OSError):
         return any(line.endswith(f"/{unit}") for line in Path(f"/proc/{pid}/cgroup").read_text("utf-8").splitlines())
     return False
 
 
-def running(place: Path, unit: str) -> int | None:
-    """The first process of a unit, if it lives; read from its directory."""
-    said = word(place / PID)
-    if said is None or not said.isdecimal() or not belongs(int(said), unit):
+def running_pid(directory: Path, unit: str) -> int | None:
+    """Return the first process of a unit if it runs; its directory holds the process id."""
+    line = read_line(directory / PID_FILE)
+    if line is None or not line.isdecimal() or not is_in_unit(int(line), unit):
         return None
-    return int(said)
+    return int(line)
 
 
-class Watched:
-    """One daemon: what is known of it, and its pulse."""
+class WatchedService:
+    """One daemon, its process, and its health file."""
 
-    def __init__(self, selector: selectors.BaseSelector, place: Path, care: str) -> None:
-        self.care = care
+    def __init__(self, selector: selectors.BaseSelector, directory: Path, policy: str) -> None:
+        self.policy = policy
         self._selector = selector
-        self._place = place
-        wanted = json.loads(care)
-        probe = wanted["probe"]
-        self.pulse = Pulse(selector, Path(wanted["health"]), probe and Probe(**probe))
+        self._directory = directory
+        parsed = json.loads(policy)
+        probe = parsed["probe"]
+        self.health = HealthFile(selector, Path(parsed["health"]), probe and Probe(**probe))
         self._wanted: str | None = None
         self._descriptor: int | None = None
 
-    def look(self) -> None:
-        """See what became of it."""
-        before, self._wanted = self._wanted, word(self._place / WANTED_FILE)
+    def update(self) -> None:
+        """Read the files of the unit and follow a change."""
+        before, self._wanted = self._wanted, read_line(self._directory / WANTED_FILE)
         if self._descriptor is None:
-            pid = running(self._place, self._place.name)
-            if pid is not None and self._hold(pid) and self._wanted in _AMISS:
-                self.pulse.born(pid)
+            pid = running_pid(self._directory, self._directory.name)
+            if pid is not None and self._watch_process(pid) and self._wanted in _FAILURES:
+                self.health.started(pid)
             elif pid is None and self._wanted != "wanted":
-                self.pulse.died(wanted=self._wanted in _AMISS)
+                self.health.exited(wanted=self._wanted in _FAILURES)
         elif before != self._wanted:
-            self._changed(before)
+            self._follow_wanted(before)
 
-    def _changed(self, before: str | None) -> None:
-        """It runs, and is wanted now, or is not any more."""
-        if self._wanted not in _AMISS:
-            self.pulse.died(wanted=False)
-        elif before not in _AMISS and (pid := running(self._place, self._place.name)) is not None:
-            self.pulse.born(pid)
+    def _follow_wanted(self, before: str | None) -> None:
+        """Update the health file of a running daemon after the wanted flag changed."""
+        if self._wanted not in _FAILURES:
+            self.health.exited(wanted=False)
+        elif before not in _FAILURES and (pid := running_pid(self._directory, self._directory.name)) is not None:
+            self.health.started(pid)
 
-    def _hold(self, pid: int) -> bool:
+    def _watch_process(self, pid: int) -> bool:
         try:
             self._descriptor = os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both mean that the process has exited (Linux 6.16)
             return False
-        self._selector.register(self._descriptor, selectors.EVENT_READ, self._ended)
+        self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True
 
-    def _ended(self) -> None:
-        self._let_go()
-        self._wanted = word(self._place / WANTED_FILE)
-        self.pulse.died(wanted=self._wanted in _AMISS)
+    def _process_exited(self) -> None:
+        self._release_process()
+        self._wanted = read_line(self._directory / WANTED_FILE)
+        self.health.exited(wanted=self._wanted in _FAILURES)
 
-    def _let_go(self) -> None:
+    def _release_process(self) -> None:
         if self._descriptor is not None:
             self._selector.unregister(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 
     def close(self) -> None:
-        """Watch it no longer; its file says what it said."""
-        self._let_go()
-        self.pulse.end()
+        """Stop watching; the content of the health file stays."""
+        self._release_process()
+        self.health.stop_probing()
 
 
-class Vigil:
-    """Looks after every daemon that has a health file. One thread, driven by events and by looking now and then."""
+class HealthWatcher:
+    """Watches each daemon that has a health file, in one thread.
+
+    Events of the kernel and a periodic reading of the files drive it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._selector = selectors.DefaultSelector()
-        self._watched: dict[str, Watched] = {}
-        self._ending = False
+        self._watched: dict[str, WatchedService] = {}
+        self._stopping = False
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipe = (reader, writer)
         self._selector.register(reader, selectors.EVENT_READ, partial(os.read, reader, 64))
 
-    def end(self) -> None:
-        """Have `run` return."""
-        self._ending = True
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._stopping = True
         os.write(self._pipe[1], b"\n")
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         with suppress(FileNotFoundError):
-            for place in self._directory.iterdir():
+            for directory in self._directory.iterdir():
                 with suppress(FileNotFoundError):
-                    self._take_up(place, (place / CARE).read_text(encoding="utf-8"))
+                    self._watch(directory, (directory / POLICY_FILE).read_text(encoding="utf-8"))
         for watched in self._watched.values():
-            watched.look()
+            watched.update()
 
-    def _take_up(self, place: Path, care: str) -> None:
-        known = self._watched.get(place.name)
-        if known is None or known.care != care:
+    def _watch(self, directory: Path, policy: str) -> None:
+        known = self._watched.get(directory.name)
+        if known is None or known.policy != policy:
             if known is not None:
                 known.close()
-            self._watched[place.name] = Watched(self._selector, place, care)
+            self._watched[directory.name] = WatchedService(self._selector, directory, policy)
 
     def run(self) -> None:
-        """Keep the files true until told to end."""
+        """Keep the health files current until `stop` is called."""
         due = time.monotonic()
-        while not self._ending:
+        while not self._stopping:
             now = time.monotonic()
             if now >= due:
-                self._look()
+                self._update()
                 due = now + LOOK_SECONDS
             for watched in self._watched.values():
-                watched.pulse.tick(now)
-            times = [due, *(w.pulse.due for w in self._watched.values() if w.pulse.due is not None)]
+                watched.health.run_due(now)
+            times = [due, *(w.health.due for w in self._watched.values() if w.health.due is not None)]
             for key, _ in self._selector.select(max(0.0, min(times) - time.monotonic())):
                 key.data()
 
@@ -178,11 +183,11 @@ class Vigil:
 
 
 def main() -> None:
-    """Console entry."""
-    vigil = Vigil(Path(sys.argv[1]))
-    signal.signal(signal.SIGTERM, lambda *_: vigil.end())
-    vigil.run()
-    vigil.close()
+    """Run the watcher; the argument is the directory of the units."""
+    watcher = HealthWatcher(Path(sys.argv[1]))
+    signal.signal(signal.SIGTERM, lambda *_: watcher.stop())
+    watcher.run()
+    watcher.close()
 
 
 if __name__ == "__main__":

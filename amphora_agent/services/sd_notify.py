@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process and the service manager that started it say to each other.
+"""The notification protocol of systemd: readiness, and stored descriptors.
 
-Invariant: what systemd handed over is taken out of the environment before anybody else can take it for its own, and no
-program that is started inherits it. Sources: sd_notify(3), sd_listen_fds(3).
+Invariant: the inherited descriptors and variables are removed from the environment at start, so that no child process
+inherits them. Sources: sd_notify(3), sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# Tells what we had kept from what systemd gives of its own accord.
+# Distinguishes descriptors that the agent stored from those of socket units.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -25,118 +25,120 @@ ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Inheritance:
-    """What systemd gave a process: where it listens, and what an earlier process had it keep.
+class Inherited:
+    """The notification socket and the stored descriptors that systemd passed to this process.
 
     Attributes:
-        parcel: holds the descriptors, and is the only one that does: as long as any process has them open, whoever is
-            at their other end is held. To be unpacked once, by the process that needs them.
+        address: the address of systemd's notification socket; None without systemd.
+        holder: a socket whose queue holds the descriptors. No process has them open meanwhile: an open descriptor
+            would keep the peer of a connection alive. The process that needs them receives them once.
     """
 
     address: str | None = None
-    parcel: socket.socket | None = None
+    holder: socket.socket | None = None
 
-    def unpack(self) -> dict[str, int]:
-        """The descriptors by name; nothing if somebody has taken them."""
-        if self.parcel is None:
+    def receive(self) -> dict[str, int]:
+        """Return the descriptors by name; nothing if they were received before."""
+        if self.holder is None:
             return {}
-        with self.parcel:
-            said, descriptors, *_ = socket.recv_fds(self.parcel, _LARGEST_LIST, _MOST_KEPT, socket.MSG_CMSG_CLOEXEC)
-        return dict(zip(json.loads(said), descriptors, strict=True))
+        with self.holder:
+            names, descriptors, *_ = socket.recv_fds(self.holder, _LARGEST_LIST, _MOST_KEPT, socket.MSG_CMSG_CLOEXEC)
+        return dict(zip(json.loads(names), descriptors, strict=True))
 
 
-NOTHING = Inheritance()
+NOTHING_INHERITED = Inherited()
 
 
-def take(environment: MutableMapping[str, str], process: int) -> Inheritance:
-    """Take the inheritance of this process, and leave nothing of it in the environment.
+def take_inherited(environment: MutableMapping[str, str], process: int) -> Inherited:
+    """Return what systemd passed to this process, and remove it from the environment.
 
     Args:
-        process: this process's number; what was meant for another one is not touched.
+        environment: the variables of this process.
+        process: the id of this process; descriptors for another process are not touched.
     """
     address = environment.pop("NOTIFY_SOCKET", None)
     words = [environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     if words[0] != str(process):
-        return Inheritance(address)
+        return Inherited(address)
     numbers = range(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + int(words[1] or 0))
-    found = dict(zip(map(_name_of, words[2].split(":")), numbers, strict=False))
+    found = dict(zip(map(_decoded, words[2].split(":")), numbers, strict=False))
     found.pop(None, None)
-    parcel = _packed({str(name): number for name, number in found.items()})
+    holder = _in_queue({str(name): number for name, number in found.items()})
     for number in numbers:
         os.close(number)
-    return Inheritance(address, parcel)
+    return Inherited(address, holder)
 
 
-def _packed(descriptors: Mapping[str, int]) -> socket.socket | None:
+def _in_queue(descriptors: Mapping[str, int]) -> socket.socket | None:
     if not descriptors:
         return None
-    writer, parcel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer, holder = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with writer:
         socket.send_fds(writer, [json.dumps(list(descriptors)).encode()], list(descriptors.values()))
-    return parcel
+    return holder
 
 
-def _written(name: str) -> str:
-    """A name as systemd takes it: of ASCII that can be seen, without colons (sd_notify(3), FDNAME)."""
-    written = _PREFIX + quote(name, safe="")
-    if len(written) > _LONGEST_NAME:
-        raise ServiceError(f"have {name} kept", "its name is too long")
-    return written
+def _encoded(name: str) -> str:
+    """Return a name as FDNAME: printable ASCII without colons (sd_notify(3))."""
+    encoded = _PREFIX + quote(name, safe="")
+    if len(encoded) > _LONGEST_NAME:
+        raise ServiceError(f"store descriptor {name}", "its name is too long")
+    return encoded
 
 
-def _name_of(written: str) -> str | None:
-    return unquote(written[len(_PREFIX) :]) if written.startswith(_PREFIX) else None
+def _decoded(encoded: str) -> str | None:
+    return unquote(encoded[len(_PREFIX) :]) if encoded.startswith(_PREFIX) else None
 
 
-def ready(inheritance: Inheritance) -> None:
-    """Say that this process serves now; nothing if nobody waits for it."""
-    if inheritance.address is not None:
-        send(inheritance.address, "READY=1")
+def notify_ready(inherited: Inherited) -> None:
+    """Report that this process is ready; nothing without a notification socket."""
+    if inherited.address is not None:
+        send(inherited.address, "READY=1")
 
 
-def store(address: str, name: str, descriptor: int) -> None:
-    """Have a descriptor kept beyond this process, also if nobody listens at its other end any more.
-
-    Raises:
-        ServiceError: nobody took it.
-    """
-    send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_written(name)}", [descriptor])
-    _settle(address)
-
-
-def remove(address: str, name: str) -> None:
-    """Have what is kept under a name closed.
+def store_descriptor(address: str, name: str, descriptor: int) -> None:
+    """Store a descriptor in systemd beyond the life of this process, even if its peer has closed.
 
     Raises:
-        ServiceError: nobody heard it.
+        ServiceError: systemd does not listen or answer.
     """
-    send(address, f"FDSTOREREMOVE=1\nFDNAME={_written(name)}")
+    send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
+    _await_barrier(address)
+
+
+def remove_descriptor(address: str, name: str) -> None:
+    """Close the descriptor that systemd stores under a name.
+
+    Raises:
+        ServiceError: systemd does not listen.
+    """
+    send(address, f"FDSTOREREMOVE=1\nFDNAME={_encoded(name)}")
 
 
 def send(address: str, text: str, descriptors: Sequence[int] = ()) -> None:
-    """Say one thing.
+    """Send one notification.
 
     Raises:
-        ServiceError: nobody listens.
+        ServiceError: systemd does not listen.
     """
-    place = "\0" + address[1:] if address.startswith("@") else address
+    path = "\0" + address[1:] if address.startswith("@") else address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
-            connection.connect(place)
+            connection.connect(path)
             socket.send_fds(connection, [text.encode()], list(descriptors))
     except OSError as error:
-        raise ServiceError("tell systemd something", f"it does not listen: {error}") from error
+        raise ServiceError("notify systemd", f"its socket does not accept the message: {error}") from error
 
 
-def _settle(address: str) -> None:
-    """Wait until everything that was said has been heard: then this process may die and it still holds."""
+def _await_barrier(address: str) -> None:
+    """Wait until systemd has processed all earlier notifications; afterwards this process may exit."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            ours.recv(1)  # it closes its end when it has come that far
+            ours.recv(1)  # systemd closes its end at this message
         except OSError as error:
-            raise ServiceError("tell systemd something", f"it does not answer: {error}") from error
+            raise ServiceError("notify systemd", f"it does not answer: {error}") from error

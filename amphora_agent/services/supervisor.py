@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first process of an amphora made of namespaces.
+"""The first process of an amphora in namespaces: it starts, restarts and stops the daemons.
 
-Invariant: everything that runs in the amphora descends from this process and ends with it; a service that
-dies takes no other with it, and one that should run is started again. Only the standard library is imported:
-a virtual machine has systemd instead, and here every megabyte is paid once for each amphora.
+Invariant: all processes of the amphora descend from this process and end with it. The exit of a daemon ends no other
+daemon, and a wanted daemon is restarted. Only the standard library is imported, because each amphora of the machine
+pays for each megabyte; a virtual machine has systemd instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.paths import Paths
-from amphora_agent.services.health_file import Probe, Pulse
+from amphora_agent.services.health_file import HealthFile, Probe
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
@@ -45,7 +45,7 @@ MOST_KEPT = 64
 
 @dataclass
 class Service:
-    """One daemon: what was asked for, and what became of it."""
+    """One daemon: its wanted state and its observed state."""
 
     name: str
     argv: list[str]
@@ -53,8 +53,8 @@ class Service:
     restart: bool
     restart_delay: float = 0.0
     leftovers: list[str] = field(default_factory=list)
-    care: dict[str, Any] = field(default_factory=dict)
-    pulse: Pulse | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    health: HealthFile | None = None
     wanted: bool = True
     missed: bool = False
     pid: int | None = None
@@ -68,7 +68,7 @@ class Service:
     waiting: list[socket.socket] = field(default_factory=list)
 
     def status(self) -> dict[str, Any]:
-        """What the control socket tells."""
+        """Return the status for the control socket."""
         return {
             "argv": self.argv,
             "inner": self.inner,
@@ -88,8 +88,8 @@ class Machine:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def build(self, spec: dict[str, Any]) -> None:
-        """Make this process's namespaces into a machine."""
-        # Opened first: what is mounted below may hide them.
+        """Mount the private file systems and create the network namespace of the load balancer."""
+        # The directories are opened first, because the mounts below may hide them.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -103,7 +103,7 @@ class Machine:
         self._inner_namespace()
 
     def _make_private(self, directory: Path, name: str) -> None:
-        """Keep what is written in a directory of the host out of the host: it goes to this amphora's memory."""
+        """Mount an overlay: writes to this directory of the host go to the memory of the amphora."""
         upper, work = (self._paths.private / name / part for part in ("upper", "work"))
         for part in (upper, work):
             part.mkdir(parents=True, mode=0o755)
@@ -220,11 +220,11 @@ class Supervisor:
             os.close(writer)
         os.set_blocking(reader, False)
         self._selector.register(reader, selectors.EVENT_READ, partial(self._drain, service, reader))
-        if service.pulse is not None:
-            service.pulse.born(service.pid)
+        if service.health is not None:
+            service.health.started(service.pid)
 
     def _drain(self, service: Service, reader: int) -> None:
-        """Keep the last lines of what a service says; memory stays bounded however much it says."""
+        """Keep the last lines of a daemon's output in bounded memory."""
         try:
             data = os.read(reader, LINE_BYTES)
         except BlockingIOError:
@@ -248,8 +248,8 @@ class Supervisor:
                     self._died(service, os.waitstatus_to_exitcode(status))
 
     def _died(self, service: Service, code: int | None) -> None:
-        if service.pulse is not None:
-            service.pulse.died(wanted=service.wanted or service.missed)
+        if service.health is not None:
+            service.health.exited(wanted=service.wanted or service.missed)
         service.pid, service.last_exit, service.kill_at = None, code, None
         for waiter in service.waiting:
             self._answer(waiter, {"ok": True, "last_exit": code})
@@ -262,10 +262,10 @@ class Supervisor:
         backoff = max(backoff, service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
-        self._say(f"{service.name} ended with {code} after {lived:.1f} s, starts again in {backoff:.1f} s. {last}")
+        self._log(f"{service.name} exited with {code} after {lived:.1f} s; restart in {backoff:.1f} s. {last}")
 
     @staticmethod
-    def _say(line: str) -> None:
+    def _log(line: str) -> None:
         sys.stderr.write(f"supervisor: {line}\n")
         sys.stderr.flush()
 
@@ -289,7 +289,7 @@ class Supervisor:
             answer = self._handlers[request["op"]](connection, request)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        while self._arrived:  # nobody wanted it
+        while self._arrived:  # descriptors that no handler has used
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -299,7 +299,7 @@ class Supervisor:
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError as error:
-            self._say(f"nobody took an answer: {error}")
+            self._log(f"a client closed the control socket before its answer: {error}")
         finally:
             connection.close()
 
@@ -315,41 +315,41 @@ class Supervisor:
             if (known.argv, known.inner) != (wanted.argv, wanted.inner):
                 return {"ok": False, "error": "it runs with other arguments; stop it first"}
             dismissed, known.wanted, known.restart = not known.wanted, True, wanted.restart
-            if dismissed and known.pulse is not None:
-                known.pulse.born(known.pid)
-            self._take_care(known, request.get("care", {}))
+            if dismissed and known.health is not None:
+                known.health.started(known.pid)
+            self._set_policy(known, request.get("policy", {}))
             return {"ok": True, **known.status()}
         if known is not None and known.due is not None and known.restart_delay and known.argv == wanted.argv:
-            # It died, and there is a reason not to start it again at once, whoever asks for it.
-            self._take_care(known, request.get("care", {}))
+            # The daemon has exited, and its restart is delayed.
+            self._set_policy(known, request.get("policy", {}))
             return {"ok": True, **known.status()}
         if known is not None:
             wanted.log, wanted.starts = known.log, known.starts
-        self._take_care(wanted, request.get("care", {}))
+        self._set_policy(wanted, request.get("policy", {}))
         self.start(wanted)
         return {"ok": True, **wanted.status()}
 
-    def _take_care(self, service: Service, care: dict[str, Any]) -> None:
-        """Treat a service as is wanted from now on (`amphora_agent.services.control.Care`)."""
-        service.restart_delay = float(care.get("restart_delay", 0.0))
-        service.leftovers = [str(path) for path in care.get("leftovers", [])]
-        watched = {key: care.get(key) for key in ("health", "probe")}
-        if watched == service.care:
+    def _set_policy(self, service: Service, policy: dict[str, Any]) -> None:
+        """Change the supervision of a daemon (`amphora_agent.services.control.ServicePolicy`)."""
+        service.restart_delay = float(policy.get("restart_delay", 0.0))
+        service.leftovers = [str(path) for path in policy.get("leftovers", [])]
+        watched = {key: policy.get(key) for key in ("health", "probe")}
+        if watched == service.policy:
             return
-        service.care = watched
-        if service.pulse is not None:
-            service.pulse.end()
+        service.policy = watched
+        if service.health is not None:
+            service.health.stop_probing()
         file = None if watched["health"] is None else Path(watched["health"])
-        service.pulse = Pulse(self._selector, file, watched["probe"] and Probe(**watched["probe"]))
+        service.health = HealthFile(self._selector, file, watched["probe"] and Probe(**watched["probe"]))
         if service.pid is not None:
-            service.pulse.born(service.pid)
+            service.health.started(service.pid)
 
     def _on_stop(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
         service = self._services[request["name"]]
         service.wanted, service.due, service.missed = False, None, bool(request.get("missed", False))
         if service.pid is None:
-            if service.pulse is not None:
-                service.pulse.died(wanted=service.missed)
+            if service.health is not None:
+                service.health.exited(wanted=service.missed)
             return {"ok": True, "last_exit": service.last_exit}
         os.kill(service.pid, int(request.get("signal", signal.SIGTERM)))
         service.kill_at = time.monotonic() + STOP_SECONDS
@@ -359,8 +359,8 @@ class Supervisor:
     def _on_dismiss(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         service = self._services[request["name"]]
         service.wanted, service.due, service.missed = False, None, False
-        if service.pulse is not None:
-            service.pulse.died(wanted=False)
+        if service.health is not None:
+            service.health.exited(wanted=False)
         return {"ok": True}
 
     def _on_signal(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
@@ -377,18 +377,18 @@ class Supervisor:
     def _on_log(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         return {"ok": True, "lines": list(self._services[request["name"]].log)}
 
-    # -- connections that outlive the agent --------------------------------------------------------------------
+    # -- stored descriptors ------------------------------------------------------------------------------------
 
     def _on_keep(self, _: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-        """Keep the descriptor that came with the request."""
+        """Store the descriptor that came with the request."""
         name = str(request["name"])
         if not self._arrived or name in self._kept or len(self._kept) >= MOST_KEPT:
-            return {"ok": False, "error": f"it cannot be kept, {len(self._kept)} are"}
+            return {"ok": False, "error": f"the name is in use, or all {MOST_KEPT} places are"}
         self._kept[name] = self._arrived.pop()
         return {"ok": True}
 
     def _on_kept(self, connection: socket.socket, _: dict[str, Any]) -> None:
-        """Answer with copies of all that is kept, in the order of their names."""
+        """Answer with copies of all stored descriptors, in the order of the names."""
         answer = json.dumps({"ok": True, "names": list(self._kept)}).encode() + b"\n"
         with connection:
             connection.settimeout(ANSWER_SECONDS)
@@ -417,8 +417,8 @@ class Supervisor:
         for service in list(self._services.values()):
             if service.due is not None and service.due <= now:
                 self._spawn(service)
-            if service.pulse is not None:
-                service.pulse.tick(now)
+            if service.health is not None:
+                service.health.run_due(now)
             if service.kill_at is not None and service.kill_at <= now and service.pid is not None:
                 service.kill_at = None
                 os.kill(service.pid, signal.SIGKILL)
@@ -426,13 +426,13 @@ class Supervisor:
     def _next_timer(self) -> float | None:
         services = self._services.values()
         times = [t for s in services for t in (s.due, s.kill_at) if t is not None]
-        times += [s.pulse.due for s in services if s.pulse is not None and s.pulse.due is not None]
+        times += [s.health.due for s in services if s.health is not None and s.health.due is not None]
         if self._ending is not None:
             times.append(self._ending)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def run(self) -> None:
-        """Serve until told to end; what still runs then dies with the process-id namespace."""
+        """Serve until SIGTERM. The end of the process-id namespace kills the processes that are left."""
         while True:
             for key, _ in self._selector.select(self._next_timer()):
                 key.data()
@@ -444,7 +444,7 @@ class Supervisor:
 
 
 def main() -> None:
-    """Console entry: the one argument is the specification's path."""
+    """Run the supervisor; the argument is the path of the specification."""
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     paths = Paths()
     Machine(paths).build(spec)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""systemd as the one who runs the daemons, in a virtual machine.
+"""systemd as service manager of an amphora in a virtual machine.
 
-Invariant: what a daemon is to be is written down before systemd is told of it, in files that are read when it dies; so
-that its end is judged rightly whoever lives then. Everything that has to go on without the agent is done by systemd, by
-the script around a daemon (`templates/daemon.sh`) and by the vigil (`vigil.py`).
+Invariant: the wanted state of a daemon is in files before systemd starts or stops it. The exit of a daemon is judged by
+these files, also while no agent runs. systemd, the script around a daemon (`templates/daemon.sh`) and the health
+watcher (`health_watcher`) do all work that must continue without the agent.
 
-Whether a daemon runs is read from files that the script writes, which costs no process; systemctl is asked only where
-it does not run, and to change something. systemd's own socket is not spoken to: it is nobody else's (systemd(1)).
+The script writes whether a daemon runs, so that a status costs no process. The agent calls systemctl only for changes
+and for daemons that do not run. It does not use systemd's private socket, which is for systemctl only (systemd(1)).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pathlib import Path
 from amphora_agent.errors import ServiceError
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.services import health_watcher, sd_notify
-from amphora_agent.services.control import NO_CARE, Care, ServiceStatus
-from amphora_agent.services.sd_notify import Inheritance
-from amphora_agent.services.systemd_units import Change, Unit, change_of, render, unit_name
+from amphora_agent.services.control import DEFAULT_POLICY, ServicePolicy, ServiceStatus
+from amphora_agent.services.sd_notify import Inherited
+from amphora_agent.services.systemd_units import Unit, UnitChange, compare_units, render_unit, unit_name
 
-VIGIL = "amphora-vigil"
+WATCHER = "amphora-health-watcher"
 WANTED, DISMISSED, STOPPED, MISSED = "wanted", "dismissed", "stopped", "missed"
 ANSWER_SECONDS = 90.0
 LOG_LINES = 200
 MOST_KEPT = 64
-_ON_ITS_WAY = ("activating", "deactivating", "reloading", "active")
+_ACTIVE_STATES = ("activating", "deactivating", "reloading", "active")
 _SCRIPT = Path(__file__).parents[1] / "templates/daemon.sh"
 
 
@@ -42,75 +42,78 @@ class Systemd:
     """Daemons as units of systemd.
 
     Args:
-        inheritance: what systemd gave the agent.
+        paths: the files of the agent.
+        inherited: the notification socket and the descriptors that systemd passed to the agent.
     """
 
-    def __init__(self, paths: Paths, inheritance: Inheritance) -> None:
+    def __init__(self, paths: Paths, inherited: Inherited) -> None:
         self._paths = paths
-        self._address = inheritance.address
-        self._kept = inheritance.unpack()
-        # One at a time: two threads that change one unit would each find the other's half.
+        self._address = inherited.address
+        self._kept = inherited.receive()
+        # One thread at a time: two threads that change one unit would read each other's half of a change.
         self._lock = threading.Lock()
 
-    # -- what runs ------------------------------------------------------------------------------------------
+    # -- daemons -------------------------------------------------------------------------------------------
 
-    def start(self, name: str, argv: Sequence[str], *, inner: bool, care: Care = NO_CARE) -> ServiceStatus:
-        unit = self._unit(name, argv, inner=inner, care=care)
+    def start(
+        self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy = DEFAULT_POLICY
+    ) -> ServiceStatus:
+        unit = self._unit(name, argv, inner=inner, policy=policy)
         with self._lock:
-            if care.health is not None:
-                self._watch(name, care)
-            change, present = self._write(unit), self._status(name)
+            if policy.health is not None:
+                self._watch(name, policy)
+            change, present = self._write_unit(unit), self._status(name)
             if present is not None and present.pid is not None:
-                self._want(name, WANTED)
-                return present if present.wanted else self._expect(name)
-            waits = self._state(name) in _ON_ITS_WAY
-            if waits and care.restart_delay and change is not Change.COMMAND and self._wanted(name) == WANTED:
-                return self._expect(name)  # it died, and there is a reason not to start it again at once
-            self._begin(name, again=waits)
-            return self._expect(name)
+                self._set_wanted(name, WANTED)
+                return present if present.wanted else self._started_status(name)
+            pending = self._state(name) in _ACTIVE_STATES
+            if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
+                return self._started_status(name)  # the daemon has exited, and its restart is delayed
+            self._start_unit(name, restart=pending)
+            return self._started_status(name)
 
-    def _begin(self, name: str, *, again: bool) -> None:
-        place = self._place(name)
-        self._want(name, WANTED)
+    def _start_unit(self, name: str, *, restart: bool) -> None:
+        directory = self._directory(name)
+        self._set_wanted(name, WANTED)
         for file in ("deaths", "exit"):
-            (place / file).unlink(missing_ok=True)
-        before = health_watcher.word(place / "starts")
+            (directory / file).unlink(missing_ok=True)
+        before = health_watcher.read_line(directory / "starts")
         try:
-            self._systemctl(f"start {name}", "restart" if again else "start", unit_name(name))
+            self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # One that could be started and died at once is whoever's concern who waits for its answer.
-            if health_watcher.word(place / "starts") == before:
+            # A daemon that started and exited at once is not an error here: its caller waits for its answer.
+            if health_watcher.read_line(directory / "starts") == before:
                 raise
 
     def stop(self, name: str, *, missed: bool = False) -> None:
         with self._lock:
             if self._status(name) is None:
                 return
-            self._want(name, MISSED if missed else STOPPED)
+            self._set_wanted(name, MISSED if missed else STOPPED)
             self._systemctl(f"stop {name}", "stop", unit_name(name))
-            # One that has failed would be remembered for ever.
+            # systemd keeps failed units in memory without a limit.
             self._systemctl(f"stop {name}", "reset-failed", unit_name(name), may_fail=True)
 
     def dismiss(self, name: str) -> None:
         with self._lock:
-            status = self._expect(name)
-            self._want(name, DISMISSED)
+            status = self._started_status(name)
+            self._set_wanted(name, DISMISSED)
             if status.pid is None and status.wanted:
                 self._systemctl(f"dismiss {name}", "stop", unit_name(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        pid = self._expect(name).pid
+        pid = self._started_status(name).pid
         if pid is None:
             raise ServiceError(f"send {number.name} to {name}", "it does not run")
         try:
             descriptor = os.pidfd_open(pid)
             try:
-                if not health_watcher.belongs(pid, unit_name(name)):  # it has ended, and its number is another's
+                if not health_watcher.is_in_unit(pid, unit_name(name)):  # the kernel has reused the id
                     raise ProcessLookupError
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
-        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both mean that the process has exited (Linux 6.16)
             raise ServiceError(f"send {number.name} to {name}", "it does not run") from None
 
     def status(self, name: str) -> ServiceStatus | None:
@@ -119,21 +122,21 @@ class Systemd:
     def log(self, name: str) -> list[str]:
         if self._status(name) is None:
             return []
-        # What it said just before it died has to be there.
+        # The last lines before an exit must be in the journal.
         self._run("read the log", ["journalctl", "--sync"], may_fail=True)
         match = [f"_SYSTEMD_UNIT={unit_name(name)}", "--boot", f"--lines={LOG_LINES}"]
-        said = self._run(f"read {name}'s log", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
+        said = self._run(f"read the log of {name}", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
         return said.splitlines()
 
-    # -- connections that outlive the agent -------------------------------------------------------------------
+    # -- stored descriptors -----------------------------------------------------------------------------------
 
     def keep(self, name: str, descriptor: int) -> None:
         with self._lock:
             if self._address is None:
-                raise ServiceError(f"have {name} kept", "systemd did not start this agent")
+                raise ServiceError(f"store descriptor {name}", "systemd did not start this agent")
             if name in self._kept or len(self._kept) >= MOST_KEPT:
-                raise ServiceError(f"have {name} kept", f"it cannot be kept, {len(self._kept)} are")
-            sd_notify.store(self._address, name, descriptor)
+                raise ServiceError(f"store descriptor {name}", f"the name is in use, or all {MOST_KEPT} places are")
+            sd_notify.store_descriptor(self._address, name, descriptor)
             self._kept[name] = os.dup(descriptor)
 
     def kept(self) -> dict[str, int]:
@@ -146,11 +149,11 @@ class Systemd:
             if descriptor is not None:
                 os.close(descriptor)
                 if self._address is not None:
-                    sd_notify.remove(self._address, name)
+                    sd_notify.remove_descriptor(self._address, name)
 
     # -- files ------------------------------------------------------------------------------------------------
 
-    def _unit(self, name: str, argv: Sequence[str], *, inner: bool, care: Care) -> Unit:
+    def _unit(self, name: str, argv: Sequence[str], *, inner: bool, policy: ServicePolicy) -> Unit:
         program = shutil.which(argv[0])
         if program is None:
             raise ServiceError(f"start {name}", f"there is no program {argv[0]}")
@@ -159,80 +162,82 @@ class Systemd:
             (program, *argv[1:]),
             self._paths.inner_namespace if inner else None,
             _SCRIPT,
-            self._place(name),
+            self._directory(name),
             self._paths.run,
-            care.health,
-            care.restart_delay,
-            care.leftovers,
+            policy.health,
+            policy.restart_delay,
+            policy.leftovers,
         )
 
-    def _write(self, unit: Unit) -> Change:
-        """Write a unit's file, and have systemd read it.
+    def _write_unit(self, unit: Unit) -> UnitChange:
+        """Write the file of a unit and make systemd read it.
 
         Raises:
-            ServiceError: it runs, and with another command.
+            ServiceError: the daemon runs with another command.
         """
-        file, text = self._paths.units / unit_name(unit.name), render(unit)
-        change = change_of(_content(file), text)
-        if change is Change.NONE:
+        file, text = self._paths.units / unit_name(unit.name), render_unit(unit)
+        change = compare_units(_content(file), text)
+        if change is UnitChange.NONE:
             return change
         status = self._status(unit.name)
-        if change is Change.COMMAND and status is not None and status.pid is not None:
+        if change is UnitChange.COMMAND and status is not None and status.pid is not None:
             raise ServiceError(f"start {unit.name}", "it runs with other arguments; stop it first")
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        file.chmod(0o644)  # it has no secrets, and systemd says for each that it thinks so
-        if change is not Change.NEW:
+        file.chmod(0o644)  # without secrets; systemd warns about units that are not readable
+        if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
         return change
 
-    def _watch(self, name: str, care: Care) -> None:
-        """Have the vigil keep a daemon's health file."""
-        place = self._place(name)
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        wanted = json.dumps({key: care.document()[key] for key in ("health", "probe")})
-        if _content(place / health_watcher.CARE) != wanted:
-            write_atomically(place / health_watcher.CARE, wanted, durable=False)
-        present = self._status(VIGIL)
+    def _watch(self, name: str, policy: ServicePolicy) -> None:
+        """Make the health watcher keep the health file of a daemon."""
+        directory = self._directory(name)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted = json.dumps({key: policy.document()[key] for key in ("health", "probe")})
+        if _content(directory / health_watcher.POLICY_FILE) != wanted:
+            write_atomically(directory / health_watcher.POLICY_FILE, wanted, durable=False)
+        present = self._status(WATCHER)
         if present is None or present.pid is None:
             argv = [sys.executable, "-I", "-S", str(Path(health_watcher.__file__)), str(self._paths.services)]
-            self._write(self._unit(VIGIL, argv, inner=False, care=NO_CARE))
-            self._begin(VIGIL, again=False)
+            self._write_unit(self._unit(WATCHER, argv, inner=False, policy=DEFAULT_POLICY))
+            self._start_unit(WATCHER, restart=False)
 
-    def _place(self, name: str) -> Path:
+    def _directory(self, name: str) -> Path:
         return self._paths.services / unit_name(name)
 
-    def _want(self, name: str, word: str) -> None:
+    def _set_wanted(self, name: str, word: str) -> None:
         if self._wanted(name) != word:
-            write_atomically(self._place(name) / health_watcher.WANTED_FILE, word + "\n", durable=False)
+            write_atomically(self._directory(name) / health_watcher.WANTED_FILE, word + "\n", durable=False)
 
     def _wanted(self, name: str) -> str | None:
-        return health_watcher.word(self._place(name) / health_watcher.WANTED_FILE)
+        return health_watcher.read_line(self._directory(name) / health_watcher.WANTED_FILE)
 
     # -- systemd ----------------------------------------------------------------------------------------------
 
-    def _expect(self, name: str) -> ServiceStatus:
+    def _started_status(self, name: str) -> ServiceStatus:
         status = self._status(name)
         if status is None:
-            raise ServiceError(f"ask for {name}", "it was never started")
+            raise ServiceError(f"read the status of {name}", "it was never started")
         return status
 
     def _status(self, name: str) -> ServiceStatus | None:
-        place = self._place(name)
+        directory = self._directory(name)
         wanted = self._wanted(name)
         if wanted is None:
             return None
-        pid = health_watcher.running(place, unit_name(name))
-        starts = int(health_watcher.word(place / "starts") or 0)
-        # One that an operator has stopped is not started again, whatever we want.
-        comes = wanted == WANTED and (pid is not None or self._state(name) in _ON_ITS_WAY)
-        if comes and pid is None:
-            pid = health_watcher.running(place, unit_name(name))  # it may have come up while systemd was asked
-        return ServiceStatus(pid, starts, exit_code(health_watcher.word(place / "exit")), comes)
+        pid = health_watcher.running_pid(directory, unit_name(name))
+        starts = int(health_watcher.read_line(directory / "starts") or 0)
+        # systemd does not restart a unit that an operator has stopped.
+        restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
+        if restarts and pid is None:
+            pid = health_watcher.running_pid(directory, unit_name(name))  # started during the call of systemctl
+        return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 
     def _state(self, name: str) -> str:
-        return self._systemctl(f"ask for {name}", "show", "--property=ActiveState", "--value", unit_name(name)).strip()
+        return self._systemctl(
+            f"read the state of {name}", "show", "--property=ActiveState", "--value", unit_name(name)
+        ).strip()
 
     def _systemctl(self, wanted: str, *words: str, may_fail: bool = False) -> str:
         return self._run(wanted, ["systemctl", "--no-ask-password", "--quiet", *words], may_fail=may_fail)
@@ -258,10 +263,10 @@ class Systemd:
 
 
 def exit_code(said: str | None) -> int | None:
-    """How a daemon ended, as `subprocess` says it: a status, or the negative number of the signal.
+    """Return the exit code of a daemon: a status, or the negative number of the signal.
 
     Args:
-        said: EXIT_CODE and EXIT_STATUS of systemd.exec(5); None or empty ones while it has not ended.
+        said: EXIT_CODE and EXIT_STATUS of systemd.exec(5); None or empty before the first exit.
     """
     how, _, what = (said or "").partition(" ")
     if how == "exited" and what.isdecimal():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What systemd is told of a daemon: the text of its unit.
+"""The text of a daemon's systemd unit.
 
-Invariant: a word of a command line reaches the daemon exactly as it is here, whatever is in it; no unit depends on the
-agent's, so that nothing ends with the agent. Pure. Sources: systemd.service(5), systemd.exec(5), systemd.kill(5),
+Invariant: each argument reaches the daemon unchanged, with any characters. No unit depends on the unit of the agent, so
+that no daemon stops with the agent. Pure. Sources: systemd.service(5), systemd.exec(5), systemd.kill(5),
 systemd.syntax(7).
 """
 
@@ -19,7 +19,7 @@ from amphora_agent.errors import ServiceError
 PREFIX = "amphora-"
 STOP_SECONDS = 5
 START_SECONDS = 60
-# The kernel takes others for memory first (proc(5), oom_score_adj: -1000 would be never).
+# The kernel kills other processes first when memory is short (proc(5), oom_score_adj; -1000 means never).
 OOM_SCORE = -900
 OPEN_FILES = 1048576
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
@@ -29,17 +29,17 @@ _FIRST_PRINTABLE, _DELETE = " ", "\x7f"
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a daemon may do besides what all of them may. Source: systemd.exec(5), capabilities(7).
+    """The rights of a daemon beyond the limits of all daemons. Source: systemd.exec(5), capabilities(7).
 
     Attributes:
-        user: that it runs as; None is root with these capabilities and no others.
-        capabilities: without ``CAP_``; a user of its own has them from the start.
-        families: of the sockets it opens, without ``AF_``.
-        calls: what it may ask of the kernel besides systemd's set ``@system-service``.
-        directory: below /run, its own, and the only place where it writes; None: it writes nothing; the default is the
-            agent's run directory.
+        user: the user of the process; None is root with these capabilities only.
+        capabilities: without ``CAP_``; a user other than root has them as ambient capabilities.
+        families: the address families of its sockets, without ``AF_``.
+        calls: system calls besides systemd's set ``@system-service``.
+        directory: the only writable directory, below /run; None for no writable directory; empty for the run directory
+            of the agent.
         sets: whether it changes settings of its network namespace (/proc/sys/net).
-        compiles: whether it makes machine code while it runs.
+        compiles: whether it generates machine code at run time.
     """
 
     user: str | None = None
@@ -53,10 +53,10 @@ class Confinement:
 
 CHECKER_USER, RESPONDER_USER = "amphora-checker", "amphora-responder"
 _PACKETS = ("UNIX", "INET", "INET6", "NETLINK", "PACKET")
-# A daemon that is not here may write in the agent's run directory, and nothing else.
+# A daemon without an entry has no capability and writes only to the run directory of the agent.
 CONFINEMENTS: Mapping[str, Confinement] = {
-    # The master stays root to open ports and files again at each reload; its workers go into an empty directory and
-    # become `haproxy`. PCRE2 compiles regular expressions.
+    # The master stays root because it opens ports and files at each reload. Its workers change to an empty root
+    # directory and to the user `haproxy`. PCRE2 compiles regular expressions to machine code.
     "haproxy": Confinement(
         capabilities=("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT"),
         families=("UNIX", "INET", "INET6"),
@@ -98,15 +98,17 @@ _CONFINED = (
 
 @dataclass(frozen=True)
 class Unit:
-    """A daemon as systemd runs it.
+    """A daemon as a systemd unit.
 
     Attributes:
-        namespace: the network namespace it runs in; None is the machine's own.
-        script: what is run before its start, after it and after its end (`templates/daemon.sh`).
-        state: the directory of what is known of it.
-        run: the agent's run directory.
-        health: the file that says whether it serves.
-        delay: waited before it is started again, in seconds.
+        namespace: the path of its network namespace; None is the namespace of the machine.
+        script: the program that systemd runs before the start, after the start and after the exit
+            (`templates/daemon.sh`).
+        state: the directory of its state files.
+        run: the run directory of the agent.
+        health: its health file (`health_file`).
+        delay: seconds before a restart.
+        leftovers: files that are removed before a start.
     """
 
     name: str
@@ -121,24 +123,26 @@ class Unit:
 
 
 def unit_name(service: str) -> str:
-    """The unit of a service, told apart from those that packages of the same daemons bring.
+    """Return the unit of a service.
+
+    The prefix distinguishes it from the unit of the daemon's Debian package.
 
     Raises:
-        ServiceError: it cannot be a unit's name.
+        ServiceError: the name is not valid.
     """
     if not _NAME.fullmatch(service):
-        raise ServiceError(f"run {service!r}", "that is no name of a service")
+        raise ServiceError(f"run {service!r}", "this is not a valid name of a service")
     return f"{service if service.startswith(PREFIX) else PREFIX + service}.service"
 
 
 def quoted(word: str) -> str:
-    """A word of a command line, for a line that expands no variables (the prefix ``:``).
+    """Quote an argument for a command line without variable expansion (the prefix ``:``).
 
     Raises:
-        ServiceError: the kernel has no such words.
+        ServiceError: the argument contains a character that the kernel does not accept.
     """
     if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
-        raise ServiceError("write a command line", "a word has a character that no argument can have")
+        raise ServiceError("write a command line", "an argument contains a character that no argument can contain")
     return '"' + "".join(map(_escaped, word)) + '"'
 
 
@@ -149,10 +153,10 @@ def _escaped(letter: str) -> str:
 
 
 def _plain(path: Path) -> str:
-    """A path for a line that takes the rest of itself for one."""
+    """Return a path for a setting whose value is the rest of the line."""
     text = str(path)
     if not text.isprintable() or text != text.strip():
-        raise ServiceError("write a unit", f"{text!r} cannot be named in one")
+        raise ServiceError("write a unit", f"the path {text!r} cannot be written in a unit")
     return text.replace("%", "%%")
 
 
@@ -160,16 +164,16 @@ def _command(words: Sequence[object]) -> str:
     return " ".join(quoted(str(word)) for word in words)
 
 
-def render(unit: Unit) -> str:
-    """The text of a unit file.
+def render_unit(unit: Unit) -> str:
+    """Return the text of a unit file.
 
-    Restarts are systemd's (at once, or after the delay); the growing pauses between deaths in quick succession are the
-    script's, because systemd has them from version 254 on only.
+    systemd restarts the daemon (at once or after the delay). The script adds the back-off between quick exits, because
+    systemd supports it only from version 254.
     """
     script = ("/bin/sh", unit.script)
     before = "later" if unit.delay else "begin"
-    # The script is run with all rights, in no namespace of its own: what it writes is the agent's, and each of its
-    # three runs is spared the preparation of a file system.
+    # The script runs with all rights and without a mount namespace: it writes files of the agent, and each of its three
+    # runs saves the setup of a file system.
     lines = [
         "[Unit]",
         f"Description={unit.name} of the amphora",
@@ -185,8 +189,8 @@ def render(unit: Unit) -> str:
         f"RestartSec={round(unit.delay * 1000)}ms",
         f"TimeoutStartSec={START_SECONDS}",
         f"TimeoutStopSec={STOP_SECONDS}",
-        # Only the first process is asked to end, and ends its own. What is left of it after that, or after its death,
-        # would share the ports with its successor.
+        # systemd sends SIGTERM to the first process only, which stops its children. A process that is left is killed:
+        # it would share the ports with its successor.
         "KillMode=mixed",
         f"OOMScoreAdjust={OOM_SCORE}",
         "OOMPolicy=continue",
@@ -214,28 +218,28 @@ def _confined(bounds: Confinement, run: Path) -> Iterator[str]:
     if not bounds.sets:
         yield "ProtectKernelTunables=yes"
     if bounds.directory:
-        # It continues with the files of its predecessor, and other processes open its sockets there.
+        # The daemon continues with the files of its predecessor; other processes open its sockets there.
         yield from (f"RuntimeDirectory={bounds.directory}", "RuntimeDirectoryMode=0711", "RuntimeDirectoryPreserve=yes")
     elif bounds.directory is not None:
         yield f"ReadWritePaths={_plain(run)}"
 
 
-class Change(Enum):
-    """What is different in a unit's text."""
+class UnitChange(Enum):
+    """The difference between two texts of a unit."""
 
-    NONE = "nothing"
-    NEW = "there was no such unit"
-    CARE = "what is done for it, which one that runs takes over"
-    COMMAND = "its command, which one that runs cannot take over"
+    NONE = "no difference"
+    NEW = "there was no unit"
+    POLICY = "supervision, which applies to a running daemon"
+    COMMAND = "the command, which needs a restart of a running daemon"
 
 
-def change_of(before: str | None, text: str) -> Change:
-    """What is different in a unit's text from what it was; None if there was none."""
+def compare_units(before: str | None, text: str) -> UnitChange:
+    """Compare the text of a unit with its former text (None if there was none)."""
     if before is None:
-        return Change.NEW
+        return UnitChange.NEW
     if before == text:
-        return Change.NONE
-    return Change.CARE if _command_of(before) == _command_of(text) else Change.COMMAND
+        return UnitChange.NONE
+    return UnitChange.POLICY if _command_of(before) == _command_of(text) else UnitChange.COMMAND
 
 
 def _command_of(text: str) -> tuple[str, ...]:

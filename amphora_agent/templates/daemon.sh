@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# What systemd runs around a daemon of the amphora (amphora_agent/services/systemd_units.py); a shell, because it starts in a millisecond.
+# systemd runs this script around a daemon of the amphora (amphora_agent/services/systemd_units.py). It is a shell
+# script because a shell starts in a millisecond.
 #
-#   daemon.sh begin STATE [LEFTOVER...]   before each start: whether it is wanted, and not again too soon
-#   daemon.sh later STATE [LEFTOVER...]   the same, where systemd has waited already
-#   daemon.sh up    STATE                 it runs, as $MAINPID
-#   daemon.sh end   STATE [HEALTH]        it has ended ($SERVICE_RESULT, $EXIT_CODE, $EXIT_STATUS)
+#   daemon.sh begin STATE [LEFTOVER...]   before each start: check that the daemon is wanted, wait for the back-off
+#   daemon.sh later STATE [LEFTOVER...]   the same, after a restart delay of systemd: no back-off
+#   daemon.sh up    STATE                 the daemon runs as $MAINPID
+#   daemon.sh end   STATE [HEALTH]        the daemon has exited ($SERVICE_RESULT, $EXIT_CODE, $EXIT_STATUS)
 #
-# STATE is a directory. "wanted", by the agent: wanted, dismissed, stopped or missed. By this script: "pid" while it
-# runs, "starts" how many there were, "exit" how it ended last, "begun" when (seconds since the boot), "deaths" how many
-# of them in quick succession. A line in one of them that does not end is being written.
+# STATE is a directory. The agent writes the file "wanted": wanted, dismissed, stopped or missed. This script writes
+# "pid" while the daemon runs, "starts" (number of starts), "exit" (last exit), "begun" (last start, seconds since boot)
+# and "deaths" (quick exits in succession). A line without an end is being written.
 #
-# Invariant: HEALTH says 1 before a daemon that was wanted, and has died, is started again; the one who says that it
-# serves again is amphora_agent/services/health_watcher.py.
+# Invariant: HEALTH holds 1 before a wanted daemon is restarted after an exit. Only
+# amphora_agent/services/health_watcher.py writes 0.
 
 HEALTHY_SECONDS=5
 
@@ -52,7 +53,7 @@ up)
     echo "$MAINPID" > "$state/pid"
     ;;
 end)
-    # It was not to be started, so nothing has ended.
+    # The condition refused the start: no daemon has exited.
     [ "$SERVICE_RESULT" != exec-condition ] || exit 0
     case $wanted in
     wanted | missed) serves=1 ;;

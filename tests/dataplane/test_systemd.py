@@ -105,8 +105,9 @@ def services(machine, program: str):
         "import json, signal, sys",
         "from pathlib import Path",
         "from amphora_agent.paths import Paths",
-        "from amphora_agent.services.control import Care, connect",
-        "services = connect('systemd', Paths())",
+        "from amphora_agent.services.connect import connect_service_manager",
+        "from amphora_agent.services.control import ServicePolicy",
+        "services = connect_service_manager('systemd', Paths())",
         f"said = {program}",
         "print(json.dumps(said, default=vars))",
     )
@@ -121,7 +122,7 @@ def test_serves(machine, place):
 
 
 def test_the_agent_dies_and_nothing_else(machine, place):
-    before = {name: machine.pid(name) for name in ("haproxy", "responder", "vigil", "agent")}
+    before = {name: machine.pid(name) for name in ("haproxy", "responder", "health-watcher", "agent")}
     assert None not in before.values()
     with Client(place) as client:
         os.kill(before["agent"], signal.SIGKILL)
@@ -129,8 +130,8 @@ def test_the_agent_dies_and_nothing_else(machine, place):
         eventually(machine.answers, "it answers", 120.0)
         client.hears("m1")
     assert client.failures == []
-    assert {name: machine.pid(name) for name in ("haproxy", "responder", "vigil")} == {
-        name: before[name] for name in ("haproxy", "responder", "vigil")
+    assert {name: machine.pid(name) for name in ("haproxy", "responder", "health-watcher")} == {
+        name: before[name] for name in ("haproxy", "responder", "health-watcher")
     }
     assert push(machine, text(listener(["m1", "m3"])))["how"] == "runtime"
 
@@ -169,13 +170,13 @@ def test_haproxy_dies(machine, place, alone, record_property):
 
 
 def test_haproxy_and_who_watches_it_die_together(machine):
-    old, vigil = machine.pid("haproxy"), machine.pid("vigil")
-    os.kill(vigil, signal.SIGSTOP)  # it sees nothing any more
+    old, watcher = machine.pid("haproxy"), machine.pid("health-watcher")
+    os.kill(watcher, signal.SIGSTOP)  # it sees nothing any more
     os.kill(old, signal.SIGKILL)
     eventually(lambda: said(machine) == "1", "the script says it")
     eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another one")
-    os.kill(vigil, signal.SIGKILL)
-    eventually(lambda: said(machine) == "0", "another vigil hears HAProxy's answer")
+    os.kill(watcher, signal.SIGKILL)
+    eventually(lambda: said(machine) == "0", "another watcher hears HAProxy's answer")
 
 
 def test_haproxy_freezes(machine):
@@ -193,7 +194,7 @@ def test_haproxy_freezes(machine):
 def test_who_is_not_wanted_is_not_missed(machine):
     push(machine, None)
     assert machine.pid("haproxy") is None
-    time.sleep(0.3)  # two looks of the vigil
+    time.sleep(0.3)  # two looks of the watcher
     assert said(machine) == "0"
     push(machine, text(listener(["m1"])))
     assert machine.pid("haproxy") is not None
@@ -291,7 +292,7 @@ def datagrams(machine):
 
 
 def test_each_daemon_has_no_more_rights_than_it_needs(machine, datagrams):
-    for service in ("haproxy", "responder", "checker", "vigil", "agent"):
+    for service in ("haproxy", "responder", "checker", "health-watcher", "agent"):
         found = rights(machine.pid(service))
         assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2"), service
         assert int(found["CapBnd"], 16) < (1 << 25), service  # among those above it are time, devices, audit
@@ -301,8 +302,8 @@ def test_each_daemon_has_no_more_rights_than_it_needs(machine, datagrams):
         found = rights(machine.pid(service))
         has = sum(1 << NUMBERS[one] for one in capabilities)
         assert {int(found[kind], 16) for kind in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {has}, service
-    vigil = rights(machine.pid("vigil"))
-    assert {vigil[kind] for kind in ("CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    watcher = rights(machine.pid("health-watcher"))
+    assert {watcher[kind] for kind in ("CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
 
 
 def test_checks_and_metrics_without_root(machine, place, datagrams):
@@ -431,11 +432,12 @@ def test_a_daemon_that_cannot_live(machine):
 
 def test_a_daemon_that_is_not_started_again_at_once(machine):
     leftover = machine.file("/run/leftover")
-    care = (
-        "Care(health=Path('/run/amphora-agent/patient.health'), restart_delay=2.5, leftovers=(Path('/run/leftover'),))"
+    policy = (
+        "ServicePolicy(health=Path('/run/amphora-agent/patient.health'), restart_delay=2.5,"
+        " leftovers=(Path('/run/leftover'),))"
     )
     leftover.write_text("")
-    start = f"services.start('patient', ['sleep', '1000'], inner=False, care={care})"
+    start = f"services.start('patient', ['sleep', '1000'], inner=False, policy={policy})"
     services(machine, start)
     assert not leftover.exists()
     health = machine.file("/run/amphora-agent/patient.health")

@@ -37,7 +37,7 @@ def serves_all(balanced) -> bool:
     return balanced.serves() and balanced.datagram() in {"one", "two"}
 
 
-UNITS = ("amphora-haproxy", "amphora-agent", "amphora-checker", "amphora-responder", "amphora-vigil")
+UNITS = ("amphora-haproxy", "amphora-agent", "amphora-checker", "amphora-responder", "amphora-health-watcher")
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -14,7 +14,7 @@ from amphora_agent.services.systemd_units import CONFINEMENTS, Unit, render, uni
 IMAGE = Path(__file__).parents[3] / "diskimage/elements/amphora"
 STATIC = IMAGE / "static/usr/lib/systemd/system"
 AGENT, NETNS = "amphora-agent.service", "amphora-netns.service"
-DAEMONS = [unit_name(name) for name in (*CONFINEMENTS, "amphora-vigil")]
+DAEMONS = [unit_name(name) for name in (*CONFINEMENTS, "amphora-health-watcher")]
 UNITS = [*DAEMONS, *sorted(file.name for file in STATIC.glob("*.service"))]
 # Both share the machine's mounts: the one opens network namespaces, the other makes one.
 SHARED_MOUNTS = (AGENT, NETNS)
@@ -23,7 +23,7 @@ NEED_MOUNTS = ("Protect", "Private", "ReadOnly", "ReadWrite", "Inaccessible", "B
 
 
 def rendered(name: str) -> str:
-    service = next((one for one in CONFINEMENTS if unit_name(one) == name), "amphora-vigil")
+    service = next((one for one in CONFINEMENTS if unit_name(one) == name), "amphora-health-watcher")
     words = ("/usr/bin/true",)
     run = Path("/run/amphora-agent")
     return render(Unit(service, words, Path("/run/netns/inner"), Path("/lib/daemon.sh"), run / "services", run))
@@ -85,6 +85,6 @@ def test_who_speaks_with_strangers_is_not_root():
 
 
 def test_what_nobody_named_has_no_rights_at_all():
-    found = settings("amphora-vigil.service")
+    found = settings("amphora-health-watcher.service")
     assert found["CapabilityBoundingSet"] == ""
     assert found["ReadWritePaths"] == "/run/amphora-agent"

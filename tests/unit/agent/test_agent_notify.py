@@ -15,7 +15,7 @@ import pytest
 from amphora_agent.errors import ServiceError
 from amphora_agent.paths import Paths
 from amphora_agent.services import sd_notify
-from amphora_agent.services.sd_notify import NOTHING, Inheritance
+from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
 from amphora_agent.services.systemd import MOST_KEPT, Systemd
 
 NAME = "worker 12:34/ü%\n"
@@ -66,19 +66,19 @@ def listener(address):
 
 def test_nothing_is_left_in_the_environment():
     environment = {"NOTIFY_SOCKET": "/x", "LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b", "HOME": "/"}
-    assert sd_notify.take(environment, 7) == Inheritance("/x")  # they were another process's
+    assert sd_notify.take_inherited(environment, 7) == Inherited("/x")  # they were another process's
     assert environment == {"HOME": "/"}
-    assert sd_notify.take(environment, 7) == NOTHING
+    assert sd_notify.take_inherited(environment, 7) == NOTHING_INHERITED
 
 
 def test_who_was_not_started_by_systemd_says_nothing():
-    sd_notify.ready(NOTHING)
-    assert NOTHING.unpack() == {}
+    sd_notify.notify_ready(NOTHING_INHERITED)
+    assert NOTHING_INHERITED.receive() == {}
 
 
 def test_what_is_kept_comes_back(address, listener, tmp_path):
     """By way of a process whose descriptors are in the places in which systemd puts them."""
-    services = Systemd(Paths(tmp_path), Inheritance(address))
+    services = Systemd(Paths(tmp_path), Inherited(address))
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -103,8 +103,8 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
             f"given = dict(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='stored:{written}')\n"
             "inheritance = notify.take(given, os.getpid())\n"
             "open_ones = {name for name in os.listdir('/proc/self/fd') if int(name) > 2}\n"
-            "assert str(inheritance.parcel.fileno()) in open_ones and len(open_ones) <= 2, open_ones\n"
-            "found = inheritance.unpack()\n"
+            "assert str(inheritance.holder.fileno()) in open_ones and len(open_ones) <= 2, open_ones\n"
+            "found = inheritance.receive()\n"
             f"assert list(found) == [{NAME!r}], found\n"
             "os.write(found.popitem()[1], b'hello')\n"
         )
@@ -116,12 +116,14 @@ def test_what_is_kept_comes_back(address, listener, tmp_path):
         services.drop(NAME)
         services.drop(NAME)
         assert services.kept() == {}
-    sd_notify.store(address, "the last one", listener.socket.fileno())  # so that all before it has been heard
+    sd_notify.store_descriptor(
+        address, "the last one", listener.socket.fileno()
+    )  # so that all before it has been heard
     assert f"FDSTOREREMOVE=1\nFDNAME={written}" in listener.said
 
 
 def test_no_more_than_systemd_takes(address, listener, tmp_path):
-    services = Systemd(Paths(tmp_path), Inheritance(address))
+    services = Systemd(Paths(tmp_path), Inherited(address))
     for number in range(MOST_KEPT):
         services.keep(str(number), listener.socket.fileno())
     with pytest.raises(ServiceError, match="cannot be kept, 64 are"):
@@ -131,10 +133,10 @@ def test_no_more_than_systemd_takes(address, listener, tmp_path):
 
 
 def test_nobody_listens(address, tmp_path):
-    services = Systemd(Paths(tmp_path), Inheritance(address))
+    services = Systemd(Paths(tmp_path), Inherited(address))
     with pytest.raises(ServiceError, match="does not listen"):
         services.keep("x", 0)
     with pytest.raises(ServiceError, match="did not start this agent"):
-        Systemd(Paths(tmp_path), NOTHING).keep("x", 0)
+        Systemd(Paths(tmp_path), NOTHING_INHERITED).keep("x", 0)
     with pytest.raises(ServiceError, match="too long"):
-        sd_notify.store(address, "x" * 300, 0)
+        sd_notify.store_descriptor(address, "x" * 300, 0)

@@ -7,16 +7,16 @@ import pytest
 
 from amphora_agent.errors import ServiceError, SettingsError
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.services.control import connect
+from amphora_agent.services.connect import connect_service_manager
 
 
 def test_an_unknown_one_is_refused_and_not_pretended(tmp_path):
     with pytest.raises(SettingsError, match="systemd and to the supervisor only"):
-        connect("runit", Paths(tmp_path))
+        connect_service_manager("runit", Paths(tmp_path))
 
 
 def test_a_supervisor_that_does_not_answer(tmp_path):
-    services = connect("supervisor", Paths(tmp_path))
+    services = connect_service_manager("supervisor", Paths(tmp_path))
     with pytest.raises(ServiceError, match="does not answer"):
         services.status("haproxy")
 

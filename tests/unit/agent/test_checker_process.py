@@ -154,7 +154,7 @@ class Services:
     def status(self, name):
         return None
 
-    def start(self, name, argv, *, inner, care):
+    def start(self, name, argv, *, inner, policy):
         assert inner
         self.calls.append(("start", name))
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from amphora_agent.services import health_watcher
-from amphora_agent.services.health_watcher import CARE, PID, WANTED_FILE, Vigil
+from amphora_agent.services.health_watcher import PID_FILE, POLICY_FILE, WANTED_FILE, HealthWatcher
 
 UNIT = "amphora-daemon.service"
 
@@ -29,11 +29,11 @@ class Daemon:
         (self.place / WANTED_FILE).write_text(f"{word}\n")
 
     def care(self) -> None:
-        (self.place / CARE).write_text(json.dumps({"health": str(self.health), "probe": None}))
+        (self.place / POLICY_FILE).write_text(json.dumps({"health": str(self.health), "probe": None}))
 
     def begin(self) -> None:
         self.process = subprocess.Popen(["sleep", "1000"])
-        (self.place / PID).write_text(f"{self.process.pid}\n")
+        (self.place / PID_FILE).write_text(f"{self.process.pid}\n")
 
     def end(self) -> None:
         if self.process is not None:
@@ -59,16 +59,16 @@ class Daemon:
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
     # Nobody made a cgroup for it.
-    monkeypatch.setattr(health_watcher, "belongs", lambda pid, unit: unit == UNIT)
+    monkeypatch.setattr(health_watcher, "is_in_unit", lambda pid, unit: unit == UNIT)
     made = Daemon(tmp_path)
-    watching = Vigil(tmp_path / "services")
+    watching = HealthWatcher(tmp_path / "services")
     thread = threading.Thread(target=watching.run)
     thread.start()
     yield made
-    watching.end()
+    watching.stop()
     thread.join()
     watching.close()
-    made.end()
+    made.stop()
 
 
 def test_a_life(daemon):
@@ -126,12 +126,12 @@ def test_who_begins_anew_believes_what_the_file_says(daemon):
 
 def test_a_line_that_is_being_written(tmp_path):
     file = tmp_path / "word"
-    assert health_watcher.word(file) is None
+    assert health_watcher.read_line(file) is None
     file.write_text("12")
     threading.Timer(0.03, lambda: file.write_text("1234\n")).start()
-    assert health_watcher.word(file) == "1234"
+    assert health_watcher.read_line(file) == "1234"
 
 
 def test_whose_process_it_is():
-    assert not health_watcher.belongs(1, UNIT)
-    assert not health_watcher.belongs(2**22 + 1, UNIT)
+    assert not health_watcher.is_in_unit(1, UNIT)
+    assert not health_watcher.is_in_unit(2**22 + 1, UNIT)

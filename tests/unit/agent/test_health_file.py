@@ -14,7 +14,7 @@ import time
 import pytest
 
 from amphora_agent.services import health_file
-from amphora_agent.services.health_file import ALIVE, BUSY_SECONDS, DEAD, Activity, Probe, Pulse, activity
+from amphora_agent.services.health_file import ALIVE, BUSY_SECONDS, DEAD, Activity, HealthFile, Probe, read_activity
 
 INTERVAL, PATIENCE = 0.1, 0.6
 
@@ -29,7 +29,7 @@ class Watched:
         self.listening.bind(str(directory / "socket"))
         self.listening.listen(8)
         probe = Probe(str(directory / "socket"), "well?\n", INTERVAL, PATIENCE)
-        self.pulse = Pulse(self.selector, self.file, probe)
+        self.health = HealthFile(self.selector, self.file, probe)
         self.asked: list[socket.socket] = []
 
     @property
@@ -50,12 +50,12 @@ class Watched:
 
     def pass_time(self, seconds: float) -> None:
         """Do what is due in this time, each thing in time."""
-        until = self.pulse.due + seconds
-        while self.pulse.due is not None and self.pulse.due <= until:
-            self.pulse.tick(self.pulse.due)
+        until = self.health.due + seconds
+        while self.health.due is not None and self.health.due <= until:
+            self.health.run_due(self.health.due)
 
     def close(self) -> None:
-        self.pulse.end()
+        self.health.stop_probing()
         for each in (*self.asked, self.listening, self.selector):
             each.close()
 
@@ -64,20 +64,20 @@ class Watched:
 def watched(tmp_path, monkeypatch):
     made = Watched(tmp_path)
     made.did = Activity(0, ready=False)
-    monkeypatch.setattr(health_file, "activity", lambda pid: made.did)
+    monkeypatch.setattr(health_file, "read_activity", lambda pid: made.did)
     yield made
     made.close()
 
 
 def serving(watched) -> Watched:
-    watched.pulse.born(os.getpid())
+    watched.health.started(os.getpid())
     watched.answer()
     assert watched.said == ALIVE
     return watched
 
 
 def test_who_has_only_started_is_not_judged(watched):
-    watched.pulse.born(1)
+    watched.health.started(1)
     watched.pass_time(10 * PATIENCE)
     assert watched.said == ""
 
@@ -97,7 +97,7 @@ def test_busy(watched, ready):
     serving(watched)
     for number in range(6):
         watched.did = Activity(0 if ready else number, ready)
-        watched.pulse.tick(watched.pulse.due)
+        watched.health.run_due(watched.health.due)
     assert watched.said == ALIVE
     watched.did = Activity(99, ready=True)
     watched.pass_time(BUSY_SECONDS)
@@ -106,8 +106,8 @@ def test_busy(watched, ready):
 
 def test_own_lateness_is_nobody_elses_fault(watched):
     serving(watched)
-    watched.pulse.tick(watched.pulse.due)  # asked
-    watched.pulse.tick(watched.pulse.due + 60.0)  # and then this process did not run for a minute
+    watched.health.run_due(watched.health.due)  # asked
+    watched.health.run_due(watched.health.due + 60.0)  # and then this process did not run for a minute
     assert watched.said == ALIVE
     watched.pass_time(2 * PATIENCE)
     assert watched.said == DEAD
@@ -115,9 +115,9 @@ def test_own_lateness_is_nobody_elses_fault(watched):
 
 def test_dead_until_it_answers_again(watched):
     serving(watched)
-    watched.pulse.died(wanted=True)
-    assert (watched.said, watched.pulse.due) == (DEAD, None)
-    watched.pulse.born(os.getpid())
+    watched.health.exited(wanted=True)
+    assert (watched.said, watched.health.due) == (DEAD, None)
+    watched.health.started(os.getpid())
     assert watched.said == DEAD
     watched.answer()
     assert watched.said == ALIVE
@@ -125,8 +125,8 @@ def test_dead_until_it_answers_again(watched):
 
 def test_nobody_misses_what_is_not_wanted(watched):
     serving(watched)
-    watched.pulse.died(wanted=False)
-    assert (watched.said, watched.pulse.due) == (ALIVE, None)
+    watched.health.exited(wanted=False)
+    assert (watched.said, watched.health.due) == (ALIVE, None)
 
 
 def test_activity_of_a_process_and_its_children():
@@ -134,11 +134,11 @@ def test_activity_of_a_process_and_its_children():
     with subprocess.Popen([sys.executable, "-c", nap], start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 10
-            while not activity(process.pid).ready:
+            while not read_activity(process.pid).ready:
                 assert time.monotonic() < deadline
-            before = activity(process.pid).ticks
-            while activity(process.pid).ticks == before:
+            before = read_activity(process.pid).ticks
+            while read_activity(process.pid).ticks == before:
                 assert time.monotonic() < deadline
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-    assert activity(process.pid) == Activity(0, ready=False)
+    assert read_activity(process.pid) == Activity(0, ready=False)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service manager of this amphora."""
+
+from __future__ import annotations
+
+from amphora_agent.errors import SettingsError
+from amphora_agent.paths import Paths
+from amphora_agent.services.control import ServiceManager
+from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
+from amphora_agent.services.supervisor_client import SupervisorClient
+from amphora_agent.services.systemd import Systemd
+
+
+def connect_service_manager(kind: str, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> ServiceManager:
+    """Return the service manager that agent.conf names.
+
+    Args:
+        kind: ``systemd`` or ``supervisor``.
+        paths: the files of the agent.
+        inherited: the descriptors and the socket that systemd passed to the agent.
+
+    Raises:
+        SettingsError: the agent knows no such service manager.
+    """
+    if kind == "supervisor":
+        return SupervisorClient(paths.supervisor_socket)
+    if kind == "systemd":
+        return Systemd(paths, inherited)
+    raise SettingsError(
+        f"run daemons through {kind!r}",
+        "this agent supports systemd and supervisor only",
+        "Set services = systemd in agent.conf; an amphora in namespaces has services = supervisor.",
+    )
