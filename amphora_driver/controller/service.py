@@ -27,7 +27,7 @@ from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
-from amphora_driver.failover.failure_detector import Detector
+from amphora_driver.failover.failure_detector import FailureDetector
 from amphora_driver.maintenance.drift_audit import Auditing
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import Rotator
@@ -132,7 +132,9 @@ class Controller:
         self._rotator = Rotator(
             conf, self._database, everything.catalogue, name, lambda: notifier.tell(conf, local_socket.CONTROLLER)
         )
-        self._detector = Detector(conf, self._database, everything.agents, name, lambda role: notifier.tell(conf, role))
+        self._detector = FailureDetector(
+            conf, self._database, everything.agents, name, lambda role: notifier.tell(conf, role)
+        )
         self._bell = local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._does_its_duty)
         self._looked_at = time.monotonic()

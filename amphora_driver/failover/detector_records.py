@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the detector has found, on its way to the tables people look at.
+"""Writes the detector's findings to the tables that operators read.
 
-Invariant: written only where something changed: a quiet fleet costs no writes. What an operator wrote meanwhile is
-never written over without having been taken in. However many are silent, one turn writes a bounded number of rows: the
-rest follows.
+Invariant: only changes are written, so a healthy fleet causes no writes. A row that an operator changed is read before
+it is overwritten. One turn writes a bounded number of rows; the following turns write the rest.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
     from amphora_driver.store.silent_amphorae import SilentAmphora
 
-# Seconds between two writes of numbers alone, and between two looks at zombies.
+# Seconds between two writes of changed numbers alone, and between two verdicts on unknown amphorae.
 _NUMBERS_EVERY = 5.0
-_ZOMBIES_EVERY = 10.0
-# Rows of who is silent that are written down at once: while it is written nobody looks.
+_UNKNOWN_EVERY = 10.0
+# Rows of silent amphorae in one write: the detector reads no heartbeats during a write.
 _MOST_WRITTEN = 200
-# Moments this close are the same one: each look computes them anew.
+# Each turn computes the start of a silence again; values within these seconds are equal.
 _SAME = 2.0
 
 
-class Findings:
-    """Writes down what changed; for one thread.
+class DetectorRecords:
+    """Writes what changed. For one thread.
 
     Args:
         database: where to.
-        grace: [controller] orphan_grace, for what is said of zombies.
+        grace: [controller] orphan_grace, for the verdicts on unknown amphorae.
     """
 
     def __init__(self, database: Database, grace: float) -> None:
@@ -47,38 +46,39 @@ class Findings:
         self._silent: dict[str, SilentAmphora] = {}
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
-        self._numbers_at = self._zombies_at = float("-inf")
-        # By load balancer: the places of its amphorae at which its status was written.
-        self._told: dict[str, dict[str, tuple[int, int] | None]] = {}
+        self._numbers_at = self._unknown_at = float("-inf")
+        # By load balancer: heartbeat positions of its amphorae when its status was set to ERROR.
+        self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
-    def take_up(self, rows: dict[str, BreakerRow] | None) -> None:
-        """Begin: what others wrote is known.
+    def load(self, rows: dict[str, BreakerRow] | None) -> None:
+        """Load the rows that other processes wrote.
 
         Args:
-            rows: the breaker's; None if nobody else had the duty meanwhile, so that what an operator wrote is news.
+            rows: of the breaker; None if no other process held the duty meanwhile, so that a change must come from an
+                operator.
         """
         if rows is not None:
             self._rows = dict(rows)
         self._silent.clear()
-        self._told.clear()
+        self._reported.clear()
         self._known = {row.amphora_id for row in self._database.read(silent_amphorae.list_silent_amphorae)}
 
     def closed_by_operator(self, rows: dict[str, BreakerRow]) -> bool:
-        """Whether somebody else has closed the breaker since it was written last."""
-        mine, there = self._rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.AUTOMATIC)
-        closed = there is not None and there != mine and there.state == circuit_breaker.CLOSED
-        if there is not None:
-            self._rows[circuit_breaker.AUTOMATIC] = there
+        """Whether an operator has closed the breaker since the last write."""
+        mine, stored = self._rows.get(circuit_breaker.AUTOMATIC), rows.get(circuit_breaker.AUTOMATIC)
+        closed = stored is not None and stored != mine and stored.state == circuit_breaker.CLOSED
+        if stored is not None:
+            self._rows[circuit_breaker.AUTOMATIC] = stored
         return closed
 
-    def say(self, silent: Sequence[SilentAmphora], rows: Sequence[BreakerRow]) -> None:
-        """Write down who is silent, and the breaker.
+    def write_changes(self, silent: Sequence[SilentAmphora], rows: Sequence[BreakerRow]) -> None:
+        """Write the silent amphorae and the rows of the breaker, as far as they changed.
 
         Raises:
-            StoreError: the database is away.
+            StoreError: the database is not available.
         """
         now = time.monotonic()
-        wanted = {one.amphora_id: self._steady(one) for one in silent}
+        wanted = {one.amphora_id: self._with_stable_start(one) for one in silent}
         gone = sorted(self._known - wanted.keys())[:_MOST_WRITTEN]
         changed = [one for key, one in wanted.items() if self._silent.get(key) != one][: _MOST_WRITTEN - len(gone)]
         numbers = now - self._numbers_at >= _NUMBERS_EVERY
@@ -87,8 +87,8 @@ class Findings:
 
             def write(connection: sa.Connection) -> list[BreakerRow]:
                 silent_amphorae.write_silent_amphorae(connection, changed, gone)
-                there = circuit_breaker.read_breaker_rows(connection)
-                mine = [row for row in differing if there.get(row.name) == self._rows.get(row.name)]
+                stored = circuit_breaker.read_breaker_rows(connection)
+                mine = [row for row in differing if stored.get(row.name) == self._rows.get(row.name)]
                 for row in mine:
                     circuit_breaker.write_breaker_row(connection, row)
                 return mine
@@ -100,21 +100,21 @@ class Findings:
         self._silent |= {one.amphora_id: one for one in changed}
         self._known = (self._known | self._silent.keys()) - set(gone)
         self._silent = {one: row for one, row in self._silent.items() if one in wanted}
-        quiet = {one.load_balancer_id for one in silent}
-        self._told = {one: orders for one, orders in self._told.items() if one in quiet}
-        if now - self._zombies_at >= _ZOMBIES_EVERY:
-            self._zombies_at = now
-            self._judge_zombies()
+        with_silent = {one.load_balancer_id for one in silent}
+        self._reported = {one: orders for one, orders in self._reported.items() if one in with_silent}
+        if now - self._unknown_at >= _UNKNOWN_EVERY:
+            self._unknown_at = now
+            self._judge_unknown()
 
-    def not_served(
+    def write_not_served(
         self, load_balancer_id: str, owner: str, orders: Mapping[str, tuple[int, int] | None], reason: str
     ) -> bool:
-        """Nobody serves a load balancer and nothing begins: its status says so, once for each silence.
+        """Set the status of a load balancer without a live amphora to ERROR, once for each silence.
 
         Returns:
-            Whether it was not said before.
+            Whether this silence was not reported before.
         """
-        if self._told.get(load_balancer_id) == orders:
+        if self._reported.get(load_balancer_id) == orders:
             return False
 
         def write(connection: sa.Connection) -> None:
@@ -122,16 +122,16 @@ class Findings:
                 silent_amphorae.mark_not_served(connection, load_balancer_id, reason)
 
         self._database.write(write)
-        self._told[load_balancer_id] = dict(orders)
+        self._reported[load_balancer_id] = dict(orders)
         return True
 
-    def _steady(self, one: SilentAmphora) -> SilentAmphora:
-        """With the moment that was said of this silence before."""
+    def _with_stable_start(self, one: SilentAmphora) -> SilentAmphora:
+        """Return the row with the start that was written before, if it is the same silence."""
         before = self._silent.get(one.amphora_id)
         same = before is not None and abs(before.since - one.since) < _SAME
         return msgspec.structs.replace(one, since=before.since) if before is not None and same else one
 
-    def _judge_zombies(self) -> None:
+    def _judge_unknown(self) -> None:
         verdicts = self._database.read(lambda connection: unknown_amphorae.compute_verdicts(connection, self._grace))
         if verdicts:
             self._database.write(lambda connection: unknown_amphorae.write_verdicts(connection, verdicts))

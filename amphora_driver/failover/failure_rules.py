@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is silent, and what that is taken for: pure, by a clock that only goes forward.
+"""Rules of failure detection: how long an amphora is silent, and what follows. Pure.
 
-Invariant: blind is never dead. An amphora's silence is the time for which this process has looked at its place in the
-row of heartbeats without a pause, has found it unchanged, and has known that some health manager hears. Whatever breaks
-that (a gap between two looks, no health manager that proves its hearing, a duty just taken) has everybody counted anew
-from zero. No date and no other process's clock is compared with anything. And where nobody at all is heard, somebody
-else has to say that the way to the amphorae is there (`doubt`): a switch that is gone says nothing to this machine.
+All times are on a monotonic clock.
+
+Invariant: a blind controller finds no silent amphora. Silence is the time during which this process has read an
+amphora's heartbeat position without a pause, has found it unchanged, and has seen that a health manager receives
+heartbeats. Every interruption resets all timers: a gap between two reads, no health manager that proves reception, a
+duty just acquired. No timer compares dates or the clocks of two processes. When no heartbeat arrives at all, another
+sign must show that the network path to the amphorae works (`network_suspected`): a failed switch is invisible to this
+host.
 """
 
 from __future__ import annotations
@@ -17,27 +20,35 @@ import msgspec
 
 from amphora_driver.store.failovers import Cause
 
-# (epoch, sequence) of the last heartbeat that was written down; None if there never was one.
+# (epoch, sequence) of the last recorded heartbeat; None before the first one.
 Order = tuple[int, int] | None
 
-# Parts of `silent_after`. Who is late is asked already, so that the answer is there when the time is over.
+# Fractions of `silent_after`. A late amphora is probed early, so that the result exists when the time is over.
 _LATE = 0.65
 _GAP = 0.25
 _DEAF = 0.4
-# Nothing shorter is taken for a gap: a process that is not scheduled for so long is not blind yet (seconds).
+# Shorter pauses are scheduling delays, not gaps (seconds).
 _LEAST_GAP = 1.0
 _LEAST_DEAF = 1.5
-# Seconds for which an answer is good, or twice the time it may take.
+# A probe result is valid for these seconds, or for twice the probe time-out.
 _FRESH = 8.0
-# Seconds between a heartbeat and its place being seen here, beside the flush: health managers write places down once a
-# second, and a look comes every half.
+# Seconds between a heartbeat and its position being visible here, in addition to the flush: health managers write
+# positions once a second, and the detector reads every half second.
 _SEEN_LATE = 1.5
-# Of an interval: a heartbeat that comes later than that was not sent, or was lost.
+# Fractions of an interval: a heartbeat later than `_MISSED` was not sent or was lost.
 _JITTER = 1.25
 _MISSED = 1.5
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class Phase(str, Enum):
+    """How long an amphora has been without a new heartbeat; each phase includes the phases after it."""
+
+    OVERDUE = "overdue"
+    LATE = "late"
+    SILENT = "silent"
+
+
+class DetectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Options of [failover], in seconds; the last two are of [health]."""
 
     silent_after: float = 7.0
@@ -46,243 +57,251 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     interval: float = 3.0
     flush: float = 0.5
 
-    @property
-    def late_after(self) -> float:
-        """From when on somebody is late: suspected and asked, but not silent yet."""
-        return self.silent_after * _LATE
+    def begins(self, phase: Phase) -> float:
+        """Seconds without a heartbeat after which a phase begins.
 
-    @property
-    def quiet_after(self) -> float:
-        """From when on somebody has missed a heartbeat, and may be the next of many to fall silent."""
-        return min(_MISSED * self.interval + self.flush + _SEEN_LATE, self.late_after)
+        OVERDUE: a heartbeat is missing, and the amphora may be the next of many to fall silent. LATE: the amphora is
+        probed. SILENT: the rules decide.
+        """
+        late = self.silent_after * _LATE
+        if phase is Phase.OVERDUE:
+            return min(_MISSED * self.interval + self.flush + _SEEN_LATE, late)
+        return late if phase is Phase.LATE else self.silent_after
 
     @property
     def due_again(self) -> float:
-        """After so long the next heartbeat would have been seen: whoever is heard from then on was heard after it."""
+        """Heartbeats recorded after this delay were sent after the moment in question."""
         return _JITTER * self.interval + self.flush + _SEEN_LATE
 
     @property
     def gap(self) -> float:
-        """So much later than the one before a look makes everybody count anew."""
+        """Seconds between two reads after which all timers restart."""
         return max(self.silent_after * _GAP, _LEAST_GAP)
 
     @property
     def deaf_after(self) -> float:
-        """If no health manager proved its hearing for so long, nobody hears."""
+        """Seconds without a proof of reception after which no health manager counts as receiving."""
         return max(self.silent_after * _DEAF, _LEAST_DEAF)
 
     @property
     def fresh(self) -> float:
-        """For so long an answer is good, and so is none."""
+        """Seconds a probe result, positive or negative, stays valid."""
         return max(_FRESH, 2 * self.probe_timeout)
 
 
-class Quiet(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora of which nothing new was heard since a moment on this process's clock."""
+class SilentPeriod(msgspec.Struct, frozen=True, kw_only=True):
+    """An amphora without a new heartbeat since a moment on this process's clock."""
 
     amphora_id: str
     since: float
     order: Order
 
     @property
-    def spoke(self) -> bool:
-        """Whether anything was ever heard of it."""
+    def ever_heard(self) -> bool:
+        """Whether any heartbeat of the amphora was ever recorded."""
         return self.order is not None
 
 
-class Watch:
-    """What one process has seen so far. For one thread.
+class HeartbeatWatch:
+    """What one process has observed so far. For one thread.
 
     Args:
-        limits: how long is long.
+        limits: the durations.
 
     Attributes:
-        moved_at: when anybody's heartbeat was seen last, on the clock that `look` is given.
-        blind: why it sees nobody; empty while it sees.
+        last_heartbeat_at: when a new heartbeat of any amphora was seen last, on the clock passed to `observe`.
+        blind_reason: why the process cannot judge silence; empty while it can.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: DetectionLimits) -> None:
         self._limits = limits
-        self._quiet: dict[str, Quiet] = {}
+        self._periods: dict[str, SilentPeriod] = {}
         self._beats: dict[str, int] = {}
-        self._looked: float | None = None
-        self._heard: float | None = None
+        self._observed_at: float | None = None
+        self._reception_at: float | None = None
         self._sees_since: float | None = None
-        self.moved_at: float | None = None
-        self.blind = "it has just begun to look"
+        self.last_heartbeat_at: float | None = None
+        self.blind_reason = "the detector has just started"
 
-    def forget(self, why: str) -> None:
-        """Count everybody anew: something else than amphorae was the matter."""
-        self._quiet.clear()
+    def reset(self, reason: str) -> None:
+        """Restart all timers: the observation was interrupted for a reason outside the amphorae."""
+        self._periods.clear()
         self._beats.clear()
-        self._looked = self._heard = self._sees_since = self.moved_at = None
-        self.blind = why
+        self._observed_at = self._reception_at = self._sees_since = self.last_heartbeat_at = None
+        self.blind_reason = reason
 
-    def look(self, orders: Mapping[str, Order], beats: Mapping[str, int], now: float) -> None:
-        """Take in what the tables say.
+    def observe(self, orders: Mapping[str, Order], beats: Mapping[str, int], now: float) -> None:
+        """Take in the rows of one read.
 
         Args:
-            orders: of every amphora that is to be heard, the place of its last heartbeat.
-            beats: of every health manager, how often it has proven that it hears.
-            now: when that was read, on `time.monotonic()`'s clock.
+            orders: of every amphora that should send heartbeats, the position of its last one.
+            beats: of every health manager, how often it has proven reception.
+            now: when the rows were read, on `time.monotonic()`'s clock.
         """
-        if self._looked is not None and not 0 <= now - self._looked <= self._limits.gap:
-            self.forget(f"it did not look for {now - self._looked:.1f} s")
-        self._looked = now
+        if self._observed_at is not None and not 0 <= now - self._observed_at <= self._limits.gap:
+            self.reset(f"the detector did not read heartbeats for {now - self._observed_at:.1f} s")
+        self._observed_at = now
         if any(beat != self._beats.get(name, beat) for name, beat in beats.items()):
-            self._heard = now
+            self._reception_at = now
         self._beats = dict(beats)
-        if self._heard is None or now - self._heard > self._limits.deaf_after:
-            # Also those that changed just now: from here on nobody is known to hear.
-            self._quiet.clear()
+        if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
+            # This includes amphorae with a new heartbeat: from now on no reception is proven.
+            self._periods.clear()
             self._sees_since = None
-            self.blind = _deaf(beats)
+            self.blind_reason = _no_reception(beats)
         elif self._sees_since is None:
-            self._quiet.clear()
-            self._sees_since, self.blind = now, ""
-        before = self._quiet
+            self._periods.clear()
+            self._sees_since, self.blind_reason = now, ""
+        before = self._periods
         if any((known := before.get(one)) is not None and known.order != order for one, order in orders.items()):
-            self.moved_at = now
-        self._quiet = {
+            self.last_heartbeat_at = now
+        self._periods = {
             amphora_id: known
             if (known := before.get(amphora_id)) is not None and known.order == order
-            else Quiet(amphora_id=amphora_id, since=now, order=order)
+            else SilentPeriod(amphora_id=amphora_id, since=now, order=order)
             for amphora_id, order in orders.items()
         }
 
-    def quiet(self, now: float, seconds: float) -> dict[str, Quiet]:
-        """Those of whom nothing was heard for so many seconds; nobody while this process is blind."""
-        if self.blind:
+    def in_phase(self, phase: Phase, now: float) -> dict[str, SilentPeriod]:
+        """Amphorae that have reached a phase, by id; empty while this process is blind."""
+        if self.blind_reason:
             return {}
-        return {one.amphora_id: one for one in self._quiet.values() if now - one.since >= seconds}
+        seconds = self._limits.begins(phase)
+        return {one.amphora_id: one for one in self._periods.values() if now - one.since >= seconds}
 
     def sees_for(self, now: float) -> float:
-        """Seconds for which it has not been blind."""
+        """Seconds since this process was last blind."""
         return 0.0 if self._sees_since is None else now - self._sees_since
 
 
-def _deaf(beats: Mapping[str, int]) -> str:
-    return "no health manager proves that it hears" if beats else "there is no health manager"
+def _no_reception(beats: Mapping[str, int]) -> str:
+    return "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
 
 
-class How(str, Enum):
-    """What came of asking an agent."""
+class ProbeOutcome(str, Enum):
+    """Outcome of one probe of an agent. INCONCLUSIVE: the controller's host could not make a valid probe."""
 
-    ANSWERS = "answers"
-    UNANSWERED = "unanswered"
-    BLIND = "blind"
+    ANSWERED = "answered"
+    NO_ANSWER = "no answer"
+    INCONCLUSIVE = "inconclusive"
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the second witness said.
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one probe.
 
     Attributes:
-        how: it.
-        at: when it was asked, on this process's clock.
-        words: why.
-        blind_at: when it could not be asked from here, the last time; None if it always could.
+        outcome: of the probe.
+        at: when the probe began, on this process's clock.
+        detail: the reason, as a text.
+        inconclusive_at: when the last inconclusive probe of this amphora began; None if there was none.
     """
 
-    how: How
+    outcome: ProbeOutcome
     at: float
-    words: str = ""
-    blind_at: float | None = None
+    detail: str = ""
+    inconclusive_at: float | None = None
 
 
-class Kind(str, Enum):
-    """As what somebody silent is shown (column `kind` of `silence`)."""
+class SilenceKind(str, Enum):
+    """Kind of a silent amphora, as shown to operators (column `kind` of `silence`)."""
 
     SILENT = "silent"
     MUTE = "mute"
     NEVER_SPOKE = "never_spoke"
 
 
-class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """What is thought of a silent amphora.
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Decision of the rules about a silent amphora.
 
     Attributes:
-        kind: as what it is shown.
-        cause: for what it is to be replaced; None if it is not to be, or not yet.
-        dead: it does not answer either: it serves nobody.
-        stale: that was so some time ago; it has to be asked again before anything follows.
-        words: what follows from that, or why nothing does.
+        kind: as shown to operators.
+        text: what follows, or why nothing follows; shown to operators.
+        cause: of the fail-over; None if the amphora is not replaced, or not yet.
+        dead: the agent does not answer either, so the amphora serves no traffic.
+        stale: the probe result is too old; a new probe must precede a fail-over.
     """
 
-    kind: Kind
-    words: str
+    kind: SilenceKind
+    text: str
     cause: Cause | None = None
     dead: bool = False
     stale: bool = False
 
 
-class Company(msgspec.Struct, frozen=True, kw_only=True):
-    """What else is known of the way to the amphorae than that one of them is silent.
+class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Signs that the network path to the amphorae works.
 
     Attributes:
-        watched: how many amphorae there are to be heard.
-        heard_at: when anybody's heartbeat was seen last; None if never.
-        answered_at: when an agent that answered was asked, the last time; None if none did.
-        witnesses: there are some, so that no agent counts as not answering while none of them can be reached.
+        watched: number of amphorae that should send heartbeats.
+        heard_at: when a heartbeat of any amphora was seen last; None if never.
+        answered_at: when the last answered probe began; None if no agent answered.
+        has_witnesses: [failover] witnesses is set; a probe is then inconclusive while no witness is reachable.
     """
 
     watched: int
     heard_at: float | None = None
     answered_at: float | None = None
-    witnesses: bool = False
+    has_witnesses: bool = False
 
 
-def doubt(quiet: Quiet, company: Company, now: float, limits: Limits) -> str:
-    """Why it may be the way to all amphorae that is gone, and not this one; empty if somebody shows that it is there.
+def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, limits: DetectionLimits) -> str:
+    """Return why the network may have failed instead of this amphora; empty with a sign that it works.
 
-    What is silent and does not answer looks the same in both cases. Heard by then has to be somebody after this one's
-    next heartbeat was due: the last one of another may be of just before the way was gone.
+    A dead amphora and a failed path look the same from here. A sign counts only if it is newer than the moment at which
+    this amphora's next heartbeat was due: an older heartbeat may have arrived just before the path failed.
     """
-    since = quiet.since + limits.due_again
-    shown = any(at is not None and at >= since for at in (company.heard_at, company.answered_at))
-    if shown or company.witnesses:
+    since = period.since + limits.due_again
+    works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
+    if works or evidence.has_witnesses:
         return ""
-    # Of one on its own nobody else can be heard. The old one goes only when the new one serves.
-    patience = 2 * limits.silent_after
-    if company.watched > 1:
-        patience = max(limits.mute_after, patience)
-    if now - quiet.since >= patience:
+    # A single amphora has no peer that could show that the path works. Its replacement serves before it is deleted.
+    wait = 2 * limits.silent_after
+    if evidence.watched > 1:
+        wait = max(limits.mute_after, wait)
+    if now - period.since >= wait:
         return ""
-    return f"nobody at all is heard, and [failover] witnesses is empty: it is believed after {patience:g} s of silence"
+    return (
+        f"no amphora sends heartbeats and [failover] witnesses is empty, so the network may have failed; "
+        f"the amphora counts as dead after {wait:g} s of silence"
+    )
 
 
-def is_good(answer: Answer | None, quiet: Quiet, now: float, limits: Limits) -> bool:
-    """Whether an answer says something of this silence, and is not too old."""
-    return answer is not None and answer.at >= quiet.since and now - answer.at <= limits.fresh
+def is_current(result: ProbeResult | None, period: SilentPeriod, now: float, limits: DetectionLimits) -> bool:
+    """Whether a probe result belongs to this silence and is still valid."""
+    return result is not None and result.at >= period.since and now - result.at <= limits.fresh
 
 
-def judge(quiet: Quiet, answer: Answer | None, now: float, limits: Limits, doubted: str = "") -> Judgement:
-    """What to think of an amphora that has been silent for long enough.
+def judge_silence(
+    period: SilentPeriod, result: ProbeResult | None, now: float, limits: DetectionLimits, suspicion: str = ""
+) -> Verdict:
+    """Return the verdict on an amphora that has been silent for `silent_after`.
 
     Args:
-        quiet: its silence.
-        answer: what came of asking it.
+        period: its silence.
+        result: of its last probe.
         now: the moment.
-        limits: how long is long.
-        doubted: why it may be the way to it (`doubt`); empty if it is not.
+        limits: the durations.
+        suspicion: why the network may have failed (`network_suspected`); empty if it works.
     """
-    kind = Kind.SILENT if quiet.spoke else Kind.NEVER_SPOKE
-    if answer is None or answer.at < quiet.since:
-        return Judgement(kind=kind, words="its agent is being asked")
-    stale = not is_good(answer, quiet, now, limits)
-    if answer.how is How.BLIND:
-        return Judgement(kind=kind, words=f"nothing follows: its agent cannot be asked from here ({answer.words})")
-    if answer.how is How.ANSWERS:
-        kind = Kind.MUTE if quiet.spoke else Kind.NEVER_SPOKE
-        over = now - quiet.since >= limits.mute_after
-        said = f"its agent answers ({answer.words})" if answer.words else "its agent answers"
-        words = f"{said}; it is replaced after {limits.mute_after:g} s of silence"
-        # Also one that was never heard: it may well serve, and must not be taken for dead.
-        return Judgement(kind=kind, words=words, cause=Cause.MUTE if over else None, stale=stale)
-    if answer.blind_at is not None and now - answer.blind_at < limits.silent_after:
-        # Who has just got its own network back hears nobody yet, and reaches nobody either.
-        return Judgement(kind=kind, words="nothing follows yet: a moment ago its agent could not be asked from here")
-    if doubted:
-        return Judgement(kind=kind, words=f"nothing follows yet: its agent does not answer, but {doubted}")
-    cause = Cause.SILENT if quiet.spoke else Cause.NEVER_SPOKE
-    words = f"its agent does not answer ({answer.words})"
-    return Judgement(kind=kind, words=words, cause=cause, dead=not stale, stale=stale)
+    kind = SilenceKind.SILENT if period.ever_heard else SilenceKind.NEVER_SPOKE
+    if result is None or result.at < period.since:
+        return Verdict(kind=kind, text="waiting for the probe of its agent")
+    stale = not is_current(result, period, now, limits)
+    if result.outcome is ProbeOutcome.INCONCLUSIVE:
+        return Verdict(kind=kind, text=f"no fail-over: the controller cannot probe its agent ({result.detail})")
+    if result.outcome is ProbeOutcome.ANSWERED:
+        kind = SilenceKind.MUTE if period.ever_heard else SilenceKind.NEVER_SPOKE
+        over = now - period.since >= limits.mute_after
+        answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
+        text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
+        # MUTE also applies to an amphora without any heartbeat: it may serve traffic and must not count as dead.
+        return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
+    if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
+        # Just after the network of this host returns, neither heartbeats nor probe answers arrive yet.
+        return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
+    if suspicion:
+        return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")
+    cause = Cause.SILENT if period.ever_heard else Cause.NEVER_SPOKE
+    return Verdict(
+        kind=kind, text=f"its agent does not answer ({result.detail})", cause=cause, dead=not stale, stale=stale
+    )

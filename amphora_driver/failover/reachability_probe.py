@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second witness: the agent of a silent amphora is asked itself, and the network whether it is there.
+"""Probes the agents of silent amphorae in worker threads, and checks that the network works.
 
-Invariant: whoever decides waits for nobody here. A bounded number of threads ask, each for a bounded time; what they
-hear lies ready. Trouble of our own (no route, no descriptor, no certificate, a database that is slow or away) is never
-an amphora's: an amphora's time begins when everything of ours is there, and only silence counts. Who shows a wrong
-certificate, or says no to ours, says something: that may be a certificate that has expired, or our clock.
+Invariant: the detector never waits for a probe. A bounded number of threads probe, each with a time-out; the results
+are read later. A fault of the controller's host (no route, no descriptor, no certificate, a slow or unavailable
+database) never counts against an amphora. The time-out starts after all local preparation, and only a missing answer
+counts as NO_ANSWER. A wrong certificate or a TLS refusal is an answer: a certificate may have expired, or a clock may
+be wrong.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from amphora_driver.errors import (
     AmphoraDriverError,
     ConfigurationError,
 )
-from amphora_driver.failover.failure_rules import Answer, How
+from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-# Asked at once. With the default of two seconds that is eight dead amphorae a second.
+# Concurrent probes. With the default time-out of two seconds that is eight dead amphorae a second.
 _MOST_AT_ONCE = 16
-# Seconds for which a witness is believed without being asked again.
+# Seconds for which the result of a network check stays valid.
 _NETWORK_FRESH = 1.0
-# What the kernel says of this machine, not of the other one. EHOSTUNREACH is not among them: it is what a machine that
-# is off looks like, when nobody answers for its address any more.
-_OURS = frozenset(
+# Errors of the local kernel about this host. EHOSTUNREACH is not one of them: it is the error for a machine that is
+# switched off, because nothing answers ARP for its address.
+_LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
         *(errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EADDRINUSE, errno.EAFNOSUPPORT),
@@ -44,11 +45,11 @@ _OURS = frozenset(
 )
 
 
-class Agents(Protocol):
-    """What is needed of `AgentClient`."""
+class AgentProber(Protocol):
+    """The methods of `AgentClient` that a probe uses."""
 
     def prepare(self) -> ssl.SSLContext:
-        """What of our own a call needs."""
+        """Return the TLS context of a call."""
 
     def info(
         self,
@@ -58,121 +59,124 @@ class Agents(Protocol):
         prepared: ssl.SSLContext | None = None,
         deadline: Deadline | None = None,
     ) -> object:
-        """Versions and capabilities."""
+        """Return versions and capabilities of an agent."""
 
     def forget(self, amphora_id: str) -> None:
         """Close idle connections."""
 
 
-class Witnesses:
-    """Asks agents, beside whoever decides.
+class ReachabilityProbe:
+    """Probes agents in its own threads.
 
     Args:
-        agents: who talks to agents.
-        timeout: seconds an agent has for its answer.
-        others: host:port of machines that always listen ([failover] witnesses); empty for none.
+        agents: the client of the agents.
+        timeout: seconds until an agent must answer.
+        witnesses: host:port of machines that always listen ([failover] witnesses); empty for none.
 
     Raises:
-        ConfigurationError: one of the others is not written like that.
+        ConfigurationError: a witness is not host:port.
     """
 
-    def __init__(self, agents: Agents, timeout: float, others: Sequence[str] = ()) -> None:
+    def __init__(self, agents: AgentProber, timeout: float, witnesses: Sequence[str] = ()) -> None:
         self._agents = agents
         self._timeout = timeout
-        self._others = [_place(one) for one in others]
-        self._pool = ThreadPoolExecutor(_MOST_AT_ONCE, "witness")
+        self._witnesses = [_parse_witness(one) for one in witnesses]
+        self._pool = ThreadPoolExecutor(_MOST_AT_ONCE, "probe")
         self._lock = threading.Lock()
-        self._asking: set[str] = set()
-        self._answers: dict[str, Answer] = {}
+        self._probing: set[str] = set()
+        self._results: dict[str, ProbeResult] = {}
         self._network: tuple[float, str] | None = None
-        self._looking = threading.Lock()
+        self._network_lock = threading.Lock()
 
-    def ask(self, amphora_id: str, address: str) -> bool:
-        """Have an agent asked; False if it is being asked, or too many are."""
+    def start(self, amphora_id: str, address: str) -> bool:
+        """Start a probe; False if one of this amphora is running, or too many are."""
         with self._lock:
-            if amphora_id in self._asking or len(self._asking) >= _MOST_AT_ONCE:
+            if amphora_id in self._probing or len(self._probing) >= _MOST_AT_ONCE:
                 return False
-            self._asking.add(amphora_id)
-        self._pool.submit(self._ask, amphora_id, address)
+            self._probing.add(amphora_id)
+        self._pool.submit(self._run, amphora_id, address)
         return True
 
-    def answer(self, amphora_id: str) -> Answer | None:
-        """What came of it the last time."""
+    def result(self, amphora_id: str) -> ProbeResult | None:
+        """Return the result of the last probe of an amphora."""
         with self._lock:
-            return self._answers.get(amphora_id)
+            return self._results.get(amphora_id)
 
-    def keep(self, amphora_ids: Collection[str]) -> None:
-        """Forget what all others said."""
+    def retain(self, amphora_ids: Collection[str]) -> None:
+        """Forget the results of all other amphorae."""
         with self._lock:
-            self._answers = {one: said for one, said in self._answers.items() if one in amphora_ids}
+            self._results = {one: result for one, result in self._results.items() if one in amphora_ids}
 
     def close(self) -> None:
-        """Ask nobody any more; whoever is being asked has his time."""
+        """Cancel queued probes and wait for the running ones."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, amphora_id: str, address: str) -> None:
+    def _run(self, amphora_id: str, address: str) -> None:
         at = time.monotonic()
         try:
-            how, words = self._tried(amphora_id, address)
-        except Exception as error:  # noqa: BLE001 - what nobody thought of is no proof of anybody's death
-            how, words = How.BLIND, f"{type(error).__name__}: {error}"
+            outcome, detail = self._probe(amphora_id, address)
+        except Exception as error:  # noqa: BLE001 - an unexpected error here must not count as a dead amphora
+            outcome, detail = ProbeOutcome.INCONCLUSIVE, f"{type(error).__name__}: {error}"
         with self._lock:
-            self._asking.discard(amphora_id)
-            before = self._answers.get(amphora_id)
-            blind_at = at if how is How.BLIND else (None if before is None else before.blind_at)
-            self._answers[amphora_id] = Answer(how=how, at=at, words=words, blind_at=blind_at)
+            self._probing.discard(amphora_id)
+            before = self._results.get(amphora_id)
+            last = None if before is None else before.inconclusive_at
+            self._results[amphora_id] = ProbeResult(
+                outcome=outcome,
+                at=at,
+                detail=detail,
+                inconclusive_at=at if outcome is ProbeOutcome.INCONCLUSIVE else last,
+            )
 
-    def _tried(self, amphora_id: str, address: str) -> tuple[How, str]:
-        # Over a connection that was there before, a network that is gone looks like an agent that does not answer.
+    def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
+        # On an old connection a failed network looks like an agent that does not answer.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
             prepared = self._agents.prepare()
             if (took := time.monotonic() - begun) > self._timeout:
-                return How.BLIND, f"our own certificates were there only after {took:.1f} s"
-            deadline = Deadline(self._timeout, "ask a silent amphora")
+                return ProbeOutcome.INCONCLUSIVE, f"loading the controller's certificates took {took:.1f} s"
+            deadline = Deadline(self._timeout, "probe a silent amphora")
             self._agents.info(amphora_id, address, prepared=prepared, deadline=deadline)
         except (AgentRefused, AgentUntrusted) as error:
-            return How.ANSWERS, error.happened
+            return ProbeOutcome.ANSWERED, error.happened
         except AmphoraDriverError as error:
-            if is_alert(error):
-                return How.ANSWERS, error.happened
-            if own := our_trouble(error):
-                return How.BLIND, own
-            if deaf := self._nobody_there():
-                return How.BLIND, deaf
-            return How.UNANSWERED, error.happened
-        return How.ANSWERS, ""
+            if is_tls_alert(error):
+                return ProbeOutcome.ANSWERED, error.happened
+            if fault := local_fault(error) or self._network_fault():
+                return ProbeOutcome.INCONCLUSIVE, fault
+            return ProbeOutcome.NO_ANSWER, error.happened
+        return ProbeOutcome.ANSWERED, ""
 
-    def _nobody_there(self) -> str:
-        """Why the network is not believed to be there; empty if it is."""
-        if not self._others:
+    def _network_fault(self) -> str:
+        """Return why the network seems to have failed; empty if a witness is reachable or none is configured."""
+        if not self._witnesses:
             return ""
-        with self._looking:
+        with self._network_lock:
             if self._network is None or time.monotonic() - self._network[0] > _NETWORK_FRESH:
-                there = any(_listens(host, port, self._timeout) for host, port in self._others)
-                self._network = time.monotonic(), "" if there else "none of [failover] witnesses can be reached"
+                works = any(_is_reachable(host, port, self._timeout) for host, port in self._witnesses)
+                self._network = time.monotonic(), "" if works else "none of [failover] witnesses can be reached"
             return self._network[1]
 
 
-def our_trouble(error: AmphoraDriverError) -> str:
-    """What of our own keeps us from asking; empty where that is not the reason."""
+def local_fault(error: AmphoraDriverError) -> str:
+    """Return the fault of this host that prevented the probe; empty if the error has another cause."""
     if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     seen: BaseException | None = error
     while seen is not None:
-        # Numbers of OpenSSL's mean something else.
-        if isinstance(seen, OSError) and not isinstance(seen, ssl.SSLError) and seen.errno in _OURS:
+        # OpenSSL uses `errno` for its own error numbers.
+        if isinstance(seen, OSError) and not isinstance(seen, ssl.SSLError) and seen.errno in _LOCAL_ERRORS:
             return (seen.strerror or str(seen)).lower()
         seen = seen.__cause__ or seen.__context__
     return ""
 
 
-def is_alert(error: AmphoraDriverError) -> bool:
-    """Whether the other side has said in TLS that it does not talk to us: an alert (RFC 8446, section 6.2)."""
+def is_tls_alert(error: AmphoraDriverError) -> bool:
+    """Whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
     seen: BaseException | None = error
     while seen is not None:
-        # urllib3's own error carries OpenSSL's as its argument.
+        # urllib3's error has OpenSSL's error as an argument.
         for one in (seen, *seen.args):
             if isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or ""):
                 return True
@@ -180,18 +184,18 @@ def is_alert(error: AmphoraDriverError) -> bool:
     return False
 
 
-def _listens(host: str, port: int, timeout: float) -> bool:
+def _is_reachable(host: str, port: int, timeout: float) -> bool:
     try:
         socket.create_connection((host, port), timeout).close()
     except ConnectionRefusedError:
-        # Somebody is there to say no.
+        # A refusal proves that the machine is there.
         return True
     except OSError:
         return False
     return True
 
 
-def _place(text: str) -> tuple[str, int]:
+def _parse_witness(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
     if not host or not port.isdigit():
         raise ConfigurationError("use [failover] witnesses", f"{text} is not host:port", "Write [2001:db8::1]:22.")

@@ -10,8 +10,8 @@ from amphora_driver import config
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, amphora_seen, status, work
 from amphora_driver.database.tables_fleet import process, silence
-from amphora_driver.failover.failure_detector import Detector
-from amphora_driver.failover.failure_rules import Answer, How
+from amphora_driver.failover.failure_detector import FailureDetector
+from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 from amphora_driver.store import circuit_breaker, failovers
 
 OPTIONS = """
@@ -36,16 +36,16 @@ class Agents:
         self.asked = []
         self.answers = {}
 
-    def ask(self, amphora_id, _address):
+    def start(self, amphora_id, _address):
         self.asked.append(amphora_id)
-        how = self.saying.get(amphora_id, How.UNANSWERED)
-        words = "timed out" if how is How.UNANSWERED else ""
-        self.answers[amphora_id] = Answer(how=how, at=self.scene.now, words=words)
+        how = self.saying.get(amphora_id, ProbeOutcome.NO_ANSWER)
+        words = "timed out" if how is ProbeOutcome.NO_ANSWER else ""
+        self.answers[amphora_id] = ProbeResult(outcome=how, at=self.scene.now, detail=words)
 
-    def answer(self, amphora_id):
+    def result(self, amphora_id):
         return self.answers.get(amphora_id)
 
-    def keep(self, amphora_ids):
+    def retain(self, amphora_ids):
         self.answers = {one: said for one, said in self.answers.items() if one in amphora_ids}
 
     def close(self):
@@ -58,7 +58,13 @@ class Scene:
     def __init__(self, folder, monkeypatch, number=20, options=OPTIONS):
         self.now, self.ahead, self.told = 5000.0, 0.0, []
         moved = SimpleNamespace(monotonic=lambda: self.now, time=self.wall, sleep=time.sleep)
-        for place in ("controller.detector", "controller.findings", "store.clock", "store.engine", "store.statuses"):
+        for place in (
+            "failover.failure_detector",
+            "failover.detector_records",
+            "database.clock",
+            "database.engine",
+            "store.status_outbox",
+        ):
             monkeypatch.setattr(f"amphora_driver.{place}.time", moved)
         path = folder / "driver.conf"
         path.write_text(f"[store]\nconnection = sqlite:///{folder}/driver.sqlite\n{options}")
@@ -77,9 +83,9 @@ class Scene:
         return BEGIN + self.now + self.ahead
 
     def made(self, owner):
-        detector = Detector(self.conf, self.database, None, owner, self.told.append)
-        detector._witnesses.close()
-        detector._witnesses = self.agents = Agents(self)
+        detector = FailureDetector(self.conf, self.database, None, owner, self.told.append)
+        detector._probe.close()
+        detector._probe = self.agents = Agents(self)
         return detector
 
     def write(self, *statements):
@@ -107,7 +113,7 @@ class Scene:
             self.now += STEP
             self.sequence += 1
             self.database.write(self._hear)
-            (detector or self.detector).turn()
+            (detector or self.detector).run_once()
         return self
 
     def _hear(self, connection):

@@ -4,23 +4,23 @@
 import pytest
 
 from amphora_driver.failover.circuit_breaker import (
-    Allowance,
     Breaker,
-    Count,
-    Fallen,
-    Limits,
-    Pauses,
-    State,
-    after,
-    resumed,
-    too_many,
+    BreakerLimits,
+    BreakerState,
+    FailoverBackoff,
+    FailoverPermit,
+    SilenceCount,
+    SilenceWindow,
+    excess_reason,
+    next_breaker,
+    restore_breaker,
 )
 
-LIMITS = Limits(percent=20.0, floor=3, most=50, window=120.0, calm=30.0, trial=600.0)
-OPEN = Breaker(state=State.OPEN, since=0.0, reason="many")
-TRIAL = Breaker(state=State.TRIAL, since=0.0, reason="many")
-NOBODY = Count(watched=100, silent=0, recent=0)
-MANY = Count(watched=100, silent=50, recent=50)
+LIMITS = BreakerLimits(percent=20.0, floor=3, most=50, window=120.0, calm=30.0, trial=600.0)
+OPEN = Breaker(state=BreakerState.OPEN, since=0.0, reason="many")
+TRIAL = Breaker(state=BreakerState.TRIAL, since=0.0, reason="many")
+NOBODY = SilenceCount(watched=100, silent=0, recent=0)
+MANY = SilenceCount(watched=100, silent=50, recent=50)
 
 
 @pytest.mark.parametrize(
@@ -42,64 +42,66 @@ MANY = Count(watched=100, silent=50, recent=50)
     ],
 )
 def test_how_many_are_too_many(number, watched, opens):
-    assert bool(too_many(number, watched, LIMITS)) is opens
-    count = Count(watched=watched, silent=number, recent=number)
-    assert (after(Breaker(), count, LIMITS, 10.0).state is State.OPEN) is opens
+    assert bool(excess_reason(number, watched, LIMITS)) is opens
+    count = SilenceCount(watched=watched, silent=number, recent=number)
+    assert (next_breaker(Breaker(), count, LIMITS, 10.0).state is BreakerState.OPEN) is opens
 
 
 def test_the_reason_has_the_numbers():
-    assert too_many(30, 100, LIMITS) == "30 of 100 amphorae fell silent within 120 s, more than 20 %"
-    assert too_many(60, 9000, LIMITS) == "60 amphorae fell silent within 120 s, more than 50"
+    assert excess_reason(30, 100, LIMITS) == "30 of 100 amphorae fell silent within 120 s, more than 20 %"
+    assert excess_reason(60, 9000, LIMITS) == "60 amphorae fell silent within 120 s, more than 50"
 
 
 @pytest.mark.parametrize("percent", [0.0, 100.0])
 def test_the_ends_of_the_scale(percent):
-    limits = Limits(percent=percent, floor=1)
-    assert bool(too_many(1, 40, limits)) is (percent == 0.0)
-    assert not too_many(40, 40, Limits(percent=100.0, floor=1))
+    limits = BreakerLimits(percent=percent, floor=1)
+    assert bool(excess_reason(1, 40, limits)) is (percent == 0.0)
+    assert not excess_reason(40, 40, BreakerLimits(percent=100.0, floor=1))
 
 
 def test_it_closes_after_calm_and_not_before():
-    found = after(OPEN, NOBODY, LIMITS, 100.0)
-    assert (found.state, found.calm_since) == (State.OPEN, 100.0)
-    found = after(found, NOBODY, LIMITS, 129.0)
-    assert found.state is State.OPEN
-    assert after(found, NOBODY, LIMITS, 130.0).state is State.CLOSED
+    found = next_breaker(OPEN, NOBODY, LIMITS, 100.0)
+    assert (found.state, found.calm_since) == (BreakerState.OPEN, 100.0)
+    found = next_breaker(found, NOBODY, LIMITS, 129.0)
+    assert found.state is BreakerState.OPEN
+    assert next_breaker(found, NOBODY, LIMITS, 130.0).state is BreakerState.CLOSED
 
 
 def test_calm_begins_anew_when_many_are_silent_in_between():
-    found = after(after(OPEN, NOBODY, LIMITS, 100.0), MANY, LIMITS, 120.0)
+    found = next_breaker(next_breaker(OPEN, NOBODY, LIMITS, 100.0), MANY, LIMITS, 120.0)
     assert found.calm_since is None
-    assert after(after(found, NOBODY, LIMITS, 125.0), NOBODY, LIMITS, 140.0).state is State.OPEN
+    assert next_breaker(next_breaker(found, NOBODY, LIMITS, 125.0), NOBODY, LIMITS, 140.0).state is BreakerState.OPEN
 
 
 def test_few_that_stay_silent_do_not_keep_it_open():
-    few = Count(watched=100, silent=20, recent=50)
-    found = after(after(OPEN, few, LIMITS, 1.0), few, LIMITS, 31.0)
-    assert found.state is State.CLOSED
+    few = SilenceCount(watched=100, silent=20, recent=50)
+    found = next_breaker(next_breaker(OPEN, few, LIMITS, 1.0), few, LIMITS, 31.0)
+    assert found.state is BreakerState.CLOSED
 
 
 def test_a_trial_comes_after_its_time():
-    assert after(OPEN, MANY, LIMITS, 599.0) == OPEN
-    found = after(OPEN, MANY, LIMITS, 600.0)
-    assert (found.state, found.since, found.reason) == (State.TRIAL, 600.0, "many")
+    assert next_breaker(OPEN, MANY, LIMITS, 599.0) == OPEN
+    found = next_breaker(OPEN, MANY, LIMITS, 600.0)
+    assert (found.state, found.since, found.reason) == (BreakerState.TRIAL, 600.0, "many")
 
 
-@pytest.mark.parametrize(("trial", "state"), [(None, State.TRIAL), (True, State.TRIAL), (False, State.OPEN)])
+@pytest.mark.parametrize(
+    ("trial", "state"), [(None, BreakerState.TRIAL), (True, BreakerState.TRIAL), (False, BreakerState.OPEN)]
+)
 def test_what_becomes_of_a_trial(trial, state):
-    found = after(TRIAL, MANY, LIMITS, 700.0, trial=trial)
+    found = next_breaker(TRIAL, MANY, LIMITS, 700.0, trial=trial)
     assert found.state is state
-    if state is State.OPEN:
-        assert after(found, MANY, LIMITS, 1299.0).state is State.OPEN
-        assert after(found, MANY, LIMITS, 1300.0).state is State.TRIAL
+    if state is BreakerState.OPEN:
+        assert next_breaker(found, MANY, LIMITS, 1299.0).state is BreakerState.OPEN
+        assert next_breaker(found, MANY, LIMITS, 1300.0).state is BreakerState.TRIAL
 
 
 def test_a_trial_ends_in_calm():
-    assert after(after(TRIAL, NOBODY, LIMITS, 10.0), NOBODY, LIMITS, 40.0).state is State.CLOSED
+    assert next_breaker(next_breaker(TRIAL, NOBODY, LIMITS, 10.0), NOBODY, LIMITS, 40.0).state is BreakerState.CLOSED
 
 
 def test_without_calm_it_closes_at_once():
-    assert after(OPEN, NOBODY, Limits(calm=0.0), 5.0).state is State.CLOSED
+    assert next_breaker(OPEN, NOBODY, BreakerLimits(calm=0.0), 5.0).state is BreakerState.CLOSED
 
 
 def names(number):
@@ -107,71 +109,71 @@ def names(number):
 
 
 def test_the_window():
-    fallen = Fallen(120.0)
+    fallen = SilenceWindow(120.0)
     everybody = names(10)
-    assert fallen.note({"a0"}, everybody, 0.0) == 1
-    assert fallen.note({"a0", "a1"}, everybody, 60.0) == 2
-    assert fallen.note({"a0", "a1"}, everybody, 121.0) == 1, "silent for longer is not within it"
-    assert fallen.note({"a0", "a1"}, everybody, 500.0) == 0
+    assert fallen.observe({"a0"}, everybody, 0.0) == 1
+    assert fallen.observe({"a0", "a1"}, everybody, 60.0) == 2
+    assert fallen.observe({"a0", "a1"}, everybody, 121.0) == 1, "silent for longer is not within it"
+    assert fallen.observe({"a0", "a1"}, everybody, 500.0) == 0
 
 
 def test_who_comes_back_does_not_count_and_who_is_replaced_does():
-    fallen = Fallen(120.0)
-    fallen.note({"a0", "a1"}, names(10), 0.0)
-    assert fallen.note({"a1"}, names(10), 10.0) == 1
-    assert fallen.note(set(), names(10) - {"a1"}, 20.0) == 1, "it is retiring, and not watched any more"
-    assert fallen.note(set(), names(10) - {"a1"}, 121.0) == 0
+    fallen = SilenceWindow(120.0)
+    fallen.observe({"a0", "a1"}, names(10), 0.0)
+    assert fallen.observe({"a1"}, names(10), 10.0) == 1
+    assert fallen.observe(set(), names(10) - {"a1"}, 20.0) == 1, "it is retiring, and not watched any more"
+    assert fallen.observe(set(), names(10) - {"a1"}, 121.0) == 0
 
 
 def test_who_falls_silent_again_counts_again():
-    fallen = Fallen(120.0)
-    fallen.note({"a0"}, names(10), 0.0)
-    fallen.note(set(), names(10), 100.0)
-    assert fallen.note({"a0"}, names(10), 200.0) == 1
+    fallen = SilenceWindow(120.0)
+    fallen.observe({"a0"}, names(10), 0.0)
+    fallen.observe(set(), names(10), 100.0)
+    assert fallen.observe({"a0"}, names(10), 200.0) == 1
 
 
 def test_what_an_operator_accepts_does_not_count_until_it_was_heard():
-    fallen = Fallen(120.0)
-    fallen.note(names(5), names(10), 0.0)
+    fallen = SilenceWindow(120.0)
+    fallen.observe(names(5), names(10), 0.0)
     fallen.accept(names(5))
-    assert fallen.note(names(5), names(10), 1.0) == 0
-    assert fallen.open_count(names(5)) == 0
-    assert fallen.note(names(6), names(10), 2.0) == 1
-    fallen.note({"a5"}, names(10), 3.0)
-    assert fallen.note(names(6), names(10), 4.0) == 6
+    assert fallen.observe(names(5), names(10), 1.0) == 0
+    assert fallen.count_unaccepted(names(5)) == 0
+    assert fallen.observe(names(6), names(10), 2.0) == 1
+    fallen.observe({"a5"}, names(10), 3.0)
+    assert fallen.observe(names(6), names(10), 4.0) == 6
 
 
 def test_what_is_forgiven_is_over():
-    fallen = Fallen(120.0)
-    fallen.note(names(5), names(10), 0.0)
-    fallen.forgive()
-    assert fallen.note(names(5), names(10), 1.0) == 0
-    assert fallen.note(names(6), names(10), 2.0) == 1
+    fallen = SilenceWindow(120.0)
+    fallen.observe(names(5), names(10), 0.0)
+    fallen.expire_all()
+    assert fallen.observe(names(5), names(10), 1.0) == 0
+    assert fallen.observe(names(6), names(10), 2.0) == 1
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_calm():
-    pauses = Pauses(60.0, 200.0)
+    pauses = FailoverBackoff(60.0, 200.0)
     now = 0.0
     lengths = []
     for _ in range(4):
-        pauses.begun("lb", {"old"}, now)
+        pauses.record("lb", {"old"}, now)
         lengths.append(pauses.length("lb"))
-        assert pauses.left("lb", "new", now) == lengths[-1]
-        assert pauses.left("lb", "new", now + lengths[-1]) == 0.0
+        assert pauses.remaining("lb", "new", now) == lengths[-1]
+        assert pauses.remaining("lb", "new", now + lengths[-1]) == 0.0
         now += lengths[-1]
     assert lengths == [60.0, 120.0, 200.0, 200.0]
-    pauses.begun("lb", {"old"}, now + 201.0)
+    pauses.record("lb", {"old"}, now + 201.0)
     assert pauses.length("lb") == 60.0
 
 
 def test_a_partner_that_was_there_does_not_wait_and_a_replacement_does():
-    pauses = Pauses(60.0, 3600.0)
-    pauses.begun("lb", {"one", "two"}, 0.0)
-    assert pauses.left("lb", "two", 1.0) == 0.0
-    assert pauses.left("lb", "three", 1.0) == 59.0
+    pauses = FailoverBackoff(60.0, 3600.0)
+    pauses.record("lb", {"one", "two"}, 0.0)
+    assert pauses.remaining("lb", "two", 1.0) == 0.0
+    assert pauses.remaining("lb", "three", 1.0) == 59.0
     assert not pauses.is_replacement("lb", "two")
     assert pauses.is_replacement("lb", "three")
-    assert pauses.left("another", "three", 1.0) == 0.0
+    assert pauses.remaining("another", "three", 1.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -185,51 +187,51 @@ def test_a_partner_that_was_there_does_not_wait_and_a_replacement_does():
     ],
 )
 def test_who_takes_over_knows_the_pauses(ages, left):
-    pauses = Pauses(60.0, 3600.0)
-    pauses.resume("lb", ages, {"old"}, 9000.0)
-    assert pauses.left("lb", "any", 9000.0) == pytest.approx(left)
-    assert pauses.left("lb", "old", 9000.0) == 0.0, "a partner that was there is no replacement"
+    pauses = FailoverBackoff(60.0, 3600.0)
+    pauses.restore("lb", ages, {"old"}, 9000.0)
+    assert pauses.remaining("lb", "any", 9000.0) == pytest.approx(left)
+    assert pauses.remaining("lb", "old", 9000.0) == 0.0, "a partner that was there is no replacement"
     assert not pauses.is_replacement("lb", "old")
 
 
 @pytest.mark.parametrize(
     ("state", "remaining", "waits"),
     [
-        (State.OPEN, 250.0, 250.0),
-        (State.OPEN, None, 600.0),
-        (State.OPEN, -50.0, 0.0),  # it is over
-        (State.OPEN, 86_400.0, 600.0),  # the clock was moved
-        (State.TRIAL, 250.0, 600.0),
-        (State.CLOSED, None, 600.0),
+        (BreakerState.OPEN, 250.0, 250.0),
+        (BreakerState.OPEN, None, 600.0),
+        (BreakerState.OPEN, -50.0, 0.0),  # it is over
+        (BreakerState.OPEN, 86_400.0, 600.0),  # the clock was moved
+        (BreakerState.TRIAL, 250.0, 600.0),
+        (BreakerState.CLOSED, None, 600.0),
     ],
 )
 def test_what_another_one_left_of_the_breaker(state, remaining, waits):
-    found = resumed(state, "why", Limits(trial=600.0), 9000.0, remaining)
+    found = restore_breaker(state, "why", BreakerLimits(trial=600.0), 9000.0, remaining)
     assert (found.state, found.reason, found.since + 600.0 - 9000.0) == (state, "why", waits)
 
 
 def test_what_is_gone_takes_no_memory():
-    pauses = Pauses(60.0, 3600.0)
-    pauses.begun("lb", (), 0.0)
-    pauses.keep({"another"})
+    pauses = FailoverBackoff(60.0, 3600.0)
+    pauses.record("lb", (), 0.0)
+    pauses.retain({"another"})
     assert pauses.length("lb") == 0.0
 
 
 @pytest.mark.parametrize(
     ("allowance", "words"),
     [
-        (Allowance(), ""),
-        (Allowance(automatic=False), "automatic is off"),
-        (Allowance(held="anna: network work"), "an operator holds the breaker open (anna: network work)"),
-        (Allowance(held=""), "the breaker is held open"),
-        (Allowance(state=State.OPEN), "the breaker is open"),
-        (Allowance(state=State.TRIAL), ""),
-        (Allowance(state=State.TRIAL, on_trial=True), "for a trial"),
-        (Allowance(late="30 of 100"), "so many are late"),
-        (Allowance(going_on=4), ""),
-        (Allowance(going_on=5), "5 fail-overs nobody asked for go on already"),
-        (Allowance(going_on=0, most_at_once=1).taken(1), "1 fail-overs"),
-        (Allowance(state=State.TRIAL).taken(1), "for a trial"),
+        (FailoverPermit(), ""),
+        (FailoverPermit(automatic=False), "automatic is off"),
+        (FailoverPermit(held="anna: network work"), "an operator holds the breaker open (anna: network work)"),
+        (FailoverPermit(held=""), "the breaker is held open"),
+        (FailoverPermit(state=BreakerState.OPEN), "the breaker is open"),
+        (FailoverPermit(state=BreakerState.TRIAL), ""),
+        (FailoverPermit(state=BreakerState.TRIAL, on_trial=True), "trial fail-over"),
+        (FailoverPermit(late="30 of 100"), "many amphorae are late"),
+        (FailoverPermit(in_progress=4), ""),
+        (FailoverPermit(in_progress=5), "5 automatic fail-overs are in progress"),
+        (FailoverPermit(in_progress=0, most_at_once=1).after_start(1), "1 automatic fail-overs"),
+        (FailoverPermit(state=BreakerState.TRIAL).after_start(1), "trial fail-over"),
     ],
 )
 def test_what_is_allowed(allowance, words):

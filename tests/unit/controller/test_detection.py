@@ -3,10 +3,21 @@
 
 import pytest
 
-from amphora_driver.failover.failure_rules import Answer, Company, How, Kind, Limits, Quiet, Watch, doubt, judge
+from amphora_driver.failover.failure_rules import (
+    DetectionLimits,
+    HeartbeatWatch,
+    PathEvidence,
+    Phase,
+    ProbeOutcome,
+    ProbeResult,
+    SilenceKind,
+    SilentPeriod,
+    judge_silence,
+    network_suspected,
+)
 from amphora_driver.store.failovers import Cause
 
-LIMITS = Limits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)
+LIMITS = DetectionLimits(silent_after=7.0, mute_after=60.0, probe_timeout=2.0)
 STEP = 0.5
 
 
@@ -14,7 +25,7 @@ class Story:
     """Looks every half second, at amphorae that speak or do not, and a health manager that hears or does not."""
 
     def __init__(self, names=("a", "b"), begin=1000.0, limits=LIMITS):
-        self.watch = Watch(limits)
+        self.watch = HeartbeatWatch(limits)
         self.limits = limits
         self.now = begin
         self.places = dict.fromkeys(names, (1, 0))
@@ -29,11 +40,11 @@ class Story:
                     self.places[one] = epoch, sequence + 1
             for one in hearing:
                 self.beats[one] = self.beats.get(one, 0) + 1
-            self.watch.look(self.places, self.beats, self.now)
+            self.watch.observe(self.places, self.beats, self.now)
         return self
 
     def silent(self):
-        return set(self.watch.quiet(self.now, self.limits.silent_after))
+        return set(self.watch.in_phase(Phase.SILENT, self.now))
 
 
 def test_who_does_not_speak_is_silent_after_that_time_and_not_before():
@@ -62,7 +73,7 @@ def test_who_never_spoke_counts_from_when_it_was_seen_first():
     story.places["new"] = None
     assert story.go(6.5).silent() == set()
     assert story.go(1).silent() == {"new"}
-    assert not story.watch.quiet(story.now, 7.0)["new"].spoke
+    assert not story.watch.in_phase(Phase.SILENT, story.now)["new"].ever_heard
 
 
 def test_an_epoch_that_begins_anew_is_a_sign_of_life():
@@ -76,7 +87,7 @@ def test_a_gap_in_ones_own_looking_begins_anew(gap):
     story = Story().go(5).go(6.5, speaking="a")
     story.now += gap
     story.go(STEP, speaking=())
-    assert story.watch.blind
+    assert story.watch.blind_reason
     assert story.silent() == set()
     assert story.go(7, speaking="a").silent() == set()
     assert story.go(1.5, speaking="a").silent() == {"b"}, "silence goes on being found"
@@ -102,7 +113,7 @@ def test_while_nobody_proves_to_hear_nobody_is_silent(hearing):
     story.go(20)
     names = [one for one in hearing if one != "dead"]
     assert story.go(3.5, speaking=(), hearing=names).silent() == set()
-    assert "no health manager" in story.watch.blind
+    assert "no health manager" in story.watch.blind_reason
     assert story.go(100, speaking=(), hearing=names).silent() == set()
     assert story.go(7, speaking="a").silent() == set(), "counted from when it hears again"
     assert story.go(1, speaking="a").silent() == {"b"}
@@ -123,19 +134,19 @@ def test_the_first_beat_that_is_seen_proves_nothing():
     story = Story()
     story.beats = {"left behind": 977}
     story.go(30, hearing=())
-    assert story.watch.blind == "no health manager proves that it hears"
+    assert story.watch.blind_reason == "no health manager proves that it receives heartbeats"
     story.beats = {}
     story.go(STEP, hearing=())
-    assert story.watch.blind == "there is no health manager"
+    assert story.watch.blind_reason == "there is no health manager"
 
 
 def test_what_is_forgotten_is_counted_anew():
     story = Story().go(20, speaking="a")
-    story.watch.forget("the database is away")
-    assert story.watch.blind == "the database is away"
+    story.watch.reset("the database is away")
+    assert story.watch.blind_reason == "the database is away"
     assert story.silent() == set()
     assert story.go(7, speaking="a").silent() == set()
-    assert story.watch.blind == ""
+    assert story.watch.blind_reason == ""
 
 
 def test_how_long_it_sees():
@@ -153,60 +164,86 @@ def test_who_is_gone_is_forgotten():
 
 @pytest.mark.parametrize("silent_after", [0.2, 2.0, 4.0, 7.0, 60.0])
 def test_limits_follow_the_option(silent_after):
-    limits = Limits(silent_after=silent_after)
-    assert limits.late_after < silent_after
+    limits = DetectionLimits(silent_after=silent_after)
+    assert limits.begins(Phase.LATE) < silent_after
     assert limits.gap >= 1.0
     # Otherwise a health manager that ends would be noticed later than those it does not hear.
     assert limits.deaf_after < silent_after or silent_after < 2.0
 
 
 def quiet(seconds, spoke=True, now=1000.0):
-    return Quiet(amphora_id="a", since=now - seconds, order=(1, 1) if spoke else None)
+    return SilentPeriod(amphora_id="a", since=now - seconds, order=(1, 1) if spoke else None)
 
 
 def answer(how, ago=1.0, now=1000.0, words="timed out", blind=None):
-    return Answer(how=how, at=now - ago, words=words, blind_at=None if blind is None else now - blind)
+    return ProbeResult(outcome=how, at=now - ago, detail=words, inconclusive_at=None if blind is None else now - blind)
 
 
 @pytest.mark.parametrize(
     ("silence", "spoke", "said", "kind", "cause", "dead", "words"),
     [
-        (8, True, None, Kind.SILENT, None, False, "being asked"),
-        (8, False, None, Kind.NEVER_SPOKE, None, False, "being asked"),
-        (8, True, answer(How.UNANSWERED), Kind.SILENT, Cause.SILENT, True, "does not answer (timed out)"),
-        (8, False, answer(How.UNANSWERED), Kind.NEVER_SPOKE, Cause.NEVER_SPOKE, True, "does not answer"),
-        (8, True, answer(How.UNANSWERED, ago=9), Kind.SILENT, None, False, "being asked"),
-        (500, True, answer(How.UNANSWERED, ago=9), Kind.SILENT, Cause.SILENT, False, "does not answer"),
-        (8, True, answer(How.ANSWERS), Kind.MUTE, None, False, "its agent answers"),
-        (59, True, answer(How.ANSWERS), Kind.MUTE, None, False, "after 60 s"),
-        (61, True, answer(How.ANSWERS), Kind.MUTE, Cause.MUTE, False, "its agent answers"),
+        (8, True, None, SilenceKind.SILENT, None, False, "waiting for the probe"),
+        (8, False, None, SilenceKind.NEVER_SPOKE, None, False, "waiting for the probe"),
+        (
+            8,
+            True,
+            answer(ProbeOutcome.NO_ANSWER),
+            SilenceKind.SILENT,
+            Cause.SILENT,
+            True,
+            "does not answer (timed out)",
+        ),
+        (8, False, answer(ProbeOutcome.NO_ANSWER), SilenceKind.NEVER_SPOKE, Cause.NEVER_SPOKE, True, "does not answer"),
+        (8, True, answer(ProbeOutcome.NO_ANSWER, ago=9), SilenceKind.SILENT, None, False, "waiting for the probe"),
+        (500, True, answer(ProbeOutcome.NO_ANSWER, ago=9), SilenceKind.SILENT, Cause.SILENT, False, "does not answer"),
+        (8, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "its agent answers"),
+        (59, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, None, False, "after 60 s"),
+        (61, True, answer(ProbeOutcome.ANSWERED), SilenceKind.MUTE, Cause.MUTE, False, "its agent answers"),
         # It may serve, and nobody hears it because of UDP, or of wrong targets: it must not be cut.
-        (61, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, Cause.MUTE, False, "its agent answers"),
-        (8, True, answer(How.ANSWERS, words="expired"), Kind.MUTE, None, False, "its agent answers (expired)"),
-        (8, False, answer(How.ANSWERS), Kind.NEVER_SPOKE, None, False, "its agent answers"),
-        (8, True, answer(How.BLIND), Kind.SILENT, None, False, "cannot be asked from here"),
-        (5000, True, answer(How.BLIND), Kind.SILENT, None, False, "nothing follows"),
+        (61, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, Cause.MUTE, False, "its agent answers"),
+        (
+            8,
+            True,
+            answer(ProbeOutcome.ANSWERED, words="expired"),
+            SilenceKind.MUTE,
+            None,
+            False,
+            "its agent answers (expired)",
+        ),
+        (8, False, answer(ProbeOutcome.ANSWERED), SilenceKind.NEVER_SPOKE, None, False, "its agent answers"),
+        (8, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "cannot probe"),
+        (5000, True, answer(ProbeOutcome.INCONCLUSIVE), SilenceKind.SILENT, None, False, "no fail-over"),
         # Its own network is back, and nobody is heard or reached yet.
-        (500, True, answer(How.UNANSWERED, blind=3), Kind.SILENT, None, False, "a moment ago"),
-        (500, True, answer(How.UNANSWERED, blind=7.5), Kind.SILENT, Cause.SILENT, True, "does not answer"),
-        (61, True, answer(How.ANSWERS, blind=3), Kind.MUTE, Cause.MUTE, False, "its agent answers"),
+        (500, True, answer(ProbeOutcome.NO_ANSWER, blind=3), SilenceKind.SILENT, None, False, "a moment ago"),
+        (
+            500,
+            True,
+            answer(ProbeOutcome.NO_ANSWER, blind=7.5),
+            SilenceKind.SILENT,
+            Cause.SILENT,
+            True,
+            "does not answer",
+        ),
+        (61, True, answer(ProbeOutcome.ANSWERED, blind=3), SilenceKind.MUTE, Cause.MUTE, False, "its agent answers"),
     ],
 )
 def test_what_is_thought_of_it(silence, spoke, said, kind, cause, dead, words):
-    found = judge(quiet(silence, spoke), said, 1000.0, LIMITS)
+    found = judge_silence(quiet(silence, spoke), said, 1000.0, LIMITS)
     assert (found.kind, found.cause, found.dead) == (kind, cause, dead)
-    assert words in found.words
+    assert words in found.text
 
 
 def test_an_old_answer_is_asked_for_again_before_anything_follows():
-    assert judge(quiet(500), answer(How.UNANSWERED, ago=30), 1000.0, LIMITS).stale
-    assert not judge(quiet(500), answer(How.UNANSWERED), 1000.0, LIMITS).stale
+    assert judge_silence(quiet(500), answer(ProbeOutcome.NO_ANSWER, ago=30), 1000.0, LIMITS).stale
+    assert not judge_silence(quiet(500), answer(ProbeOutcome.NO_ANSWER), 1000.0, LIMITS).stale
 
 
 def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
     """Heard and answered so many seconds ago."""
     moments = (None if ago is None else now - ago for ago in (heard, answered))
-    return Company(watched=watched, witnesses=witnesses, **dict(zip(("heard_at", "answered_at"), moments, strict=True)))
+    return PathEvidence(
+        watched=watched, has_witnesses=witnesses, **dict(zip(("heard_at", "answered_at"), moments, strict=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,35 +272,35 @@ def company(watched=2, heard=None, answered=None, witnesses=False, now=1000.0):
     ],
 )
 def test_where_nobody_at_all_is_heard_it_may_be_the_way(silence, around, doubted):
-    why = doubt(quiet(silence), around, 1000.0, LIMITS)
+    why = network_suspected(quiet(silence), around, 1000.0, LIMITS)
     assert bool(why) is doubted
     assert "[failover] witnesses" in why or not doubted
-    found = judge(quiet(silence), answer(How.UNANSWERED), 1000.0, LIMITS, why)
-    assert (found.cause is None, found.dead, why in found.words) == (doubted, not doubted, True)
-    assert judge(quiet(61), answer(How.ANSWERS), 1000.0, LIMITS, why).cause is Cause.MUTE
+    found = judge_silence(quiet(silence), answer(ProbeOutcome.NO_ANSWER), 1000.0, LIMITS, why)
+    assert (found.cause is None, found.dead, why in found.text) == (doubted, not doubted, True)
+    assert judge_silence(quiet(61), answer(ProbeOutcome.ANSWERED), 1000.0, LIMITS, why).cause is Cause.MUTE
 
 
 def test_a_mute_time_shorter_than_that_of_one_on_its_own_is_not_believed():
-    limits = Limits(silent_after=7.0, mute_after=7.0)
-    assert doubt(quiet(13), company(), 1000.0, limits)
-    assert not doubt(quiet(14), company(), 1000.0, limits)
+    limits = DetectionLimits(silent_after=7.0, mute_after=7.0)
+    assert network_suspected(quiet(13), company(), 1000.0, limits)
+    assert not network_suspected(quiet(14), company(), 1000.0, limits)
 
 
 def test_when_anybody_was_heard_last():
     story = Story()
     story.go(STEP)
-    assert story.watch.moved_at is None, "the first look shows no movement"
+    assert story.watch.last_heartbeat_at is None, "the first look shows no movement"
     story.go(5)
-    heard = story.watch.moved_at
+    heard = story.watch.last_heartbeat_at
     assert heard == story.now
     story.places["new"] = (1, 5)
-    assert story.go(5, speaking=()).watch.moved_at == heard, "who is new was not heard"
-    story.watch.forget("whatever")
-    assert story.watch.moved_at is None
+    assert story.go(5, speaking=()).watch.last_heartbeat_at == heard, "who is new was not heard"
+    story.watch.reset("whatever")
+    assert story.watch.last_heartbeat_at is None
 
 
 @pytest.mark.parametrize(
     ("silent_after", "interval", "seconds"), [(7.0, 3.0, 4.55), (30.0, 3.0, 6.5), (4.0, 0.5, 2.6), (7.0, 1.0, 3.5)]
 )
 def test_who_missed_a_heartbeat_counts_as_late(silent_after, interval, seconds):
-    assert Limits(silent_after=silent_after, interval=interval).quiet_after == pytest.approx(seconds)
+    assert DetectionLimits(silent_after=silent_after, interval=interval).begins(Phase.OVERDUE) == pytest.approx(seconds)

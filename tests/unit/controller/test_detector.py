@@ -7,7 +7,7 @@ from detector_scene import OPTIONS, STEP, Scene
 
 from amphora_driver.database.tables import status, work
 from amphora_driver.database.tables_fleet import failover
-from amphora_driver.failover.failure_rules import How
+from amphora_driver.failover.failure_rules import ProbeOutcome
 from amphora_driver.store import circuit_breaker, failovers
 
 pytestmark = pytest.mark.usefixtures("detector_database")
@@ -23,10 +23,10 @@ def test_a_dead_amphora_is_replaced(scene):
     assert (row.load_balancer_id, row.amphora_id, row.cause) == ("lb3", "a3", "silent")
     assert row.silent_since == pytest.approx(scene.wall(), abs=20)
     found = {one.word: one.detail for one in scene.database.read(lambda c: failovers.list_failover_events(c, row.id))}
-    assert found["found"].startswith("heard last at 2")
+    assert found["found"].startswith("last heartbeat at 2")
     assert "does not answer (timed out)" in found["found"]
     assert set(scene.told) == {"controller", "reporter"}
-    assert scene.operating("lb3") == ("ERROR", "amphora a3 is not heard and does not answer")
+    assert scene.operating("lb3") == ("ERROR", "amphora a3 sends no heartbeats and does not answer")
     assert [row.dirty for row in scene.read(sa.select(work).where(work.c.load_balancer_id == "lb3"))] == [True]
     scene.go(1)
     assert scene.verdicts() == {}, "who is being replaced is not silent, but on its way out"
@@ -40,7 +40,7 @@ def test_everybody_is_left_alone_while_everybody_speaks(scene):
 
 
 def test_who_answers_is_mute_and_has_more_time(scene):
-    scene.agents.saying["a3"] = How.ANSWERS
+    scene.agents.saying["a3"] = ProbeOutcome.ANSWERED
     scene.go(5).hush("a3").go(20)
     assert scene.replaced() == set()
     assert scene.verdicts() == {"a3": ("mute", "its agent answers; it is replaced after 30 s of silence")}
@@ -81,9 +81,9 @@ def test_many_at_once_open_the_breaker_and_nothing_is_replaced(scene, caplog):
     found = scene.breaker()
     assert (found.state, found.reason) == ("open", "5 of 20 amphorae fell silent within 120 s, more than 20 %")
     assert found.trial_at is not None
-    assert all("it waits: the breaker is open" in words for _, words in scene.verdicts().values())
+    assert all("fail-over held: the breaker is open" in words for _, words in scene.verdicts().values())
     assert scene.operating("lb0")[0] == "ONLINE", "who may be blind says nothing"
-    assert "the breaker is open, no amphora is replaced unasked" in caplog.text
+    assert "circuit breaker opened, no automatic fail-over begins" in caplog.text
     scene.speaking |= {f"a{index}" for index in range(5)}
     scene.go(12)
     assert scene.breaker().state == "closed"
@@ -158,7 +158,7 @@ def test_an_operator_closes_it(scene):
 def test_at_most_so_many_at_once(scene):
     scene.go(5).hush("a0", "a1", "a2", "a3").go(10)
     assert len(scene.replaced()) == 2
-    assert "it waits: 2 fail-overs nobody asked for go on already" in next(iter(scene.verdicts().values()))[1]
+    assert "fail-over held: 2 automatic fail-overs are in progress" in next(iter(scene.verdicts().values()))[1]
     # One that never ends holds up the others no longer than a boot may take.
     scene.go(300)
     assert len(scene.replaced()) == 4
@@ -170,7 +170,7 @@ def test_a_replacement_that_dies_too_waits_for_its_pause(scene):
     scene.served("lb3", "second")
     scene.go(1).hush("second").go(10)
     assert scene.replaced() == set()
-    assert "the pause of 20 s after the last one is not over" in scene.verdicts()["second"][1]
+    assert "the back-off of 20 s after the last fail-over is not over" in scene.verdicts()["second"][1]
     assert scene.operating("lb3")[0] == "ERROR"
     scene.go(10)
     assert scene.replaced() == {"second"}

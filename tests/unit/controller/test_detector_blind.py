@@ -9,7 +9,7 @@ from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.errors import StoreError
 from amphora_driver.failover import failure_detector as detecting
-from amphora_driver.failover.failure_rules import How
+from amphora_driver.failover.failure_rules import ProbeOutcome
 from amphora_driver.queue.jobs import hold_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, silent_amphorae
 
@@ -67,8 +67,8 @@ def test_a_database_that_was_away_counts_anew(scene, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(scene.database, "read", away)
         with pytest.raises(StoreError):
-            scene.detector.turn()
-        scene.detector._lose("the database is away")
+            scene.detector.run_once()
+        scene.detector._suspend("the database is away")
     scene.go(6)
     assert scene.replaced() == set()
     scene.go(5)
@@ -80,7 +80,7 @@ def test_only_who_has_the_duty_looks_and_who_gets_it_counts_anew(scene):
     other = scene.made("other")
     scene.go(4, other)
     assert scene.read(sa.select(duty.c.owner)) == [("me",)]
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     scene.go(7, other)
     assert scene.replaced() == set()
     scene.go(3, other)
@@ -116,7 +116,7 @@ def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):
 
 
 def test_a_quiet_fleet_costs_no_writes(scene, monkeypatch):
-    scene.agents.saying["a3"] = How.ANSWERS
+    scene.agents.saying["a3"] = ProbeOutcome.ANSWERED
     scene.go(5).hush("a3").go(15)
     written = []
     monkeypatch.setattr(silent_amphorae, "write_silent_amphorae", lambda *_: written.append("silence"))
@@ -134,7 +134,7 @@ def test_rows_of_the_one_before_are_cleaned_up(scene):
 
 def test_an_open_breaker_outlives_its_detector(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(20)
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     other = scene.made("other")
     scene.go(20, other)
     assert scene.breaker().state == "open"
@@ -145,7 +145,7 @@ def test_one_that_was_never_heard_but_answers_is_not_dead(scene):
     """UDP is blocked, or [health] targets are wrong: it serves, and must not be cut."""
     scene.go(5)
     scene.amphora("lb3", "new")
-    scene.agents.saying["new"] = How.ANSWERS
+    scene.agents.saying["new"] = ProbeOutcome.ANSWERED
     scene.hush("new").go(28)
     assert scene.replaced() == set()
     scene.go(5)
@@ -162,7 +162,7 @@ def test_with_few_a_way_that_is_gone_kills_nobody(tmp_path, monkeypatch):
     assert scene.replaced() == set()
     assert "[failover] witnesses is empty" in scene.verdicts()["a0"][1]
     sight = scene.breaker(circuit_breaker.SIGHT)
-    assert (sight.state, "nobody at all is heard" in sight.reason) == ("blind", True)
+    assert (sight.state, "no amphora sends heartbeats" in sight.reason) == ("blind", True)
     assert scene.operating("lb0")[0] == "ONLINE"
     scene.speaking |= {"a0", "a1"}
     scene.go(10)
@@ -239,7 +239,7 @@ def test_an_outage_of_very_many_is_looked_at_all_the_time(tmp_path, monkeypatch)
 
 def hiccup(scene):
     """The database was away for a moment, and nobody else had the duty."""
-    scene.detector._lose("the database is away")
+    scene.detector._suspend("the database is away")
 
 
 def test_what_an_operator_has_accepted_outlives_a_hiccup(scene):
@@ -272,14 +272,14 @@ def test_a_trial_outlives_a_hiccup(scene, caplog):
     scene.go(20)
     assert scene.replaced() == first, "one at a time"
     assert scene.breaker().state == "trial"
-    assert "ended well" not in caplog.text
+    assert "succeeded" not in caplog.text
     # It has had its time while nobody could be silent: that is no success.
-    scene.now += scene.detector._patience
+    scene.now += scene.detector._boot_timeout
     scene.go(5)
-    assert "ended well" not in caplog.text
+    assert "succeeded" not in caplog.text
     scene.go(10)
     assert scene.breaker().state == "open"
-    assert "ended well" not in caplog.text
+    assert "succeeded" not in caplog.text
 
 
 @pytest.mark.parametrize("shift", [0.0, -86_400.0])
@@ -287,7 +287,7 @@ def test_who_takes_over_waits_for_what_is_left_until_the_trial(scene, shift):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(8)
     assert scene.breaker().state == "open"
     scene.go(80)
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     scene.ahead = shift
     other = scene.made("other")
     scene.write(duty.update().values(leased_until=0.0))
@@ -302,7 +302,7 @@ def test_who_takes_over_waits_for_what_is_left_until_the_trial(scene, shift):
 def test_who_takes_over_a_trial_waits_how_it_ends(scene):
     scene.go(5).hush(*(f"a{index}" for index in range(6))).go(115)
     first = scene.replaced()
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     scene.go(30, scene.made("other"))
     assert (scene.breaker().state, scene.replaced()) == ("trial", first)
 
@@ -316,9 +316,9 @@ def test_both_of_a_pair_are_one_beginning(scene):
     found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))
     assert len(found["pair"].ages) == 1
     other = scene.made("other")
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     scene.go(1, other)
-    assert other._pauses.length("pair") == 20.0
+    assert other._backoff.length("pair") == 20.0
 
 
 def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
@@ -336,11 +336,11 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
     found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))["pair"]
     assert found.there == {"p1", "p2"}
     other = scene.made("other")
-    scene.detector.leave("it ends")
+    scene.detector.release_duty("it ends")
     scene.go(1, other)
-    assert not other._pauses.is_replacement("pair", "p2")
-    assert other._pauses.is_replacement("pair", "p3")
-    assert other._pauses.is_replacement("pair", "spare")
+    assert not other._backoff.is_replacement("pair", "p2")
+    assert other._backoff.is_replacement("pair", "p3")
+    assert other._backoff.is_replacement("pair", "spare")
 
 
 def test_what_began_too_long_ago_is_not_looked_at(scene, monkeypatch):
@@ -353,7 +353,7 @@ def test_what_began_too_long_ago_is_not_looked_at(scene, monkeypatch):
 
 def test_very_many_without_anybody_who_serves_are_told_a_few_at_a_time(tmp_path, monkeypatch):
     scene = small(tmp_path, monkeypatch, 30, "automatic = false\nbreaker_percent = 100\n")
-    monkeypatch.setattr(detecting, "_MOST_SAID", 10)
+    monkeypatch.setattr(detecting, "_MOST_STATUSES", 10)
     silent = [f"a{index}" for index in range(25)]
     scene.go(5).hush(*silent).go(7)
     told = lambda: sum(scene.operating(f"lb{index}")[0] == "ERROR" for index in range(30))  # noqa: E731 - short

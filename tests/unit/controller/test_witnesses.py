@@ -21,8 +21,8 @@ from amphora_driver.errors import (
     StoreError,
 )
 from amphora_driver.failover import reachability_probe as asking
-from amphora_driver.failover.failure_rules import How
-from amphora_driver.failover.reachability_probe import Witnesses, our_trouble
+from amphora_driver.failover.failure_rules import ProbeOutcome
+from amphora_driver.failover.reachability_probe import ReachabilityProbe, local_fault
 
 
 class Agents:
@@ -59,9 +59,9 @@ def asked():
     made = []
 
     def ask(does, others=()):
-        witnesses = Witnesses(Agents(does), 2.0, others)
+        witnesses = ReachabilityProbe(Agents(does), 2.0, others)
         made.append(witnesses)
-        assert witnesses.ask("a", "203.0.113.9")
+        assert witnesses.start("a", "203.0.113.9")
         return answered(witnesses, "a")
 
     yield ask
@@ -71,7 +71,7 @@ def asked():
 
 def answered(witnesses, name):
     deadline = time.monotonic() + 20
-    while (said := witnesses.answer(name)) is None:
+    while (said := witnesses.result(name)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return said
@@ -97,29 +97,29 @@ def broken_off(reason, kind=ssl.SSLError):
 @pytest.mark.parametrize(
     ("does", "how"),
     [
-        (None, How.ANSWERS),
-        (AgentRefused("ask", "it answered 503", status=503), How.ANSWERS),
-        (AgentUnreachable("ask", "did not answer in time"), How.UNANSWERED),
-        (AgentUntrusted("ask", "its certificate has expired"), How.ANSWERS),
-        (broken_off("TLSV13_ALERT_CERTIFICATE_REQUIRED"), How.ANSWERS),
-        (broken_off("TLSV1_ALERT_UNKNOWN_CA"), How.ANSWERS),
-        (broken_off("SSLV3_ALERT_CERTIFICATE_EXPIRED"), How.ANSWERS),
-        (broken_off("UNEXPECTED_EOF_WHILE_READING", ssl.SSLEOFError), How.UNANSWERED),
-        (broken_off("WRONG_VERSION_NUMBER"), How.UNANSWERED),
-        (DeadlinePassed("ask", "over"), How.BLIND),
-        (StoreError("read the authorities", "away"), How.BLIND),
-        (unreachable(errno.ECONNREFUSED), How.UNANSWERED),
-        (unreachable(errno.EHOSTUNREACH), How.UNANSWERED),
-        (unreachable(errno.ENETUNREACH), How.BLIND),
-        (unreachable(errno.ENETDOWN), How.BLIND),
-        (unreachable(errno.EMFILE), How.BLIND),
-        (unreachable(errno.EPERM), How.BLIND),
-        (CertificateError("read ours", "it is not there"), How.BLIND),
-        (RuntimeError("nobody thought of it"), How.BLIND),
+        (None, ProbeOutcome.ANSWERED),
+        (AgentRefused("ask", "it answered 503", status=503), ProbeOutcome.ANSWERED),
+        (AgentUnreachable("ask", "did not answer in time"), ProbeOutcome.NO_ANSWER),
+        (AgentUntrusted("ask", "its certificate has expired"), ProbeOutcome.ANSWERED),
+        (broken_off("TLSV13_ALERT_CERTIFICATE_REQUIRED"), ProbeOutcome.ANSWERED),
+        (broken_off("TLSV1_ALERT_UNKNOWN_CA"), ProbeOutcome.ANSWERED),
+        (broken_off("SSLV3_ALERT_CERTIFICATE_EXPIRED"), ProbeOutcome.ANSWERED),
+        (broken_off("UNEXPECTED_EOF_WHILE_READING", ssl.SSLEOFError), ProbeOutcome.NO_ANSWER),
+        (broken_off("WRONG_VERSION_NUMBER"), ProbeOutcome.NO_ANSWER),
+        (DeadlinePassed("ask", "over"), ProbeOutcome.INCONCLUSIVE),
+        (StoreError("read the authorities", "away"), ProbeOutcome.INCONCLUSIVE),
+        (unreachable(errno.ECONNREFUSED), ProbeOutcome.NO_ANSWER),
+        (unreachable(errno.EHOSTUNREACH), ProbeOutcome.NO_ANSWER),
+        (unreachable(errno.ENETUNREACH), ProbeOutcome.INCONCLUSIVE),
+        (unreachable(errno.ENETDOWN), ProbeOutcome.INCONCLUSIVE),
+        (unreachable(errno.EMFILE), ProbeOutcome.INCONCLUSIVE),
+        (unreachable(errno.EPERM), ProbeOutcome.INCONCLUSIVE),
+        (CertificateError("read ours", "it is not there"), ProbeOutcome.INCONCLUSIVE),
+        (RuntimeError("nobody thought of it"), ProbeOutcome.INCONCLUSIVE),
     ],
 )
 def test_what_comes_of_asking(asked, does, how):
-    assert asked(does).how is how
+    assert asked(does).outcome is how
 
 
 @pytest.mark.parametrize("error", [StoreError("read the authorities", "away"), CertificateError("read ours", "gone")])
@@ -128,10 +128,10 @@ def test_what_of_ours_is_not_there_is_no_amphoras_death(error):
         raise error
 
     agents = Agents(prepares=prepares)
-    witnesses = Witnesses(agents, 2.0)
+    witnesses = ReachabilityProbe(agents, 2.0)
     try:
-        assert witnesses.ask("a", "x")
-        assert answered(witnesses, "a").how is How.BLIND
+        assert witnesses.start("a", "x")
+        assert answered(witnesses, "a").outcome is ProbeOutcome.INCONCLUSIVE
         assert agents.asked == 0
     finally:
         witnesses.close()
@@ -148,36 +148,36 @@ def test_what_of_ours_is_slow_takes_nothing_of_an_amphoras_time(monkeypatch):
 
         return prepares
 
-    for seconds, how in ((1.5, How.ANSWERS), (2.5, How.BLIND)):
+    for seconds, how in ((1.5, ProbeOutcome.ANSWERED), (2.5, ProbeOutcome.INCONCLUSIVE)):
         # `Agents.info` itself asserts that the whole time is left.
-        witnesses = Witnesses(Agents(prepares=slow(seconds)), 2.0)
+        witnesses = ReachabilityProbe(Agents(prepares=slow(seconds)), 2.0)
         try:
-            assert witnesses.ask("a", "x")
-            assert answered(witnesses, "a").how is how
+            assert witnesses.start("a", "x")
+            assert answered(witnesses, "a").outcome is how
         finally:
             witnesses.close()
 
 
 def test_words_say_why(asked):
-    assert asked(unreachable(errno.ENETUNREACH)).words == "network is unreachable"
-    assert asked(AgentUnreachable("ask", "did not answer in time")).words == "did not answer in time"
-    assert our_trouble(AgentUnreachable("ask", "timed out")) == ""
+    assert asked(unreachable(errno.ENETUNREACH)).detail == "network is unreachable"
+    assert asked(AgentUnreachable("ask", "did not answer in time")).detail == "did not answer in time"
+    assert local_fault(AgentUnreachable("ask", "timed out")) == ""
 
 
 def test_that_it_was_blind_is_remembered():
     agents = Agents(unreachable(errno.ENETDOWN))
-    witnesses = Witnesses(agents, 2.0)
+    witnesses = ReachabilityProbe(agents, 2.0)
     try:
-        witnesses.ask("a", "x")
+        witnesses.start("a", "x")
         first = answered(witnesses, "a")
         agents.does = AgentUnreachable("ask", "timed out")
         deadline = time.monotonic() + 20
-        while (said := witnesses.answer("a")).how is How.BLIND:
+        while (said := witnesses.result("a")).outcome is ProbeOutcome.INCONCLUSIVE:
             assert time.monotonic() < deadline
-            witnesses.ask("a", "x")
+            witnesses.start("a", "x")
             time.sleep(0.005)
-        assert said.blind_at is not None
-        assert said.blind_at >= first.at
+        assert said.inconclusive_at is not None
+        assert said.inconclusive_at >= first.at
         assert agents.forgotten[0] == "a", "no connection that was there before is asked over"
     finally:
         witnesses.close()
@@ -191,35 +191,37 @@ def listening():
 def test_other_machines_that_listen_say_that_the_network_is_there(asked):
     server, place = listening()
     with server:
-        assert asked(AgentUnreachable("ask", "timed out"), [place]).how is How.UNANSWERED
+        assert asked(AgentUnreachable("ask", "timed out"), [place]).outcome is ProbeOutcome.NO_ANSWER
         # One is enough.
-        assert asked(AgentUnreachable("ask", "timed out"), ["[::1]:1", place]).how is How.UNANSWERED
-    assert asked(AgentUnreachable("ask", "timed out"), [place]).how is How.UNANSWERED, "who says no is there"
+        assert asked(AgentUnreachable("ask", "timed out"), ["[::1]:1", place]).outcome is ProbeOutcome.NO_ANSWER
+    assert asked(AgentUnreachable("ask", "timed out"), [place]).outcome is ProbeOutcome.NO_ANSWER, (
+        "who says no is there"
+    )
 
 
 def test_if_none_of_them_can_be_reached_nobody_is_dead(asked):
     said = asked(AgentUnreachable("ask", "timed out"), ["host.invalid:22"])
-    assert said.how is How.BLIND
-    assert "witnesses" in said.words
-    assert asked(None, ["host.invalid:22"]).how is How.ANSWERS
+    assert said.outcome is ProbeOutcome.INCONCLUSIVE
+    assert "witnesses" in said.detail
+    assert asked(None, ["host.invalid:22"]).outcome is ProbeOutcome.ANSWERED
 
 
 @pytest.mark.parametrize("text", ["host", ":22", "host:ssh", ""])
 def test_a_witness_is_written_as_host_and_port(text):
     with pytest.raises(ConfigurationError, match="host:port"):
-        Witnesses(Agents(), 2.0, [text])
+        ReachabilityProbe(Agents(), 2.0, [text])
 
 
 def test_only_so_many_are_asked_at_once_and_nobody_twice():
     released = threading.Event()
-    witnesses = Witnesses(Agents(released.wait), 2.0)
+    witnesses = ReachabilityProbe(Agents(released.wait), 2.0)
     try:
-        assert [witnesses.ask(f"a{number}", "x") for number in range(20)] == [True] * 16 + [False] * 4
-        assert not witnesses.ask("a0", "x")
+        assert [witnesses.start(f"a{number}", "x") for number in range(20)] == [True] * 16 + [False] * 4
+        assert not witnesses.start("a0", "x")
         released.set()
         answered(witnesses, "a15")
-        witnesses.keep({"a15"})
-        assert witnesses.answer("a0") is None
+        witnesses.retain({"a15"})
+        assert witnesses.result("a0") is None
     finally:
         released.set()
         witnesses.close()

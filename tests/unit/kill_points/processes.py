@@ -8,8 +8,8 @@ import time
 
 from amphora_driver.certificates.renewal import Certificates
 from amphora_driver.certificates.trust_store import Trust
-from amphora_driver.failover.failure_detector import Detector
-from amphora_driver.failover.failure_rules import Answer, How
+from amphora_driver.failover.failure_detector import FailureDetector
+from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 from amphora_driver.health.service import HealthManager
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import Rotator
@@ -58,7 +58,7 @@ class ControlPlane:
         self._reporter = Reporter(conf, database, "reporter")
         turns = {
             HEALTH: lambda: _Health(deployment, name).turn,
-            DETECTION: lambda: _detector(deployment, name).turn,
+            DETECTION: lambda: _detector(deployment, name).run_once,
             ROTATION: lambda: Rotator(conf, database, deployment.catalogue, name, lambda: None).look,
             CERTIFICATES: lambda: Certificates(conf, database, trust).attend,
         }
@@ -122,20 +122,20 @@ class _Answers:
         self._world = world
         self._answers = {}
 
-    def ask(self, amphora_id, _address):
+    def start(self, amphora_id, _address):
         off = amphora_id in self._world.kept.read()["off"]
-        how = How.UNANSWERED if off else How.ANSWERS
-        self._answers[amphora_id] = Answer(how=how, at=time.monotonic(), words="timed out" if off else "")
+        how = ProbeOutcome.NO_ANSWER if off else ProbeOutcome.ANSWERED
+        self._answers[amphora_id] = ProbeResult(outcome=how, at=time.monotonic(), detail="timed out" if off else "")
 
-    def answer(self, amphora_id):
+    def result(self, amphora_id):
         return self._answers.get(amphora_id)
 
-    def keep(self, amphora_ids):
+    def retain(self, amphora_ids):
         self._answers = {one: said for one, said in self._answers.items() if one in amphora_ids}
 
 
 def _detector(deployment, name):
-    made = Detector(deployment.conf, deployment.database, None, name, lambda _role: None)
-    made._witnesses.close()
-    made._witnesses = _Answers(deployment.world)
+    made = FailureDetector(deployment.conf, deployment.database, None, name, lambda _role: None)
+    made._probe.close()
+    made._probe = _Answers(deployment.world)
     return made
