@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.services.systemd_units import CONFINEMENTS, Unit, render, unit_name
+from amphora_agent.services.systemd_units import CONFINEMENTS, Unit, render_unit, unit_name
 
 IMAGE = Path(__file__).parents[3] / "diskimage/elements/amphora"
 STATIC = IMAGE / "static/usr/lib/systemd/system"
@@ -26,7 +26,7 @@ def rendered(name: str) -> str:
     service = next((one for one in CONFINEMENTS if unit_name(one) == name), "amphora-health-watcher")
     words = ("/usr/bin/true",)
     run = Path("/run/amphora-agent")
-    return render(Unit(service, words, Path("/run/netns/inner"), Path("/lib/daemon.sh"), run / "services", run))
+    return render_unit(Unit(service, words, Path("/run/netns/inner"), Path("/lib/daemon.sh"), run / "services", run))
 
 
 def text(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import amphora_agent
 from amphora_agent.errors import ServiceError
 from amphora_agent.services.systemd import exit_code
-from amphora_agent.services.systemd_units import Change, Unit, change_of, quoted, render, unit_name
+from amphora_agent.services.systemd_units import Unit, UnitChange, compare_units, quoted, render_unit, unit_name
 
 SCRIPT = Path(amphora_agent.__file__).parent / "templates/daemon.sh"
 
@@ -73,7 +73,7 @@ def test_no_such_name(service):
 
 
 def test_a_unit():
-    lines = render(unit(delay=5.5, leftovers=(Path("/run/a b"),))).splitlines()
+    lines = render_unit(unit(delay=5.5, leftovers=(Path("/run/a b"),))).splitlines()
     assert 'ExecStart=:"/usr/sbin/haproxy" "-W"' in lines
     assert 'ExecCondition=+:"/bin/sh" "/lib/daemon.sh" "later" "/run/state" "/run/a b"' in lines
     assert 'ExecStopPost=-+:"/bin/sh" "/lib/daemon.sh" "end" "/run/state" "/run/health"' in lines
@@ -83,7 +83,7 @@ def test_a_unit():
 
 
 def test_a_unit_outside():
-    text = render(unit(namespace=None, health=None))
+    text = render_unit(unit(namespace=None, health=None))
     assert "NetworkNamespacePath" not in text
     assert '"end" "/run/state" ""' in text
     assert '"begin"' in text
@@ -91,24 +91,24 @@ def test_a_unit_outside():
 
 def test_no_line_is_smuggled_in():
     hostile = unit(argv=("/bin/x", "a\nExecStart=/bin/evil", "b\\\nRestart=no"))
-    assert len(render(hostile).splitlines()) == len(render(unit()).splitlines())
+    assert len(render_unit(hostile).splitlines()) == len(render_unit(unit()).splitlines())
     with pytest.raises(ServiceError, match="cannot be named"):
-        render(unit(namespace=Path("/run/x\nUser=nobody")))
+        render_unit(unit(namespace=Path("/run/x\nUser=nobody")))
 
 
 @pytest.mark.parametrize(
     ("changes", "change"),
     [
-        ({}, Change.NONE),
-        ({"delay": 7.0}, Change.CARE),
-        ({"leftovers": (Path("/x"),)}, Change.CARE),
-        ({"argv": ("/usr/sbin/haproxy", "-Ws")}, Change.COMMAND),
-        ({"namespace": None}, Change.COMMAND),
+        ({}, UnitChange.NONE),
+        ({"delay": 7.0}, UnitChange.POLICY),
+        ({"leftovers": (Path("/x"),)}, UnitChange.POLICY),
+        ({"argv": ("/usr/sbin/haproxy", "-Ws")}, UnitChange.COMMAND),
+        ({"namespace": None}, UnitChange.COMMAND),
     ],
 )
 def test_what_is_different(changes, change):
-    assert change_of(render(unit()), render(unit(**changes))) is change
-    assert change_of(None, render(unit())) is Change.NEW
+    assert compare_units(render_unit(unit()), render_unit(unit(**changes))) is change
+    assert compare_units(None, render_unit(unit())) is UnitChange.NEW
 
 
 @pytest.mark.parametrize(
