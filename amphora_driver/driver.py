@@ -93,7 +93,7 @@ class _Shared:
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
         self.database = Database(conf.store.connection)
-        self.intents = RequestRecorder(self.database, _check, self._fits)
+        self.recorder = RequestRecorder(self.database, _check, self._fits)
         self.catalogue = Catalogue(conf, self.database)
 
     @functools.cached_property
@@ -257,7 +257,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             # Looked at only: they are read back with everything else.
             certificates.contents(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_vips(zone, tree.vips)
-            shared.intents.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
+            shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
             # Whether it was recorded is not known. If it was not, housekeeping gives the claimed addresses back.
             raise
@@ -271,13 +271,13 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     def loadbalancer_delete(self, loadbalancer: data_models.LoadBalancer, cascade: bool = False) -> None:
         """The load balancer goes, with all children: without `cascade`, Octavia itself made sure that it has none."""
         load_balancer_id = from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
-        _shared().intents.delete_load_balancer(load_balancer_id)
+        _shared().recorder.delete_load_balancer(load_balancer_id)
         _ring(load_balancer_id)
 
     @_answering
     def loadbalancer_failover(self, loadbalancer_id: str) -> None:
         """Every amphora of the load balancer is replaced by a new one."""
-        _shared().intents.fail_over(loadbalancer_id)
+        _shared().recorder.fail_over(loadbalancer_id)
         _ring(loadbalancer_id)
 
     @_answering
@@ -350,7 +350,7 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
     @_answering
     def member_batch_update(self, pool_id: str, members: Sequence[data_models.Member]) -> None:
         """The members of a pool become exactly these; those already known carry changed fields only."""
-        load_balancer_id = _shared().intents.set_members(
+        load_balancer_id = _shared().recorder.set_members(
             pool_id,
             [
                 (
@@ -442,15 +442,15 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         # References are the user's here, contents come in the database's order.
         contents = _sealed(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
-        _ring(_shared().intents.create(kind, node, for_listener=for_listener, contents=contents))
+        _ring(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))
 
     def _update(self, kind: Kind, new: object) -> None:
         contents = _sealed(from_octavia.read_secrets(kind, new))
         fields = from_octavia.changed_fields(kind, new)
-        _ring(_shared().intents.update(kind, from_octavia.get_id(kind, new), fields, contents=contents))
+        _ring(_shared().recorder.update_object(kind, from_octavia.get_id(kind, new), fields, contents=contents))
 
     def _delete(self, kind: Kind, source: object) -> None:
-        _ring(_shared().intents.delete(kind, from_octavia.get_id(kind, source)))
+        _ring(_shared().recorder.delete_object(kind, from_octavia.get_id(kind, source)))
 
 
 def _sealed(given: Mapping[SecretName, SecretMaterial]) -> dict[SecretName, SealedSecret]:

@@ -76,7 +76,7 @@ class Flow:
         if op == "member_create":
             before = self._members.get(spec["id"])
             if before:
-                self._intents.delete(Kind.MEMBER, before)
+                self._intents.delete_object(Kind.MEMBER, before)
                 self._commit(spec["id"])
                 self._work_off(spec["id"])
                 self._report()
@@ -84,7 +84,7 @@ class Flow:
                 id=str(uuid.uuid4()), pool_id=spec["pools"][0]["id"], name="new",
                 address=f"10.250.0.{i % 250 + 1}", protocol_port=9000 + i, weight=1,
             )  # fmt: skip
-            self._intents.create(Kind.MEMBER, member)
+            self._intents.create_object(Kind.MEMBER, member)
             self._members[spec["id"]] = member.id
             self._operations[op, i] = spec["id"], member.id
         elif op in _CREATED:

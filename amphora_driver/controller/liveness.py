@@ -51,7 +51,7 @@ class Attendance:
     def sign(self) -> None:
         """Say that this controller lives; what goes wrong is only logged."""
         try:
-            draining = self._registry.sign(jobs=self._jobs())
+            draining = self._registry.heartbeat(jobs=self._jobs())
         except (AmphoraDriverError, OSError) as error:
             LOG.warning("could not say that this controller lives: %s", error)
             return
@@ -68,6 +68,6 @@ class Attendance:
     def leave(self) -> None:
         """It ends well."""
         try:
-            self._registry.leave()
+            self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
             LOG.info("the row of this controller stays for a while: %s", error)

@@ -58,7 +58,7 @@ class Hearing:
         while not stopping.wait(self._every):
             self.prove()
         try:
-            self._registry.leave()
+            self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
             LOG.info("the row of this health manager stays: %s", error)
 
@@ -67,7 +67,7 @@ class Hearing:
         try:
             written = time.monotonic() - self._written_at <= self._patience
             well = written and self._hears(_OWN)
-            self._registry.sign(does_its_duty=well)
+            self._registry.heartbeat(working=well)
         except (AmphoraDriverError, OSError) as error:
             LOG.warning("could not say that this health manager hears: %s", error)
             return

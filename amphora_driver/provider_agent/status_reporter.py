@@ -156,13 +156,13 @@ class Reporter:
             try:
                 if self._telling:
                     jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
-                registry.sign(does_its_duty=turns != before)
+                registry.heartbeat(working=turns != before)
             except AmphoraDriverError as error:
                 LOG.warning("this process could not say that it lives: %s", error)
             before = turns
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
-            registry.leave()
+            registry.deregister()
         except AmphoraDriverError as error:
             LOG.warning("this process could not say that it ends: %s", error)
 
@@ -375,7 +375,7 @@ class Reporter:
         if not totals:
             return
         with metrics.octavia("statistics"):
-            self.library.update_listener_statistics({"listeners": [one.document() for one in totals]})
+            self.library.update_listener_statistics({"listeners": [one.to_octavia() for one in totals]})
         self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
 
 

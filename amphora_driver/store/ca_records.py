@@ -111,7 +111,10 @@ class CertificateExpiries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_location(kind: CaKind, certificate: bytes) -> SecretLocation:
-    """Return the location that binds a CA's encrypted key; the certificate identifies a CA before it has an id."""
+    """Return the location to which a CA's encrypted key is bound.
+
+    The certificate identifies the CA, because the key is encrypted before the CA has an id.
+    """
     return SecretLocation("authority", (kind.value, hashlib.sha256(certificate).hexdigest()))
 
 
@@ -136,7 +139,9 @@ def list_cas(connection: sa.Connection, *, gone: bool = False) -> tuple[CaRecord
 
 
 def begin_ca_rotation(connection: sa.Connection, kind: CaKind, configured: NewCa, new: NewCa, now: float) -> int:
-    """Begin a CA rotation: insert the new CA, which amphorae and controllers then add to their trust stores.
+    """Begin a CA rotation: insert the new CA as trusted.
+
+    Amphorae and controllers then add it to their trust stores.
 
     Args:
         connection: of a writing transaction.
@@ -203,7 +208,7 @@ def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState
 
 
 def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertificate, ...]:
-    """Return the certificates of all amphorae that have one, or have a management address and will get one."""
+    """Return the certificates of all amphorae that have one or will get one."""
     has_any = sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None))
     query = (
         sa.select(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the circuit breaker: the detector's state (`automatic`), the operator's (`operator`), detection (`sight`).
+"""Rows of the circuit breaker of automatic fail-overs.
+
+`automatic` holds the failure detector's state, `operator` the operator's, `sight` the detector's ability to detect.
 
 Invariant: only operators write `operator`; it exists only while an operator holds the breaker open. The failure
 detector writes `automatic`. An operator may close it, so the detector adopts a row that differs from its own state.

@@ -46,7 +46,7 @@ _READY = amphora.c.state == State.READY.value
 
 
 def list_audit_candidates(connection: sa.Connection, before: float, limit: int) -> list[AuditCandidate]:
-    """Return amphorae with a last audit and a last confirmation before a moment; the longest wait comes first.
+    """Return amphorae with last audit and confirmation before a moment; the longest wait first.
 
     Args:
         connection: any.
@@ -122,8 +122,8 @@ def set_drifting(connection: sa.Connection, drifting: Mapping[str, bool]) -> Non
 def lock_work_of_amphorae(connection: sa.Connection, amphora_ids: Collection[str]) -> None:
     """Lock the `work` rows of these amphorae until the end of the transaction, in a fixed order.
 
-    Every transaction locks `work` before `amphora`, otherwise two may deadlock. Call this before a write to amphorae
-    whose confirmations the same transaction revokes.
+    Every transaction locks `work` before `amphora`, otherwise two may deadlock. Call this before
+    `revoke_confirmation` if the same transaction writes `amphora` rows first.
     """
     owners = connection.execute(
         sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(sorted(amphora_ids))).distinct()
@@ -184,8 +184,9 @@ def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, d
 
 
 def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
-    """Advance a load balancer's generation beyond the one of an amphora, because an agent refuses older generations.
+    """Advance a load balancer's generation beyond the one of an amphora.
 
+    An agent refuses older generations than its own.
     No object waits for the new generation, and Octavia's commit state does not change.
 
     Args:

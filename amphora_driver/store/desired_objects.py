@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users want, row by row.
+"""Rows of the desired state: one row per object of a load balancer.
 
-Invariant: after every accepted call the rows of a load balancer are complete and right by themselves. One object is
-one row (its children are rows of their own), so that a small change to a large load balancer reads and writes a few
-small rows. All functions work inside the caller's transaction.
+Invariant: after every accepted call the rows of a load balancer are complete and consistent. Children have rows of
+their own, so a small change to a large load balancer reads and writes a few small rows. All functions work inside the
+caller's transaction.
 
-A row changes under the generation that is wanted then, the newest one: so what was read before stays true of all rows
-but those of that generation and later ones, which `load_changes_since` tells.
+A changed row carries the newest generation. A cached tree therefore needs only the rows of its generation and later
+ones, which `load_changes_since` returns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
-# What every call of Octavia's needs is built once: putting a statement together costs more than running it.
-# `LOAD_BALANCER_ID_OF_OBJECT` is the load balancer of an object, for statements of others.
+# Statements are built once, because building one costs more than running it. Other modules use
+# `LOAD_BALANCER_ID_OF_OBJECT` in their statements.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 LOAD_BALANCER_ID_OF_OBJECT = sa.select(wanted_object.c.load_balancer_id).where(
     wanted_object.c.id == sa.bindparam("of"), ~wanted_object.c.removed
@@ -75,7 +75,7 @@ _ALIVE = (
     .where(wanted_object.c.load_balancer_id == sa.bindparam("of"), ~wanted_object.c.removed)
     .scalar_subquery()
 )
-# The load balancer's own row is always among them, so that the number of all comes from the same moment.
+# Always includes the load balancer's own row, so that the number of objects is from the same moment.
 _SINCE = sa.select(
     wanted_object.c.id,
     wanted_object.c.kind,
@@ -88,14 +88,14 @@ _SINCE = sa.select(
     wanted_object.c.load_balancer_id == sa.bindparam("of"),
     sa.or_(wanted_object.c.generation >= sa.bindparam("known"), wanted_object.c.id == sa.bindparam("of")),
 )
-# The objects that point at a pool, and the members it has at one address and port: at once.
+# In one query: the objects that refer to a pool, and the pool's members with one address and port.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(wanted_object.c.kind, wanted_object.c.id, wanted_object.c.parent_id).where(
         wanted_object.c.parent_id == sa.bindparam("pool"),
         wanted_object.c.kind == Kind.MEMBER.value,
         ~wanted_object.c.removed,
-        # The port is followed by another field or ends the object.
+        # In the JSON, another field follows the port, or the object ends.
         sa.or_(
             *(wanted_object.c.body.contains(sa.bindparam(name, type_=sa.Text())) for name in ("endpoint", "at_the_end"))
         ),
@@ -120,11 +120,11 @@ _PURGE = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
 
 
 class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One object that may be new, changed or removed.
+    """A new, changed or removed object.
 
     Attributes:
-        created: the generation it came with.
-        node: the object without its children; None if it is not wanted any more.
+        created: the generation that created it.
+        node: the object without its children; None if it is removed.
     """
 
     id: str
@@ -135,18 +135,18 @@ class ObjectChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kind_of(node: Node) -> Kind:
-    """The kind of a model object."""
+    """Return the kind of a model object."""
     return _KIND_OF[type(node)]
 
 
 def parent_id(node: Node) -> str | None:
-    """The id of the object a node hangs under; None for a load balancer."""
+    """Return the id of an object's parent; None for a load balancer."""
     field = _PARENT_FIELD.get(kind_of(node))
     return None if field is None else cast("str", getattr(node, field))
 
 
 def iter_subtree(node: Node) -> Iterator[Node]:
-    """A node and everything below it, parents first."""
+    """Yield an object and all its descendants, parents first."""
     yield node
     children: Sequence[Node] = ()
     if isinstance(node, LoadBalancer):
@@ -162,7 +162,7 @@ def iter_subtree(node: Node) -> Iterator[Node]:
 
 
 def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
-    """The id of the load balancer an object belongs to.
+    """Return the id of an object's load balancer.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
@@ -174,14 +174,14 @@ def load_balancer_id_of(connection: sa.Connection, object_id: str) -> str:
 
 
 def insert_objects(connection: sa.Connection, load_balancer_id: str, generation: int, nodes: Iterable[Node]) -> None:
-    """Write down new objects, each without its children (list those too, `iter_subtree` does)."""
+    """Insert new objects. Children are not included: pass them too, see `iter_subtree`."""
     rows = [_row(load_balancer_id, generation, node) for node in nodes]
     for start in range(0, len(rows), _CHUNK):
         connection.execute(_INSERT, rows[start : start + _CHUNK])
 
 
 def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
-    """One object without its children.
+    """Return one object without its children.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
@@ -193,7 +193,7 @@ def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
 
 
 def update_objects(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
-    """Replace the attributes of recorded objects."""
+    """Update the attributes of recorded objects."""
     rows = [
         {"of": node.id, "new_body": _body(node), "new_generation": generation, "new_reference": _reference(node)}
         for node in nodes
@@ -203,52 +203,49 @@ def update_objects(connection: sa.Connection, generation: int, nodes: Iterable[N
 
 
 def load_children(connection: sa.Connection, parent: str, kind: Kind) -> dict[str, Any]:
-    """The objects of one kind that hang under a parent, by id."""
+    """Return the children of one kind of a parent, by id."""
     rows = connection.execute(_CHILDREN, {"under": parent, "of_kind": kind.value})
     return {row.id: _DECODERS[kind].decode(row.body) for row in rows}
 
 
 def load_member_context(connection: sa.Connection, member: Member) -> tuple[list[str], list[str]]:
-    """What a new member touches.
+    """Return the ids of the listeners that use a member's pool, and of members with the same address and port.
 
-    The bodies are searched as text, in the database: to read them all would cost a thousand times more.
-
-    Returns:
-        The ids of the listeners that use its pool, and of members the pool has at exactly this address and port.
+    The database searches the bodies as text: reading all bodies would cost a thousand times more.
     """
-    # An address has none of the characters that mean something to LIKE: it was checked before.
+    # A validated address contains no wildcard of LIKE.
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
-    wish = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
-    rows = connection.execute(_AROUND, wish).all()
+    values = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
+    rows = connection.execute(_AROUND, values).all()
     users = [row.id if row.kind == Kind.LISTENER.value else row.parent_id for row in rows if row.kind != Kind.MEMBER]
     return users, [row.id for row in rows if row.kind == Kind.MEMBER and row.id != member.id]
 
 
 def list_descendants(connection: sa.Connection, object_ids: Sequence[str]) -> list[tuple[Kind, str]]:
-    """Everything that hangs below these objects, as (kind, id)."""
+    """Return all descendants of these objects, as (kind, id)."""
     found: list[tuple[Kind, str]] = []
-    layer = list(object_ids)
-    while layer:
-        rows = connection.execute(_BELOW, {"ids": layer[:_CHUNK]}).all()
-        layer = layer[_CHUNK:] + [row.id for row in rows]
+    parents = list(object_ids)
+    while parents:
+        rows = connection.execute(_BELOW, {"ids": parents[:_CHUNK]}).all()
+        parents = parents[_CHUNK:] + [row.id for row in rows]
         found += [(Kind(row.kind), row.id) for row in rows]
     return found
 
 
 def mark_removed(connection: sa.Connection, generation: int, object_ids: Sequence[str]) -> None:
-    """Mark objects as no longer wanted. The rows stay until the removal is confirmed and reported."""
+    """Mark objects as removed. The rows stay until the removal is confirmed and reported."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_REMOVE, {"ids": object_ids[start : start + _CHUNK], "new_generation": generation})
 
 
 def purge_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
-    """Forget removed objects for good."""
+    """Delete the rows of removed objects."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_PURGE, {"ids": object_ids[start : start + _CHUNK]})
 
 
 def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, str, str]]:
-    """Listeners and L7 policies that point at a pool, as (kind, id, id of the listener)."""
+    """Return the listeners and L7 policies that refer to a pool, as (kind, id, id of the listener)."""
     rows = connection.execute(_USERS, {"pool": pool_id})
     return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
 
@@ -256,16 +253,16 @@ def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, s
 def load_l4_context(
     connection: sa.Connection, load_balancer_id: str, node: Listener | Pool, known_pool: str | None = None
 ) -> LoadBalancer:
-    """A load balancer, and of its children those that virtual servers serve together with one of them.
+    """Return a load balancer with only the children that are validated together with a listener or pool.
 
-    Others are not read: they say nothing about whether a listener or pool fits.
+    Only UDP and SCTP listeners and pools have such children.
 
     Args:
-        node: a listener, or a pool with the members that are looked at.
-        known_pool: a pool that is not to be read, since it fitted behind this listener before.
+        node: a listener, or a pool with the members to validate.
+        known_pool: a pool that is not read, because it was validated behind this listener before.
 
     Returns:
-        The load balancer with the default pool of a listener and all its members, or with the listeners of a pool.
+        The load balancer with the listener's default pool and its members, or with the pool's listeners.
 
     Raises:
         UnknownObject: the load balancer is not recorded, or it is removed.
@@ -286,7 +283,7 @@ def load_l4_context(
 
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
-    """The whole load balancer with everything that is wanted of it, children in the order they were made.
+    """Return the complete desired state of a load balancer, children in the order of creation.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.
@@ -324,9 +321,9 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
 def load_changes_since(
     connection: sa.Connection, load_balancer_id: str, generation: int
 ) -> tuple[int, list[ObjectChange]]:
-    """What was recorded of a load balancer under a generation or later ones; and how many objects it has now.
+    """Return the number of a load balancer's objects, and the changes since a generation, which is included.
 
-    Rows that were forgotten meanwhile are not among the changes: only the number shows it.
+    Purged rows are not among the changes: only the number shows them.
     """
     rows = connection.execute(_SINCE, {"of": load_balancer_id, "known": generation}).all()
     changes = []
@@ -338,14 +335,14 @@ def load_changes_since(
 
 
 def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer) -> list[Node]:
-    """Make the rows say exactly this tree, and return its objects that were not recorded before."""
+    """Replace the rows by those of this tree. Return the objects that were not recorded before."""
     rows = connection.execute(
         sa.select(wanted_object.c.id, wanted_object.c.body, wanted_object.c.removed).where(
             wanted_object.c.load_balancer_id == tree.id
         )
     ).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
-    # Octavia shows what is being deleted too, and does not say so.
+    # Octavia also returns objects that are being deleted, without marking them.
     removed = {row.id for row in rows if row.removed}
     nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
     purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])
@@ -359,7 +356,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
 
 
 def refresh_object(connection: sa.Connection, generation: int, node: LoadBalancer | Listener | Pool) -> bool:
-    """Take the attributes of a recorded object from what was read of it; False if it is not wanted any more."""
+    """Update a recorded object with the attributes read from Octavia; return False if it is removed."""
     row = connection.execute(_ONE, {"of": node.id, "of_kind": kind_of(node).value}).first()
     if row is None:
         return False
@@ -370,13 +367,14 @@ def refresh_object(connection: sa.Connection, generation: int, node: LoadBalance
 
 
 def _with_local_fields(node: Node, recorded: str) -> Node:
-    """The node with what only we know: what a load balancer's creation chose, and the order of SNI certificates.
+    """Return an object read from Octavia with the fields that only this driver keeps.
 
-    Octavia's database keeps no order of them, and the first one is shown to clients that name no host.
+    They are the choices at a load balancer's creation, and the order of SNI certificates. Octavia's database keeps no
+    order, and clients that send no host name receive the first certificate.
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
-        # Octavia is told of addresses once, when it asks for them: those that came later are known only here.
+        # Octavia receives addresses once, on request: later allocations are recorded only here.
         return msgspec.structs.replace(
             node,
             profile=whole.profile,
@@ -391,6 +389,22 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
     if sorted(before.sni_container_refs or ()) != sorted(node.sni_container_refs):
         return node
     return msgspec.structs.replace(node, sni_container_refs=before.sni_container_refs)
+
+
+def list_ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
+    """Return the objects Octavia sets PENDING_UPDATE together with this one: pool, policy, listeners that use it."""
+    kind, parent = kind_of(node), str(parent_id(node))
+    if kind in (Kind.MEMBER, Kind.HEALTH_MONITOR):
+        users = users_of_pool(connection, parent)
+        return [(Kind.POOL, parent), *((Kind.LISTENER, listener) for _, _, listener in users)]
+    if kind is Kind.POOL:
+        return [(Kind.LISTENER, listener) for _, _, listener in users_of_pool(connection, node.id)]
+    if kind is Kind.L7POLICY:
+        return [(Kind.LISTENER, parent)]
+    if kind is Kind.L7RULE:
+        policy = load_object(connection, Kind.L7POLICY, parent)
+        return [(Kind.L7POLICY, policy.id), (Kind.LISTENER, policy.listener_id)]
+    return []
 
 
 def _body(node: Node) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listener statistics on their way to Octavia.
+"""Listener statistics for Octavia.
 
-Invariant: what is sent are totals over every amphora that ever served the listener, dead ones included, so that they
-never fall; only the active connections are those of the amphorae that still exist.
+Invariant: totals include every amphora that ever served the listener, also deleted ones, so they never decrease.
+Active connections include existing amphorae only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A listener's totals; `version` is the sum of its rows' versions, which grows with every change."""
+    """A listener's totals; `version`, the sum of its rows' versions, grows with every change."""
 
     listener_id: str
     active_connections: int
@@ -29,8 +29,8 @@ class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
     total_connections: int
     version: int
 
-    def document(self) -> dict[str, int | str]:
-        """As octavia_lib's statistics interface wants it: all six keys, absolute values."""
+    def to_octavia(self) -> dict[str, int | str]:
+        """Return the document for octavia_lib's statistics interface: all six keys, absolute values."""
         return {
             "id": self.listener_id,
             "active_connections": self.active_connections,
@@ -42,7 +42,7 @@ class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotals]:
-    """Totals of listeners of which Octavia has not taken the newest ones."""
+    """Return the totals that Octavia has not received in their newest version."""
     table = listener_statistics
     changed = (
         connection.execute(
@@ -86,7 +86,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
 
 
 def mark_totals_reported(connection: sa.Connection, totals: Sequence[ListenerTotals]) -> None:
-    """Octavia has taken these; a listener whose counters moved on meanwhile stays due."""
+    """Record that Octavia has received totals. A listener with newer counters stays due."""
     table = listener_statistics
     for one in totals:
         now = connection.execute(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend has and no row of ours owns.
+"""Orphans: machines and ports of a backend that no row owns.
 
-Invariant: a row is written before anything is made outside, and deleted after it is gone. So what a backend listed
-*before* the rows were read, and what no row knows, belongs to nobody: a controller that was stopped in the middle of a
-step went on after another one had finished its work. Such a thing is noted, and is nobody's for good only when it was
-noted for long enough; what is owned or gone by then is forgotten again.
+Invariant: a row is inserted before the backend creates a resource, and deleted after the backend has deleted it. A
+resource that was listed *before* the rows were read, and that no row owns, is an orphan. The usual cause is a stopped
+controller that continued its step after another controller had finished the job. Cleanup waits until the resource has
+been recorded here for long enough. If it gets an owner or disappears, its row is deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK = 500
 
 
 class OrphanKind(str, Enum):
-    """What may belong to nobody."""
+    """Kinds of resources that may be orphans."""
 
     MACHINE = "machine"
     """An amphora's machine, by the amphora's id."""
@@ -34,46 +34,49 @@ class OrphanKind(str, Enum):
     """A load balancer's VIPs, by the load balancer's id."""
 
 
-def find_unowned(connection: sa.Connection, thing: OrphanKind, found: Collection[str]) -> set[str]:
-    """Those of the ids a backend listed that no row owns; the backend was asked before this transaction began."""
-    if thing is not OrphanKind.VIP:
+def find_unowned(connection: sa.Connection, kind: OrphanKind, found: Collection[str]) -> set[str]:
+    """Return the ids without an owner, of those a backend listed before this transaction."""
+    if kind is not OrphanKind.VIP:
         return _missing(connection, amphora.c.id, found)
     return _missing(connection, vip_claim.c.load_balancer_id, _missing(connection, work.c.load_balancer_id, found))
 
 
-def read_orphans(connection: sa.Connection, thing: OrphanKind, backend: str) -> dict[str, float]:
-    """What was noted of a backend, and when (seconds since 1970)."""
-    rows = connection.execute(sa.select(orphan).where(orphan.c.kind == thing.value, orphan.c.backend == backend))
+def read_orphans(connection: sa.Connection, kind: OrphanKind, backend: str) -> dict[str, float]:
+    """Return the recorded orphans of a backend, with their time of discovery (seconds since 1970)."""
+    rows = connection.execute(sa.select(orphan).where(orphan.c.kind == kind.value, orphan.c.backend == backend))
     return {row.id: row.found_at for row in rows}
 
 
 def update_orphans(
-    connection: sa.Connection, thing: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
+    connection: sa.Connection, kind: OrphanKind, backend: str, found: Collection[str], now: float, grace: float
 ) -> list[str]:
-    """Write down what belongs to nobody, and forget what was written down and is not among it any more.
+    """Replace the recorded orphans of a backend.
 
     Args:
         connection: of `Database.write`.
-        thing: what they are.
-        backend: the name of the backend that has them.
-        found: their ids.
+        kind: kind of the resources.
+        backend: name of the backend.
+        found: ids of its orphans now.
         now: seconds since 1970.
-        grace: seconds for which they may still come to somebody.
+        grace: seconds for which an orphan must be recorded before cleanup.
 
     Returns:
-        Those that were noted so long ago.
+        The orphans that are due for cleanup.
     """
-    mine = (orphan.c.kind == thing.value, orphan.c.backend == backend)
-    before = read_orphans(connection, thing, backend)
+    mine = (orphan.c.kind == kind.value, orphan.c.backend == backend)
+    before = read_orphans(connection, kind, backend)
     for one in sorted(before.keys() - set(found)):
         connection.execute(orphan.delete().where(*mine, orphan.c.id == one))
     for one in sorted(set(found) - before.keys()):
-        connection.execute(orphan.insert().values(kind=thing.value, backend=backend, id=one, found_at=now))
+        connection.execute(orphan.insert().values(kind=kind.value, backend=backend, id=one, found_at=now))
     return sorted(one for one in found if before.get(one, now) <= now - grace)
 
 
 def delete_stale_rows(connection: sa.Connection) -> int:
-    """Delete what was written of amphorae and load balancers in the moment they went; returns how many rows."""
+    """Delete heartbeat and statistics rows without an owner; return their number.
+
+    A health manager may write them at the moment of the owner's deletion.
+    """
     seen = amphora_seen.delete().where(~sa.exists().where(amphora.c.id == amphora_seen.c.amphora_id))
     counted = listener_statistics.delete().where(
         ~sa.exists().where(work.c.load_balancer_id == listener_statistics.c.load_balancer_id)
@@ -82,7 +85,7 @@ def delete_stale_rows(connection: sa.Connection) -> int:
 
 
 def _missing(connection: sa.Connection, column: sa.Column[str], ids: Collection[str]) -> set[str]:
-    """Those of the ids that are not in a column."""
+    """Return the ids that are not in a column."""
     asked = sorted(ids)
     known: set[str] = set()
     for start in range(0, len(asked), _CHUNK):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia has handed over incompletely, and is asked for once it has committed.
+"""Objects that Octavia delivered incompletely; they are read again after Octavia's commit.
 
-Invariant: until it has been read, or was given up, nothing of the load balancer is pushed: half a request must not be
-served. A whole tree contains every object of it.
+Invariant: nothing of the load balancer is pushed until the read succeeds or is cancelled, because an incomplete
+request must not be served. A reread of the complete tree includes every object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASKED = sa.select(work.c.read_back, work.c.reread).where(work.c.load_balancer_i
 
 
 def request_object_reread(connection: sa.Connection, load_balancer_id: str, kind: Kind, object_id: str) -> None:
-    """Have one listener or pool read after Octavia's commit."""
+    """Request a read of one object after Octavia's commit."""
     row = connection.execute(_ASKED, {"of": load_balancer_id}).one()
     if row.read_back and row.reread is None:
         return
@@ -34,22 +34,22 @@ def request_object_reread(connection: sa.Connection, load_balancer_id: str, kind
 
 
 def request_tree_reread(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Have the whole tree read after Octavia's commit."""
+    """Request a read of the complete tree after Octavia's commit."""
     _set(connection, load_balancer_id, read_back=True, reread=None)
 
 
 def decode_objects(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
-    """The objects that are to be read, as the column has them; None for the whole tree."""
+    """Decode the column `work.reread`: the objects to read; None for the complete tree."""
     return None if reread is None else msgspec.json.decode(reread, type=_Objects)
 
 
 def finish_reread(connection: sa.Connection, load_balancer_id: str) -> None:
-    """All that can be known is known: the load balancer may be worked on."""
+    """End the reread and make the load balancer due."""
     _set(connection, load_balancer_id, read_back=False, reread=None, dirty=True, free_at=DUE_NOW)
 
 
 def cancel_reread(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Nobody needs to know any more."""
+    """Cancel the reread, because the load balancer is being deleted."""
     _set(connection, load_balancer_id, read_back=False, reread=None)
 
 

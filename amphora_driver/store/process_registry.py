@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of the control plane, as they say themselves that they live.
+"""Registry of the control plane's processes: each process updates its own row.
 
-Invariant: a row is a sign of life, never a lease: nothing is decided by it that two processes could decide at once.
-`beat` grows only while its process does what it is there for, and is to be compared with itself, not with a clock.
+Invariant: a row is a heartbeat, never a lease. No decision that two processes could make at the same time depends on
+it. `beat` grows only while its process works; compare it with an earlier value, not with a clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Seconds between two signs of life, and after which a row of one that has gone without a word is dropped.
+# Seconds between two heartbeats, and age in seconds at which the row of a crashed process is deleted.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
 
 class ProcessKind(str, Enum):
-    """What a process is there for."""
+    """Kinds of processes."""
 
     CONTROLLER = "controller"
     HEALTH_MANAGER = "health-manager"
@@ -37,12 +37,12 @@ class ProcessKind(str, Enum):
 
 
 class ProcessRegistration:
-    """One process's row.
+    """The registry row of this process.
 
     Args:
-        database: where it is.
+        database: the database.
         name: `process_name()` of this process.
-        kind: what it is there for.
+        kind: kind of this process.
     """
 
     def __init__(self, database: Database, name: str, kind: ProcessKind) -> None:
@@ -50,30 +50,30 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # What was said to it last: a row that others have dropped is written anew with that.
+        # Last known value, to restore a row that another process has deleted.
         self._draining = False
 
-    def sign(self, *, jobs: int = 0, does_its_duty: bool = True) -> bool:
-        """Say that this process lives; returns whether it is to take up nothing new.
+    def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:
+        """Update the row of this process; return whether it is drained and must not accept new jobs.
 
         Args:
-            jobs: what it works on.
-            does_its_duty: otherwise `beat` stays.
+            jobs: number of its running jobs.
+            working: whether to increment `beat`.
 
         Raises:
-            StoreError: the database is away.
+            StoreError: the database is unavailable.
         """
-        self._beat += does_its_duty
+        self._beat += working
 
         def write(connection: sa.Connection) -> bool:
             now = clock.now(connection)
-            said = {"seen_at": now, "beat": self._beat, "jobs": jobs}
-            mine, host = process.c.name == self._name, socket.gethostname()
-            if not connection.execute(process.update().where(mine).values(**said)).rowcount:
-                whole = {**said, "kind": self._kind.value, "host": host, "version": installed_version()}
-                whole |= {"name": self._name, "started_at": now, "draining": self._draining}
-                connection.execute(process.insert().values(**whole))
-            self._draining = bool(connection.execute(sa.select(process.c.draining).where(mine)).scalar())
+            values = {"seen_at": now, "beat": self._beat, "jobs": jobs}
+            is_own, host = process.c.name == self._name, socket.gethostname()
+            if not connection.execute(process.update().where(is_own).values(**values)).rowcount:
+                row = {**values, "kind": self._kind.value, "host": host, "version": installed_version()}
+                row |= {"name": self._name, "started_at": now, "draining": self._draining}
+                connection.execute(process.insert().values(**row))
+            self._draining = bool(connection.execute(sa.select(process.c.draining).where(is_own)).scalar())
             if self._draining:
                 return True
             asked = sa.select(drained_host.c.host).where(drained_host.c.host == host)
@@ -81,11 +81,11 @@ class ProcessRegistration:
 
         return self._database.write(write)
 
-    def leave(self) -> None:
-        """It ends well.
+    def deregister(self) -> None:
+        """Delete the row, because the process ends.
 
         Raises:
-            StoreError: the database is away.
+            StoreError: the database is unavailable.
         """
         self._database.write(
             lambda connection: connection.execute(process.delete().where(process.c.name == self._name))
@@ -93,28 +93,28 @@ class ProcessRegistration:
 
 
 def list_processes(connection: sa.Connection, kind: ProcessKind | None = None) -> Sequence[sa.Row[Any]]:
-    """All that are known, or those of a kind, by name."""
+    """Return all processes, or those of one kind, ordered by name."""
     query = sa.select(process).order_by(process.c.kind, process.c.name)
     return connection.execute(query if kind is None else query.where(process.c.kind == kind.value)).all()
 
 
 def set_process_draining(connection: sa.Connection, name: str, *, draining: bool) -> bool:
-    """Have a controller take up nothing new, or go on; False if it is not known. It ends with the process."""
+    """Drain a controller until its process ends, or resume it; return False if it is unknown."""
     mine = process.c.name == name, process.c.kind == ProcessKind.CONTROLLER.value
     return bool(connection.execute(process.update().where(*mine).values(draining=draining)).rowcount)
 
 
 def set_host_draining(connection: sa.Connection, host: str, asked_by: str | None, *, draining: bool) -> bool:
-    """Have a host's controllers take up nothing new, or go on: those that run now, and those that start there later.
+    """Drain or resume all controllers of a host, also controllers that start later.
 
     Args:
         connection: of a writing transaction.
-        host: as its processes call it.
-        asked_by: who.
-        draining: otherwise they go on, whatever was said of each of them.
+        host: host name as its processes report it.
+        asked_by: the operator.
+        draining: True drains. False resumes, also controllers that were drained one by one.
 
     Returns:
-        Whether that changed anything.
+        Whether this changed anything.
     """
     known = connection.execute(sa.select(drained_host.c.host).where(drained_host.c.host == host)).first()
     if draining and known is None:
@@ -127,12 +127,12 @@ def set_host_draining(connection: sa.Connection, host: str, asked_by: str | None
 
 
 def list_drained_hosts(connection: sa.Connection) -> dict[str, float]:
-    """Hosts whose controllers take up nothing new, and since when (seconds since 1970)."""
+    """Return the drained hosts, with the time of their drain (seconds since 1970)."""
     return dict(connection.execute(sa.select(drained_host.c.host, drained_host.c.since)).tuples().all())
 
 
 def list_duties(connection: sa.Connection) -> dict[str, list[str]]:
-    """The duties that each process performs now, by its name."""
+    """Return the current duties of each process, by its name."""
     found: dict[str, list[str]] = {}
     held = sa.select(duty.c.owner, duty.c.name).where(duty.c.leased_until > clock.now(connection))
     for row in connection.execute(held.order_by(duty.c.name)):
@@ -141,18 +141,18 @@ def list_duties(connection: sa.Connection) -> dict[str, list[str]]:
 
 
 def remove_dead_process(connection: sa.Connection, name: str) -> None:
-    """A process is known to be dead: others may have its duties."""
+    """Delete the row of a dead process and release its duties."""
     connection.execute(duty.update().where(duty.c.owner == name).values(leased_until=0.0))
     connection.execute(process.delete().where(process.c.name == name))
 
 
 def purge_silent_processes(connection: sa.Connection, now: float) -> None:
-    """Forget those of whom nothing was heard for long."""
+    """Delete the rows of processes without a recent heartbeat."""
     connection.execute(process.delete().where(process.c.seen_at < now - _PURGED_AFTER))
 
 
 def installed_version() -> str:
-    """Of this installation."""
+    """Return the version of this installation."""
     try:
         return metadata.version("octavia-amphora-driver")
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers that somebody wants to be read from Octavia, and told to it, as a whole.
+"""Resynchronizations: read a load balancer from Octavia completely, and report all its statuses.
 
-Invariant: what was asked for is open until its outcome is written, in the transaction that takes what was read. So a
-crash in the middle means only that it is done again.
+Invariant: a request stays open until its outcome is written, in the transaction that stores the data from Octavia. A
+crash before that only repeats the work.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from amphora_driver.database.tables_fleet import resync
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-# Rows looked at together.
+# Databases limit the number of values in one IN (...).
 _CHUNK = 500
-# Seconds for which it is remembered what came of one.
+# Seconds for which a finished resynchronization is kept.
 _KEPT_SECONDS = 30 * 86400.0
 
 
 class ResyncOutcome(str, Enum):
-    """What came of it."""
+    """Result of a resynchronization."""
 
     DONE = "done"
-    """Read, compared, and everything is said again."""
+    """Read from Octavia and compared; all statuses are reported again."""
     UNREAD = "unread"
-    """Octavia does not hand it over; everything is said again as it is recorded."""
+    """Octavia does not deliver it; all recorded statuses are reported again."""
     UNKNOWN = "unknown"
-    """It is recorded here, and Octavia does not know it."""
+    """Recorded here, unknown to Octavia."""
     REMOVED = "removed"
-    """Only one side knew it, and it is removed there, as asked."""
+    """Known to one side only, and removed there as requested."""
     UNRECORDED = "unrecorded"
-    """Octavia knows it, and it is not recorded here."""
+    """Known to Octavia, not recorded here."""
     NOWHERE = "nowhere"
-    """Neither knows it."""
+    """Unknown to both."""
     GOING = "going"
-    """It is being deleted: nothing is read, Octavia hears when it is gone."""
+    """It is being deleted: nothing is read, Octavia receives DELETED at the end."""
 
 
 def request_resyncs(
@@ -51,14 +51,14 @@ def request_resyncs(
     *,
     remove_unknown: bool = False,
 ) -> None:
-    """Have these resynchronised; what came of an earlier time is forgotten.
+    """Request resynchronizations. Earlier results of these load balancers are deleted.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_ids: which; they need not be recorded.
+        load_balancer_ids: ids; they need not be recorded.
         now: seconds since 1970.
-        asked_by: who.
-        remove_unknown: remove those that only one side knows, where they are known.
+        asked_by: the operator.
+        remove_unknown: remove a load balancer that only one side knows.
     """
     connection.execute(resync.delete().where(resync.c.ended_at < now - _KEPT_SECONDS))
     values = {"asked_at": now, "asked_by": asked_by, "remove_unknown": remove_unknown}
@@ -70,13 +70,13 @@ def request_resyncs(
 
 
 def list_open_resyncs(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """Those that are not done, the first asked for first."""
+    """Return the open resynchronizations, the oldest request first."""
     order = (resync.c.asked_at, resync.c.load_balancer_id)
     return connection.execute(sa.select(resync).where(resync.c.ended_at.is_(None)).order_by(*order)).all()
 
 
 def list_resyncs(connection: sa.Connection, load_balancer_ids: Collection[str] | None = None) -> list[sa.Row[Any]]:
-    """The last time each was asked for, by id; of all that ever were where nobody is named."""
+    """Return the last resynchronization of these load balancers, or of all, ordered by id."""
     query = sa.select(resync).order_by(resync.c.load_balancer_id)
     if load_balancer_ids is None:
         return list(connection.execute(query))
@@ -88,7 +88,7 @@ def list_resyncs(connection: sa.Connection, load_balancer_ids: Collection[str] |
 
 
 def set_resync_detail(connection: sa.Connection, load_balancer_id: str, detail: str) -> None:
-    """Note what it waits for."""
+    """Record the reason for which a resynchronization waits."""
     mine = resync.c.load_balancer_id == load_balancer_id
     connection.execute(resync.update().where(mine, resync.c.ended_at.is_(None)).values(detail=detail))
 
@@ -96,19 +96,19 @@ def set_resync_detail(connection: sa.Connection, load_balancer_id: str, detail: 
 def finish_resync(
     connection: sa.Connection, asked: sa.Row[Any], outcome: ResyncOutcome, now: float, detail: str | None = None
 ) -> bool:
-    """Note what came of it; False if it is done already, or was asked for anew."""
+    """Record the outcome; return False if it is finished already, or was requested again."""
     mine = (resync.c.load_balancer_id == asked.load_balancer_id, resync.c.asked_at == asked.asked_at)
     values = {"ended_at": now, "outcome": outcome.value, "detail": detail}
     return bool(connection.execute(resync.update().where(*mine, resync.c.ended_at.is_(None)).values(**values)).rowcount)
 
 
 def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Have Octavia told every status of a load balancer's objects again, whatever it was told before.
+    """Make all statuses of a load balancer's objects due for a new report to Octavia.
 
-    Only of one whose row in Octavia is PENDING, which keeps users from changing it: a provisioning status that is said
-    twice could otherwise take back the PENDING of a request that has come meanwhile.
+    Octavia's row of the load balancer must be PENDING, which blocks requests of users. Otherwise a repeated
+    provisioning status could overwrite the PENDING of a newer request.
     """
-    # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    # The order matters: MySQL and MariaDB assign from left to right and use the new values.
     again: list[tuple[Any, Any]] = [(status.c.settled, status.c.version + 1), (status.c.version, status.c.version + 1)]
     mine = status.c.load_balancer_id == load_balancer_id
     connection.execute(status.update().where(mine).ordered_values(*again))

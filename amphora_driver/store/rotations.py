@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roll-outs over many load balancers: what was asked for, and how far it is.
+"""Image rotations over many load balancers: requests and progress.
 
-Invariant: the rows are all there is. Which amphorae are to be replaced is written down when a rotation is asked for, by
-their ids, so that no clock decides later who is new. At most one rotation has not ended. Whoever moves one on holds its
-row, and so does whoever pauses, resumes or aborts it: a decision is never made about rows that somebody else changes.
+Invariant: the rows hold the complete state. A request stores the ids of the amphorae to replace, so no clock decides
+later which amphora is new. At most one rotation is open. Every transaction that advances, pauses, resumes or aborts a
+rotation locks its row first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 _MAX_TEXT = 1000
-# A row of `duty` that nobody ever holds: who asks for a rotation locks it.
+# A row of `duty` without owner; its lock serializes requests for rotations.
 _REQUEST_LOCK = "rotation request"
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
 
 class RotationState(str, Enum):
-    """Where a rotation is. An aborted one has ended when what it had begun has."""
+    """State of a rotation. An aborted one ends when the load balancers in progress are finished."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -41,7 +41,7 @@ class RotationState(str, Enum):
 
 
 class ItemState(str, Enum):
-    """Where a load balancer is in its rotation."""
+    """State of a load balancer in its rotation."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -51,17 +51,17 @@ class ItemState(str, Enum):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which amphorae are to be replaced: those for which everything holds that is said here.
+    """Selects amphorae to replace: those that satisfy all conditions.
 
     Attributes:
-        image: those that were not booted from it; and those that take their place have to be.
-        older_than: those booted more than so many seconds ago.
-        everything: all, whatever they were booted from.
-        left_of: those of this rotation that it did not replace.
-        load_balancers: only of these; empty for all.
-        compute_flavor: only of load balancers whose machines are of this compute flavor.
-        project: only of this project's load balancers.
-        topology: only of load balancers of this topology.
+        image: booted from another image; the replacements must be booted from this one.
+        older_than: booted more than this number of seconds ago.
+        everything: all amphorae.
+        left_of: selected by this earlier rotation, but not replaced.
+        load_balancers: of these load balancers; empty for all.
+        compute_flavor: of load balancers with this compute flavor.
+        project: of this project's load balancers.
+        topology: of load balancers with this topology.
     """
 
     image: str | None = None
@@ -75,7 +75,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
-    """One rotation as recorded; times are seconds since 1970."""
+    """A recorded rotation; times are seconds since 1970."""
 
     id: int
     state: RotationState
@@ -92,8 +92,8 @@ class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
     """One load balancer of a rotation.
 
     Attributes:
-        amphorae: those that were not as wanted when the rotation was asked for.
-        operating: the load balancer's operating status when its turn came.
+        amphorae: ids selected at the request.
+        operating: the load balancer's operating status at its start.
     """
 
     load_balancer_id: str
@@ -109,33 +109,32 @@ class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
 def request_rotation(
     connection: sa.Connection, wanted: Selection, max_unavailable: int, asked_by: str | None
 ) -> Rotation:
-    """Write a rotation down; a controller begins with it within a second or two.
+    """Insert a rotation, which a controller starts within two seconds.
 
     Args:
         connection: of a writing transaction.
-        wanted: which amphorae.
-        max_unavailable: of how many load balancers at once amphorae may be replaced.
-        asked_by: who.
+        wanted: selection of the amphorae.
+        max_unavailable: maximum number of load balancers in progress.
+        asked_by: the operator.
 
     Raises:
-        Conflict: another one has not ended, or there is nothing to do.
-        UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
+        Conflict: another rotation is open, or the selection is empty.
+        UnknownObject: a selected load balancer or the rotation `left_of` is not recorded.
     """
     _lock_requests(connection)
     current = get_active_rotation(connection)
     if current is not None:
-        what = (
-            "has been aborted, and finishes what it has begun" if current.state is RotationState.ABORTED else "goes on"
-        )
+        is_aborted = current.state is RotationState.ABORTED
+        state = "is aborted and finishes the load balancers in progress" if is_aborted else "is not finished"
         raise Conflict(
-            "begin a rotation",
-            f"rotation {current.id} {what}, and there is one at a time",
+            "start a rotation",
+            f"rotation {current.id} {state}; only one can be open",
             f"See: amphoractl rotation show {current.id}.",
         )
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     chosen = select_amphorae(connection, wanted, now)
     if not chosen:
-        raise Conflict("begin a rotation", "every amphora is as wanted already")
+        raise Conflict("start a rotation", "the selection contains no amphora to replace")
     row = {
         "state": RotationState.RUNNING.value,
         "wanted": msgspec.json.encode(wanted).decode(),
@@ -162,10 +161,10 @@ def request_rotation(
 
 
 def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
-    """The amphorae a selection means, by load balancer, in the order in which they are to be replaced.
+    """Return the selected amphorae by load balancer, in the order of their replacement.
 
     Raises:
-        UnknownObject: a load balancer, or the rotation whose rest is meant, is not recorded.
+        UnknownObject: a selected load balancer or the rotation `left_of` is not recorded.
     """
     found: dict[str, list[str]] = {}
     for row in connection.execute(_selection_query(wanted, now)):
@@ -178,32 +177,34 @@ def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) ->
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # In the order in which they were named.
+        # In the operator's order.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
 
 def get_rotation(connection: sa.Connection, rotation_id: int, *, lock: bool = False) -> Rotation:
-    """One rotation; nobody else changes it before this transaction ends if it is locked.
+    """Return one rotation; with `lock`, lock its row until the end of the transaction.
 
     Raises:
-        UnknownObject: there is none of this number.
+        UnknownObject: there is no such rotation.
     """
     query = sa.select(rotation).where(rotation.c.id == rotation_id)
     row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
-        raise UnknownObject(f"find rotation {rotation_id}", "there is none of this number", "See: rotation list.")
+        raise UnknownObject(
+            f"find rotation {rotation_id}", "there is no such rotation", "See: amphoractl rotation list."
+        )
     return _to_rotation(row)
 
 
 def get_active_rotation(connection: sa.Connection) -> Rotation | None:
-    """The one that has not ended, if there is one."""
+    """Return the open rotation, or None."""
     row = connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None)).order_by(rotation.c.id)).first()
     return None if row is None else _to_rotation(row)
 
 
 def list_newest_rotations(connection: sa.Connection, limit: int) -> list[Rotation]:
-    """The last ones that were asked for, the newest first."""
+    """Return the last rotations, the newest first."""
     query = sa.select(rotation).order_by(rotation.c.id.desc()).limit(limit)
     return [_to_rotation(row) for row in connection.execute(query)]
 
@@ -211,7 +212,7 @@ def list_newest_rotations(connection: sa.Connection, limit: int) -> list[Rotatio
 def list_items(
     connection: sa.Connection, rotation_id: int, states: Collection[ItemState] | None = None, limit: int | None = None
 ) -> list[RotationItem]:
-    """Load balancers of a rotation in their order; those in these states, or all."""
+    """Return the load balancers of a rotation in order, in these states or in any state."""
     query = sa.select(rotation_item).where(rotation_item.c.rotation_id == rotation_id).order_by(rotation_item.c.place)
     if states is not None:
         query = query.where(rotation_item.c.state.in_([one.value for one in states]))
@@ -219,17 +220,17 @@ def list_items(
 
 
 def count_items(connection: sa.Connection, rotation_id: int) -> dict[str, int]:
-    """How many load balancers are in which state."""
+    """Return the number of load balancers in each state."""
     query = sa.select(rotation_item.c.state, sa.func.count()).where(rotation_item.c.rotation_id == rotation_id)
     return dict(connection.execute(query.group_by(rotation_item.c.state)).tuples().all())
 
 
 def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> None:
-    """Begin nothing new until it is resumed; what was begun is finished.
+    """Pause a rotation: it starts no load balancer, and finishes those in progress.
 
     Raises:
-        UnknownObject: there is none of this number.
-        Conflict: it does not run.
+        UnknownObject: there is no such rotation.
+        Conflict: it is not running.
     """
     found = get_rotation(connection, rotation_id, lock=True)
     if found.state is not RotationState.RUNNING:
@@ -238,16 +239,15 @@ def pause_rotation(connection: sa.Connection, rotation_id: int, reason: str) -> 
 
 
 def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed: bool = False) -> None:
-    """Go on with a paused one.
+    """Resume a paused rotation.
 
     Args:
         connection: of a writing transaction.
-        rotation_id: which.
-        leave_failed: leave load balancers that failed as they are; otherwise they are watched again, until their
-            amphorae are replaced after all.
+        rotation_id: the rotation.
+        leave_failed: skip failed load balancers; otherwise the rotation continues with them.
 
     Raises:
-        UnknownObject: there is none of this number.
+        UnknownObject: there is no such rotation.
         Conflict: it is not paused.
     """
     found = get_rotation(connection, rotation_id, lock=True)
@@ -255,24 +255,28 @@ def resume_rotation(connection: sa.Connection, rotation_id: int, *, leave_failed
         raise Conflict(f"resume rotation {rotation_id}", f"it is {found.state.value}")
     for item in list_items(connection, rotation_id, [ItemState.FAILED]):
         if leave_failed:
-            finish_item(connection, rotation_id, item, ItemState.SKIPPED, f"left as it was: {item.reason}")
+            finish_item(connection, rotation_id, item, ItemState.SKIPPED, f"skipped after a failure: {item.reason}")
         else:
             _restart_item(connection, found, item)
     set_rotation_state(connection, rotation_id, RotationState.RUNNING, None)
 
 
 def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
-    """Begin nothing any more; what was begun is finished.
+    """Abort a rotation: it skips waiting load balancers, and finishes those in progress.
 
     Raises:
-        UnknownObject: there is none of this number.
+        UnknownObject: there is no such rotation.
         Conflict: it has ended, or was aborted already.
     """
     found = get_rotation(connection, rotation_id, lock=True)
     if found.state not in (RotationState.RUNNING, RotationState.PAUSED):
         raise Conflict(f"abort rotation {rotation_id}", f"it is {found.state.value}")
     mine = rotation_item.c.rotation_id == rotation_id, rotation_item.c.state == ItemState.WAITING.value
-    skipped = {"state": ItemState.SKIPPED.value, "ended_at": clock.now(connection), "reason": "it was aborted"}
+    skipped = {
+        "state": ItemState.SKIPPED.value,
+        "ended_at": clock.now(connection),
+        "reason": "the rotation was aborted",
+    }
     connection.execute(rotation_item.update().where(*mine).values(**skipped))
     set_rotation_state(connection, rotation_id, RotationState.ABORTED, found.reason)
     if not list_items(connection, rotation_id, [ItemState.RUNNING], 1):
@@ -280,28 +284,27 @@ def abort_rotation(connection: sa.Connection, rotation_id: int) -> None:
 
 
 def set_rotation_state(connection: sa.Connection, rotation_id: int, state: RotationState, reason: str | None) -> None:
-    """It goes over into a state."""
-    told = {"state": state.value, "reason": _truncate(reason), "changed_at": clock.now(connection)}
-    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**told))
+    """Set the state of a rotation and its reason."""
+    values = {"state": state.value, "reason": _truncate(reason), "changed_at": clock.now(connection)}
+    connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**values))
 
 
 def set_rotation_reason(connection: sa.Connection, rotation_id: int, reason: str | None) -> None:
-    """What it waits for."""
+    """Set the reason for which a rotation waits."""
     connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(reason=_truncate(reason)))
 
 
 def finish_rotation(connection: sa.Connection, rotation_id: int, state: RotationState) -> None:
-    """Nothing of it is left to do."""
+    """Record the end of a rotation."""
     now = clock.now(connection)
     ended: dict[str, Any] = {"state": state.value, "ended_at": now, "changed_at": now}
     if state is RotationState.DONE:
-        # It waits for nothing any more.
         ended["reason"] = None
     connection.execute(rotation.update().where(rotation.c.id == rotation_id).values(**ended))
 
 
 def begin_item(connection: sa.Connection, rotation_id: int, item: RotationItem, operating: str | None) -> None:
-    """Its turn has come."""
+    """Record that the rotation starts with a load balancer."""
     now = clock.now(connection)
     _update_item(
         connection, rotation_id, item, state=ItemState.RUNNING.value, operating=operating, begun_at=now, reason=None
@@ -311,19 +314,19 @@ def begin_item(connection: sa.Connection, rotation_id: int, item: RotationItem, 
 def finish_item(
     connection: sa.Connection, rotation_id: int, item: RotationItem, state: ItemState, reason: str | None
 ) -> None:
-    """Its turn is over, however."""
+    """Record the result of a load balancer."""
     now = clock.now(connection)
     _update_item(connection, rotation_id, item, state=state.value, ended_at=now, reason=_truncate(reason))
 
 
 def lock_work(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
-    """Nobody changes what is wanted of these load balancers before this transaction ends."""
+    """Lock the `work` rows of load balancers until the end of the transaction."""
     query = sa.select(work.c.load_balancer_id).where(work.c.load_balancer_id.in_(list(load_balancer_ids)))
     connection.execute(query.order_by(work.c.load_balancer_id).with_for_update()).all()
 
 
 def purge_old_rotations(connection: sa.Connection, before: float) -> None:
-    """Forget rotations that ended long ago."""
+    """Delete rotations that ended before this time (seconds since 1970)."""
     old = connection.execute(sa.select(rotation.c.id).where(rotation.c.ended_at < before)).scalars().all()
     if old:
         connection.execute(rotation_item.delete().where(rotation_item.c.rotation_id.in_(old)))
@@ -331,32 +334,32 @@ def purge_old_rotations(connection: sa.Connection, before: float) -> None:
 
 
 def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem) -> None:
-    """Have one that failed go on; new amphorae that are not as wanted either have to be replaced in their turn."""
+    """Continue with a failed load balancer; add its newer amphorae that have a wrong image."""
     wrong: list[str] = []
     if found.wanted.image is not None:
-        meant = Selection(image=found.wanted.image, load_balancers=(item.load_balancer_id,))
-        chosen = connection.execute(_selection_query(meant, found.created_at)).all()
+        selection = Selection(image=found.wanted.image, load_balancers=(item.load_balancer_id,))
+        chosen = connection.execute(_selection_query(selection, found.created_at)).all()
         wrong = [row.id for row in chosen if row.id not in item.amphorae]
     values: dict[str, Any] = {"state": ItemState.RUNNING.value}
     if wrong:
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # What has failed often is tried seldom.
+    # Reset the back-off of the failed job.
     due = {"dirty": True, "free_at": URGENT, "attempts": 0}
     theirs = work.c.load_balancer_id == item.load_balancer_id, work.c.op == "apply"
     connection.execute(work.update().where(*theirs).values(**due))
 
 
 def _lock_requests(connection: sa.Connection) -> None:
-    """Of two who ask in the same moment the second one waits here, and then finds the first one's."""
+    """Serialize requests: a concurrent one waits here, and then finds the first one's rotation."""
     mine = duty.c.name == _REQUEST_LOCK
     if not connection.execute(duty.update().where(mine).values(epoch=duty.c.epoch + 1)).rowcount:
         connection.execute(duty.insert().values(name=_REQUEST_LOCK, owner="", epoch=1, leased_until=0.0))
 
 
 def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
-    """Have no amphora replaced by one that is as old. Pools look after the image of their spares themselves."""
+    """Retire old spares, so that they replace no amphora. Pools check their spares' image themselves."""
     if not wanted.everything and wanted.older_than is None:
         return
     for pool in spare_pools.list_pools(connection):
@@ -366,13 +369,13 @@ def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selectio
             amphora.c.state == AmphoraState.READY.value,
             amphora.c.created_at < now - (wanted.older_than or 0.0),
         )
-        reason = f"rotation {rotation_id} replaces those that are as old"
+        reason = f"rotation {rotation_id} replaces amphorae of this age"
         connection.execute(old.values(state=AmphoraState.RETIRING.value, reason=reason))
 
 
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
-    # Of those that are being replaced already nobody is to be made new twice.
+    # Amphorae that are being replaced already are not selected.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, work.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))
@@ -397,7 +400,7 @@ def _remaining_amphorae(connection: sa.Connection, rotation_id: int) -> dict[str
 def _filter_compute_flavor(
     connection: sa.Connection, load_balancer_ids: Sequence[str], compute_flavor: str
 ) -> set[str]:
-    """Those whose profile names it: that is in the body of the load balancer's own row."""
+    """Return the load balancers with this compute flavor in their profile, which is in the JSON body."""
     found = set()
     for start in range(0, len(load_balancer_ids), _CHUNK):
         query = sa.select(wanted_object.c.id, wanted_object.c.body).where(
@@ -458,10 +461,10 @@ def _truncate(reason: str | None) -> str | None:
 
 
 def estimate_remaining_seconds(everything: Iterable[RotationItem], max_unavailable: int) -> float | None:
-    """Seconds that those still to come will take, going by those that are done; None before the first one is."""
+    """Return the estimated seconds until the end, from finished load balancers; None before the first one."""
     known = list(everything)
-    took = [
+    durations = [
         one.ended_at - one.begun_at for one in known if one.state is ItemState.DONE and one.ended_at and one.begun_at
     ]
-    left = sum(one.state in (ItemState.WAITING, ItemState.RUNNING) for one in known)
-    return sum(took) / len(took) * left / max_unavailable if took else None
+    remaining = sum(one.state in (ItemState.WAITING, ItemState.RUNNING) for one in known)
+    return sum(durations) / len(durations) * remaining / max_unavailable if durations else None

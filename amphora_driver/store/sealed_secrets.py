@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' secrets: certificates with their keys, authorities, revocation lists.
+"""Users' secrets: certificates with their keys, CA certificates, revocation lists.
 
-Invariant: content is in the table only as the vault sealed it, and only as long as an object of the same load balancer
-refers to it. All functions work inside the caller's transaction; sealing and opening, which take time, are done
-outside of it.
+Invariant: the table contains encrypted secrets only, and only while an object of the same load balancer refers to
+them. All functions work inside the caller's transaction; encryption takes time, so it runs outside of transactions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
 
-# What calls of Octavia's need is built once: putting a statement together costs more than running it.
+# Statements are built once, because building one costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
 _NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
@@ -40,19 +39,19 @@ _DELETE_ALL = secret.delete().where(secret.c.load_balancer_id == sa.bindparam("o
 
 
 class SealedSecret(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a secret. Without content it cannot be served, for this reason."""
+    """A stored secret. Without content, `reason` says why it cannot be used."""
 
     content: bytes | None = None
     reason: str = ""
 
 
 def secret_location(name: SecretName) -> SecretLocation:
-    """What the content of this secret is sealed for."""
+    """Return the location to which the encrypted content of a secret is bound."""
     return SecretLocation("secret", (name.object_id, name.purpose.value, name.ref))
 
 
 def load_secrets(connection: sa.Connection, load_balancer_id: str) -> dict[SecretName, SealedSecret]:
-    """Every secret of a load balancer."""
+    """Return all secrets of a load balancer."""
     return {
         SecretName(row.object_id, Purpose(row.purpose), row.ref): SealedSecret(
             content=row.sealed, reason=row.reason or ""
@@ -62,13 +61,13 @@ def load_secrets(connection: sa.Connection, load_balancer_id: str) -> dict[Secre
 
 
 def list_secret_names(connection: sa.Connection, object_id: str) -> dict[SecretName, bool]:
-    """The secrets that are kept for one object, and whether their content is known."""
+    """Return the secrets of one object, and whether their content is stored."""
     rows = connection.execute(_NAMES, {"of": object_id})
     return {SecretName(object_id, Purpose(row.purpose), row.ref): bool(row.known) for row in rows}
 
 
 def replace_secrets(connection: sa.Connection, load_balancer_id: str, given: Mapping[SecretName, SealedSecret]) -> None:
-    """Keep these, each in the place of what was kept under its name."""
+    """Insert or replace secrets."""
     if not given:
         return
     delete_secrets(connection, given)
@@ -89,20 +88,20 @@ def replace_secrets(connection: sa.Connection, load_balancer_id: str, given: Map
 
 
 def delete_secrets(connection: sa.Connection, unwanted: Iterable[SecretName]) -> None:
-    """Forget these."""
+    """Delete secrets."""
     rows = [{"of": one.object_id, "for_purpose": one.purpose.value, "under_ref": one.ref} for one in unwanted]
     if rows:
         connection.execute(_DELETE, rows)
 
 
 def delete_secrets_of_objects(connection: sa.Connection, object_ids: Sequence[str]) -> None:
-    """Forget all secrets of objects that are gone."""
+    """Delete all secrets of deleted objects."""
     for start in range(0, len(object_ids), _CHUNK):
         connection.execute(_DELETE_OF, {"ids": object_ids[start : start + _CHUNK]})
 
 
 def delete_secrets_of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Forget every secret of a load balancer."""
+    """Delete all secrets of a load balancer."""
     connection.execute(_DELETE_ALL, {"of": load_balancer_id})
 
 
@@ -113,7 +112,7 @@ def sync_object_secrets(
     used: Collection[SecretName],
     given: Mapping[SecretName, SealedSecret],
 ) -> set[SecretName]:
-    """Keep what an object uses now and nothing else of it; returns what it uses and nobody has given yet."""
+    """Store the secrets an object uses, delete its others, and return the used ones without content."""
     recorded = list_secret_names(connection, object_id)
     delete_secrets(connection, recorded.keys() - set(used))
     replace_secrets(connection, load_balancer_id, {name: one for name, one in given.items() if name in used})

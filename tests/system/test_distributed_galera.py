@@ -88,7 +88,7 @@ def accept(database, name, failed):
     intents = RequestRecorder(database, lambda node: None)
     try:
         for number in range(CALLS):
-            intents.update(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
+            intents.update_object(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
     except Exception as error:
         failed.append(error)
         raise

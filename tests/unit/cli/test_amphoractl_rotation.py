@@ -56,7 +56,7 @@ def test_a_rotation_from_the_beginning_to_its_end(run, database):
     made = run("rotate", "--image", "new", "--max-unavailable", "2", "-f", "json")
     assert (made["State"], made["Wanted"], made["Load balancers"]) == ("running", "--image new", {"waiting": 2})
     assert made["Asked by"].endswith(f"@{HOST}")
-    assert "goes on, and there is one at a time" in run("rotate", "--all", fails=True)
+    assert "is not finished; only one can be open" in run("rotate", "--all", fails=True)
 
     number = str(made["ID"])
     database.write(_one_done_one_running)
@@ -102,10 +102,10 @@ def test_which_ones(run, words, wanted):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--image", "old"), "every amphora is as wanted already"),
+        (("--image", "old"), "the selection contains no amphora to replace"),
         (("--all", "--loadbalancer", "ff"), "nothing is recorded under this id"),
-        (("--left-of", "7"), "there is none of this number"),
-        (("--all", "--project", "nobody"), "every amphora is as wanted already"),
+        (("--left-of", "7"), "there is no such rotation"),
+        (("--all", "--project", "nobody"), "the selection contains no amphora to replace"),
     ],
 )
 def test_refused_in_words(run, words, error):
@@ -120,8 +120,8 @@ def test_what_makes_no_sense(run, words):
 
 def test_controllers(run, database):
     one = ProcessRegistration(database, "here:1:aa", ProcessKind.CONTROLLER)
-    one.sign(jobs=3)
-    ProcessRegistration(database, "here:2:bb", ProcessKind.HEALTH_MANAGER).sign()
+    one.heartbeat(jobs=3)
+    ProcessRegistration(database, "here:2:bb", ProcessKind.HEALTH_MANAGER).heartbeat()
     hold_duty(database, "housekeeping", "here:1:aa", 60)
     (row,) = run("controller", "list", "-f", "json")
     assert (row["Name"], row["Host"], row["Jobs"], row["Duties"], row["Draining"]) == (
@@ -134,14 +134,14 @@ def test_controllers(run, database):
     assert len(run("controller", "list", "--all", "-f", "json")) == 2
 
     run("controller", "drain", "here:1:aa")
-    assert one.sign() is True
+    assert one.heartbeat() is True
     assert run("controller", "list", "-f", "json")[0]["Draining"] is True
     run("controller", "resume", "here:1:aa")
-    assert one.sign() is False
+    assert one.heartbeat() is False
     assert "none of this name is known" in run("controller", "drain", "here:2:bb", fails=True)
 
     run("controller", "drain", "--host", HOST)
-    assert one.sign() is True
+    assert one.heartbeat() is True
     assert f"its host {HOST} is drained" in run("controller", "resume", "here:1:aa", fails=True)
     run("controller", "resume", "--host", HOST)
-    assert one.sign() is False
+    assert one.heartbeat() is False

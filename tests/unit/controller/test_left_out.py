@@ -37,8 +37,8 @@ def test_a_pair_that_begins_says_in_a_later_turn_what_it_does_not_serve(control)
     pool = Pool(id="pool", loadbalancer_id=LB, protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
     member = Member(id="member", pool_id="pool", address="192.0.2.9", protocol_port=80, subnet_id="nowhere")
     control.intents.create_load_balancer(TREE, read_back=False)
-    control.intents.create(Kind.POOL, pool)
-    control.intents.create(Kind.MEMBER, member)
+    control.intents.create_object(Kind.POOL, pool)
+    control.intents.create_object(Kind.MEMBER, member)
     assert control.work() == 1, "nobody has the VIPs yet"
     assert control.pending() == {LB, LISTENER, "pool", "member"}
     assert json.loads(control.row().left_out)["generation"] == control.row().generation
@@ -56,6 +56,6 @@ def test_what_was_left_out_of_an_older_generation_is_not_held_against_the_next(c
     control.intents.create_load_balancer(TREE, read_back=False)
     control.work()
     control.world.put_bundle = lambda *args, **more: World.put_bundle(control.world, *args, **more)
-    control.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 5})
+    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}

@@ -107,7 +107,7 @@ class Story:
 
     def add_pool(self):
         pool = Pool(id=new_id(), loadbalancer_id="lb", protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
-        self.intents.create(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
+        self.intents.create_object(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
         self.pools.append(pool.id)
         self.members[pool.id] = []
 
@@ -117,14 +117,14 @@ class Story:
             id=new_id(), loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=port,
             default_pool_id=self.dice.choice([None, *self.pools]),
         )  # fmt: skip
-        self.intents.create(Kind.LISTENER, listener)
+        self.intents.create_object(Kind.LISTENER, listener)
         self.listeners.append(listener.id)
 
     def add_member(self):
         if self.pools:
             pool = self.dice.choice(self.pools)
             self.members[pool].append(new_id())
-            self.intents.create(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
+            self.intents.create_object(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
 
     def member(self, pool, member_id):
         number = self.dice.randrange(1, 200)
@@ -136,7 +136,7 @@ class Story:
                 id=new_id(), listener_id=self.dice.choice(self.listeners), action=L7Action.REJECT,
                 position=self.dice.randrange(1, 5),
             )  # fmt: skip
-            self.intents.create(Kind.L7POLICY, policy)
+            self.intents.create_object(Kind.L7POLICY, policy)
             self.policies.append(policy.id)
 
     def add_rule(self):
@@ -145,19 +145,19 @@ class Story:
                 id=new_id(), l7policy_id=self.dice.choice(self.policies), type=L7RuleType.PATH,
                 compare_type=L7Compare.STARTS_WITH, value="/x",
             )  # fmt: skip
-            self.intents.create(Kind.L7RULE, rule)
+            self.intents.create_object(Kind.L7RULE, rule)
 
     def change_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.update(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
+            self.intents.update_object(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
 
     def change_pool(self):
         if self.pools:
-            self.intents.update(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
+            self.intents.update_object(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
 
     def change_listener(self):
         if self.listeners:
-            self.intents.update(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
+            self.intents.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
 
     def change_root(self):
         # A user's update asks for the load balancer to be read back: that is another story.
@@ -165,7 +165,9 @@ class Story:
 
     def move(self):
         if self.policies:
-            self.intents.update(Kind.L7POLICY, self.dice.choice(self.policies), {"position": self.dice.randrange(1, 4)})
+            self.intents.update_object(
+                Kind.L7POLICY, self.dice.choice(self.policies), {"position": self.dice.randrange(1, 4)}
+            )
 
     def set_members(self):
         if self.pools:
@@ -182,17 +184,17 @@ class Story:
             return
         pool = self.dice.choice(self.recorded().pools)
         if pool.healthmonitor is not None:
-            self.intents.delete(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
+            self.intents.delete_object(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
         if pool.healthmonitor is None or self.dice.random() < 0.5:
             monitor = HealthMonitor(
                 id=new_id(), pool_id=pool.id, type=MonitorType.TCP, delay=5, timeout=3, max_retries=2,
                 max_retries_down=2,
             )  # fmt: skip
-            self.intents.create(Kind.HEALTH_MONITOR, monitor)
+            self.intents.create_object(Kind.HEALTH_MONITOR, monitor)
 
     def drop_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.delete(Kind.MEMBER, self.dice.choice(known))
+            self.intents.delete_object(Kind.MEMBER, self.dice.choice(known))
 
     def bring_back(self):
         """A removal that Octavia did not keep is undone under a new generation, as the provider agent does."""
@@ -217,7 +219,7 @@ class Story:
     def drop_pool(self):
         if self.pools and self.dice.random() < 0.3:
             pool = self.pools.pop(self.dice.randrange(len(self.pools)))
-            self.intents.delete(Kind.POOL, pool)
+            self.intents.delete_object(Kind.POOL, pool)
 
     def drop_listener(self):
         if self.listeners and self.dice.random() < 0.3:
@@ -225,11 +227,11 @@ class Story:
             self.policies = [
                 policy.id for one in self.recorded().listeners if one.id != listener for policy in one.l7policies
             ]
-            self.intents.delete(Kind.LISTENER, listener)
+            self.intents.delete_object(Kind.LISTENER, listener)
 
     def drop_policy(self):
         if self.policies and self.dice.random() < 0.5:
-            self.intents.delete(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
+            self.intents.delete_object(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -278,7 +280,7 @@ def test_what_did_not_change_is_the_very_same_and_is_not_read(database, story):
     changed = before.pools[1].id
     # What came last is read once more, but it is the same.
     story.remembered(trees, 1)
-    story.intents.create(Kind.MEMBER, story.member(changed, new_id()))
+    story.intents.create_object(Kind.MEMBER, story.member(changed, new_id()))
     row = story.row()
     after, seen = statements(database, lambda c: trees.load(c, row, 2))
     assert after == story.recorded()

@@ -252,7 +252,7 @@ def test_amphorae_older_than_virtual_servers_serve_all_the_rest(house, old):
     fronts = {udp: virtual(udp, protocol) for udp, protocol in ((THIRD, "UDP"), (FOURTH, "SCTP"))}
     tree = replace(TREE, listeners=(*TREE.listeners, *fronts.values()))
     for one in fronts.values():
-        RequestRecorder(house.database, lambda node: None).create(Kind.LISTENER, one)
+        RequestRecorder(house.database, lambda node: None).create_object(Kind.LISTENER, one)
     newest = house.work().generation
     for name in old:
         house.agents.answers[name] = older

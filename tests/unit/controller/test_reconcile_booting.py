@@ -271,7 +271,7 @@ def test_a_change_that_comes_meanwhile_is_no_reason_to_stop(control):
     more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
 
     def boots(order):
-        control.intents.create(Kind.LISTENER, more)
+        control.intents.create_object(Kind.LISTENER, more)
         return boot(order)
 
     control.world.boot, control.world.listens = boots, True

@@ -228,7 +228,7 @@ def test_a_machine_that_cannot_be_destroyed_holds_nobody_up(pair):
     (row,) = rows(pair)
     assert row.served_at is not None
     assert row.ended_at is None
-    pair.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    pair.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     pair.work()
     assert pair.provisioning()[LB] == "ACTIVE", "nor does it any user's change"
     pair.world.stuck = False
@@ -293,7 +293,7 @@ def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
     (old,) = alone.observed()
     assert begin(alone, [old]) == 1
     if waker == "a user":
-        alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+        alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
         alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
     else:
@@ -304,7 +304,7 @@ def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
 
 def test_nothing_is_over_while_one_is_to_go(alone):
     """Even if what made it urgent was lost."""
-    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
@@ -318,7 +318,7 @@ def test_nothing_is_over_while_one_is_to_go(alone):
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
 def test_a_fail_over_that_begins_while_somebody_works(alone, end):
-    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(work.update().values(applied=generation)))
@@ -341,7 +341,7 @@ def test_a_fail_over_that_begins_while_somebody_works(alone, end):
 
 
 def test_a_job_gives_way_to_a_fail_over(alone):
-    alone.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     (old,) = alone.observed()
     push = alone.world.put_bundle
 

@@ -21,7 +21,7 @@ def control(tmp_path):
 
 
 def change(control):
-    control.intents.update(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
+    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
 
 
 @pytest.mark.parametrize("dead_one_has_vips", [False, True], ids=["the standby", "the one with the VIPs"])

@@ -154,7 +154,7 @@ def house(tmp_path):
 def create(here, number):
     """One member from the call to Octavia's taking its status; how many statements the call, job and report take."""
     with here.counted() as call:
-        here.intents.create(Kind.MEMBER, member(number))
+        here.intents.create_object(Kind.MEMBER, member(number))
     with here.counted() as job:
         here.work_off()
     assert here.states()[f"pool0-{number}"] == "ACTIVE"

@@ -48,7 +48,7 @@ def reason(database, turn):
 
 def change(intents):
     listener = Listener(id="listener", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80)
-    intents.create(Kind.LISTENER, listener)
+    intents.create_object(Kind.LISTENER, listener)
 
 
 def test_another_change_waits_for_its_turn(database, intents, turn):

@@ -216,7 +216,7 @@ def test_an_unknown_amphora_is_forgotten(house):
 def test_deleted_objects_get_no_status(house):
     house.say()
     house.flush()
-    house.intents.delete(Kind.MEMBER, "me1")
+    house.intents.delete_object(Kind.MEMBER, "me1")
     house.database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 2, {}))
     house.say(word="DOWN", generation=1)
     house.flush()
@@ -241,7 +241,7 @@ def test_a_deleted_load_balancer_gets_no_status(house):
 def test_a_new_generation_brings_new_objects(house):
     house.say()
     house.flush()
-    house.intents.create(Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80))
+    house.intents.create_object(Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80))
     house.say(**{"me-new": "UP"})
     assert not house.flush(), "not served yet"
     house.say(generation=2, **{"me-new": "DOWN"})
@@ -272,7 +272,7 @@ def test_a_tree_that_arrived_incomplete_is_read_again_when_it_is_served(house):
 def test_an_impossible_generation_does_not_keep_later_ones_from_being_seen(house):
     house.say(generation=2**63 - 1)
     house.flush()
-    house.intents.create(Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80))
+    house.intents.create_object(Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80))
     house.say(generation=2, **{"me-new": "UP"})
     house.flush()
     assert house.operating()["me-new"] == "ONLINE"
@@ -313,7 +313,7 @@ def test_counters_of_a_deleted_listener_are_dropped(house):
     house.say()
     house.flush()
     assert house.books._accounts["lb1"].flushed.keys() == {("li1", "am1")}
-    house.intents.delete(Kind.LISTENER, "li1")
+    house.intents.delete_object(Kind.LISTENER, "li1")
     house.say(generation=2)
     house.flush()
     assert house.books._accounts["lb1"].flushed == {}

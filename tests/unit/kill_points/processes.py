@@ -112,7 +112,7 @@ class _Health:
         for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):
             self._manager._heard(heartbeat)
         self._manager._flush()
-        self._registry.sign(does_its_duty=True)
+        self._registry.heartbeat(working=True)
 
 
 class _Answers:

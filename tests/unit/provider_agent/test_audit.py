@@ -115,7 +115,7 @@ def test_what_octavia_has_kept_needs_nothing(database, reporter):
 
 
 def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
-    intents.create(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
+    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
     serve(database)
     reporter.turn()
     assert members(database) == {"me": 1}
@@ -126,7 +126,7 @@ def test_a_member_that_was_rolled_back_is_not_wanted(intents, database, reporter
 
 
 def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter, octavia):
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     reporter.turn()
     assert members(database) == {"me": 1}
@@ -134,7 +134,7 @@ def test_a_change_that_was_rolled_back_is_not_wanted(intents, database, reporter
 
 def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     reporter.turn()
     assert (members(database), row(database).generation) == ({"me": 7}, 2)
@@ -142,7 +142,7 @@ def test_a_change_that_was_kept_stays(intents, database, reporter, octavia):
 
 def test_what_is_being_deleted_is_still_there(intents, database, reporter, octavia):
     """Octavia shows it until it is told that it is gone, and does not say that it is going."""
-    intents.delete(Kind.MEMBER, "me")
+    intents.delete_object(Kind.MEMBER, "me")
     reporter.turn()
     assert (members(database), row(database).generation) == ({}, 2)
 
@@ -182,7 +182,7 @@ def test_a_batch_that_was_kept(intents, database, reporter, octavia):
 
 
 def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, reporter, octavia):
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     asked = reporter.library.get_loadbalancer
 
@@ -192,7 +192,7 @@ def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, 
 
         def get_loadbalancer(self, one):
             found = asked(one)
-            intents.update(Kind.MEMBER, "me", {"weight": 9})
+            intents.update_object(Kind.MEMBER, "me", {"weight": 9})
             return found
 
     library = Meanwhile()
@@ -202,7 +202,7 @@ def test_what_is_accepted_while_octavia_is_asked_is_not_lost(intents, database, 
 
 
 def test_one_that_changed_before_a_reporter_began_is_compared_too(conf, intents, database, reporter, octavia):
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(work.update().values(committed=2)))
     database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
@@ -222,7 +222,7 @@ def pools(database):
 
 def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavia):
     """Octavia keeps the listener's reference until it is told that the pool is gone."""
-    intents.delete(Kind.POOL, "po")
+    intents.delete_object(Kind.POOL, "po")
     for _ in range(3):
         reporter.turn()
     assert (pools(database), row(database).generation) == (([], [None]), 2)
@@ -235,7 +235,7 @@ def test_a_pool_on_its_way_out_is_left_alone(intents, database, reporter, octavi
 
 
 def test_what_failed_and_is_being_deleted_is_there_still(intents, database, reporter):
-    intents.delete(Kind.POOL, "po")
+    intents.delete_object(Kind.POOL, "po")
     reporter.turn()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.turn()
@@ -245,7 +245,7 @@ def test_what_failed_and_is_being_deleted_is_there_still(intents, database, repo
 
 def test_what_cannot_be_served_is_compared(intents, database, reporter):
     """What makes it fail may be just what Octavia has not kept."""
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     reporter.turn()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.turn()
@@ -254,7 +254,7 @@ def test_what_cannot_be_served_is_compared(intents, database, reporter):
 
 def unheard(intents, database, reporter, octavia):
     """A pool is deleted, but Octavia would not hear of it, and the load balancer goes on without."""
-    intents.delete(Kind.POOL, "po")
+    intents.delete_object(Kind.POOL, "po")
     serve(database)
     for one in ("po", "me"):
         reporter._refused[one] = (float("inf"), 60.0)
@@ -327,7 +327,7 @@ def test_an_earlier_batch_that_was_lost_is_found_behind_one_that_was_kept(intent
 
 def test_what_was_changed_after_a_batch_tells_of_the_batch(intents, database, reporter, octavia):
     batch(intents, "new")
-    intents.update(Kind.MEMBER, "new", {"weight": 9})
+    intents.update_object(Kind.MEMBER, "new", {"weight": 9})
     # The update was lost, the batch was not.
     octavia.trees["new"] = shown("new", 7)
     octavia.trees["lb"] = kept(shown("new", 7))
@@ -339,7 +339,7 @@ def test_what_was_changed_after_a_batch_tells_of_the_batch(intents, database, re
 
 
 def test_a_batch_that_changes_tells_by_what_it_has_changed(intents, database, reporter, octavia):
-    intents.create(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
+    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
     serve(database)
     reporter.turn()
@@ -366,7 +366,7 @@ def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, r
     reporter._held_until = 0.0
     reporter.turn()
     # The other one passes the barrier, and dies before it has compared anything.
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(work.update().values(committed=2)))
     database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
@@ -375,7 +375,7 @@ def test_who_gets_the_duty_back_looks_again_at_what_changed(intents, database, r
 
 
 def test_what_is_being_done_is_looked_at_however_long_ago_it_was_accepted(intents, database, reporter):
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
     assert database.read(lambda c: sync_transactions.recently_changed(c, 1.0)) == ["lb"]
     serve(database)
@@ -402,7 +402,7 @@ def test_nobody_waits_for_a_comparison(conf, intents, database, octavia):
             reporter.turn()
             while not asked.acquire(timeout=0.1):
                 reporter.turn()
-            intents.update(Kind.MEMBER, "me", {"weight": 7})
+            intents.update_object(Kind.MEMBER, "me", {"weight": 7})
             serve(database)
             octavia.statuses.clear()
             reporter.turn()

@@ -127,7 +127,7 @@ class House:
         }
 
     def create(self):
-        self.intents.create(Kind.LISTENER, LISTENER)
+        self.intents.create_object(Kind.LISTENER, LISTENER)
 
 
 def test_a_listener_alone_is_read_and_keeps_the_users_order(house):
@@ -184,7 +184,7 @@ def test_what_was_known_before_stays_when_nothing_comes(house, at_once):
     house.create()
     house.reporter.turn()
     before = house.contents()
-    house.intents.update(Kind.LISTENER, "li", {"name": "x"})
+    house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
     assert house.row.read_back, "perhaps SNI was emptied: Octavia does not say so"
     house.reporter._library = Away(house.reporter.library)
     house.reporter.turn()
@@ -197,7 +197,7 @@ def test_sni_that_was_emptied_is_gone(house):
     house.create()
     house.reporter.turn()
     house.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
-    house.intents.update(Kind.LISTENER, "li", {"name": "x"})
+    house.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
     house.reporter.turn()
     assert house.contents() == {("certificate", "one"): ONE.pem}
     assert house.tree.listeners[0].sni_container_refs is None
@@ -230,7 +230,7 @@ def test_a_whole_tree_brings_its_secrets(house):
 
 
 def test_a_tree_that_does_not_come_is_an_error_and_asked_for_again(house, at_once):
-    house.intents.create(Kind.LISTENER, PLAIN)
+    house.intents.create_object(Kind.LISTENER, PLAIN)
     house.database.write(lambda c: c.execute(work.update().values(read_back=True)))
     library = house.reporter.library
     house.reporter._library = Away(library)
@@ -276,11 +276,11 @@ def two_listeners(house):
         l7policies=[{"l7policy_id": "po", "listener_id": "plain", "action": "REJECT", "position": 1, "rules": []}],
     )
     house.octavia.trees["li"] = as_read()
-    house.intents.create(Kind.LISTENER, PLAIN)
+    house.intents.create_object(Kind.LISTENER, PLAIN)
     house.create()
     house.reporter.turn()
     house.database.write(lambda c: c.execute(work.update().values(read_back=True, reread=None)))
-    house.intents.update(Kind.LOAD_BALANCER, "lb", {"name": "x"})
+    house.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
 
 
 def test_a_listener_that_is_not_handed_over_costs_no_other(house, at_once):
@@ -309,10 +309,10 @@ def behind_a_pool_without_its_secret(house, **more):
     """Octavia hands a listener over with its pools, and so with their secrets, or not at all."""
     for name, secret in (("open", {}), ("closed", {"tls_enabled": True, "ca_tls_container_ref": "ca"})):
         pool = Pool(id=name, loadbalancer_id="lb", protocol="HTTP", lb_algorithm="ROUND_ROBIN", **secret)
-        house.intents.create(Kind.POOL, pool)
+        house.intents.create_object(Kind.POOL, pool)
         house.octavia.trees[name] = {"pool_id": name, **AS_READ, **secret}
-    house.intents.create(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
-    house.intents.create(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
+    house.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
+    house.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
     for name, leads_to, policies in (("plain", "closed", [POLICY]), ("other", "open", [])):
         house.octavia.trees[name] = {
             "listener_id": name,
@@ -354,12 +354,12 @@ def mended(house):
         **whole(house.octavia.trees["plain"], house.octavia.trees["other"]),
         "pools": [house.octavia.trees[name] for name in names],
     }
-    house.intents.update(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
+    house.intents.update_object(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
 
 
 def test_what_was_not_handed_over_is_read_when_the_reason_is_gone(house, at_once):
     house.reporter._library = behind_a_pool_without_its_secret(house)
-    house.intents.update(Kind.POOL, "open", {"name": "x"})
+    house.intents.update_object(Kind.POOL, "open", {"name": "x"})
     assert not house.row.read_back, "that was not the reason"
     mended(house)
     house.reporter.turn()
@@ -387,14 +387,14 @@ def test_a_secret_that_comes_back_is_noticed_without_a_word(house, at_once):
 
 def test_removing_the_reason_is_as_good(house, at_once):
     behind_a_pool_without_its_secret(house)
-    house.intents.delete(Kind.POOL, "closed")
+    house.intents.delete_object(Kind.POOL, "closed")
     assert (house.row.read_back, house.row.reread) == (True, None)
 
 
 def test_a_listener_that_is_changed_is_asked_for_with_everything_it_has(house, at_once):
     """Read alone, its policies would be forgotten."""
     behind_a_pool_without_its_secret(house)
-    house.intents.update(Kind.LISTENER, "plain", {"default_pool_id": "open"})
+    house.intents.update_object(Kind.LISTENER, "plain", {"default_pool_id": "open"})
     assert (house.row.read_back, house.row.reread) == (True, None)
 
 

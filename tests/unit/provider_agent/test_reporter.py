@@ -198,7 +198,7 @@ def test_one_that_cannot_be_read_holds_up_no_other(intents, database, reporter, 
 
 def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.turn()
@@ -214,7 +214,7 @@ def test_what_octavia_refuses_holds_up_nothing_else(intents, database, reporter,
 
 def test_a_passing_trouble_is_tried_again_soon(intents, database, reporter, octavia):
     intents.create_load_balancer(TREE, read_back=False)
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.turn()
@@ -255,7 +255,7 @@ def test_only_one_reporter_speaks(intents, database, conf, reporter, octavia):
 def test_who_loses_the_duty_says_nothing_more(intents, database, conf, reporter, octavia, monkeypatch):
     monkeypatch.setattr(module, "_MOST_ROWS", 1)
     intents.create_load_balancer(TREE, read_back=False)
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     reporter.turn()
     serve(database, 2)
     octavia.statuses.clear()

@@ -40,7 +40,7 @@ def served(database):
     """A load balancer with a listener of which everything is to be told."""
     intents = RequestRecorder(database, lambda node: None)
     intents.create_load_balancer(TREE, read_back=False)
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
 
     def write(connection):
         connection.execute(work.update().values(applied=2))

@@ -198,7 +198,7 @@ def test_what_octavia_has_lost_is_not_wanted_any_more(database, reporter, octavi
 
 def test_one_that_is_being_changed_is_left_alone_until_that_is_done(database, reporter, octavia, intents):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
-    intents.update(Kind.MEMBER, "me", {"weight": 7})
+    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
     ask(database)
     reporter.turn()
     assert all(one[1] is None for call in said(octavia) for one in call), "barriers only: it is PENDING there"
@@ -230,7 +230,7 @@ def test_a_request_that_comes_before_the_lock_is_never_said_to_be_done(database,
         def update_loadbalancer_status(self, document):
             if self.once and document["loadbalancers"][0].get("provisioning_status") == "PENDING_UPDATE":
                 self.once = False
-                intents.update(Kind.MEMBER, "me", {"weight": 7})
+                intents.update_object(Kind.MEMBER, "me", {"weight": 7})
                 octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
             return self.library.update_loadbalancer_status(document)
 

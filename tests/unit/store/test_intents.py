@@ -37,7 +37,7 @@ def generations(database, load_balancer_id):
 
 def test_the_history_is_bounded_and_keeps_the_newest(intents, database):
     for number in range(2, 261):
-        intents.update(Kind.LOAD_BALANCER, "lb", {"name": f"{number}"})
+        intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": f"{number}"})
     assert generations(database, "lb") == list(range(51, 261)), "at 250 what is 200 older went"
     assert generations(database, "other") == [1]
     newest = sa.select(work.c.generation).where(work.c.load_balancer_id == "lb")
@@ -50,16 +50,16 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
         for one in (1, 2)
     ]
     for node in nodes:
-        intents.create(Kind.LISTENER, node)
+        intents.create_object(Kind.LISTENER, node)
     pool = Pool(id="po", loadbalancer_id="lb", protocol=PoolProtocol.HTTP)
-    intents.create(Kind.POOL, pool, for_listener="li1")
+    intents.create_object(Kind.POOL, pool, for_listener="li1")
     waiting = sa.select(status.c.object_id).where(status.c.pending == 4)
     waits = database.read(lambda c: c.execute(waiting).scalars().all())
     assert sorted(waits) == ["lb", "li1", "po"], "Octavia has put the listener PENDING, too"
-    intents.update(Kind.LISTENER, "li2", {"default_pool_id": "po"})
+    intents.update_object(Kind.LISTENER, "li2", {"default_pool_id": "po"})
     users = database.read(lambda c: desired_objects.users_of_pool(c, "po"))
     assert sorted(users) == [(Kind.LISTENER, "li1", "li1"), (Kind.LISTENER, "li2", "li2")]
-    intents.delete(Kind.POOL, "po")
+    intents.delete_object(Kind.POOL, "po")
     assert database.read(lambda c: desired_objects.load_tree(c, "lb")).listeners == tuple(nodes)
     rows = database.read(lambda c: c.execute(sa.select(wanted_object.c.id, wanted_object.c.generation)).all())
     assert {row.id: row.generation for row in rows} == {"lb": 1, "other": 1, "li1": 6, "li2": 6, "po": 6}
@@ -67,7 +67,7 @@ def test_several_objects_change_at_once_each_into_its_own(intents, database):
 
 def test_what_is_not_recorded_is_refused(intents, database):
     with pytest.raises(UnknownObject):
-        intents.update(Kind.LISTENER, "nothing", {"name": "x"})
+        intents.update_object(Kind.LISTENER, "nothing", {"name": "x"})
     with pytest.raises(UnknownObject):
         intents.fail_over("nothing")
     assert generations(database, "lb") == [1]
@@ -77,12 +77,12 @@ def test_a_regular_expression_is_searched_before_the_transaction_begins(database
     """The transaction holds the lock of its load balancer, in SQLite the lock of all writers."""
     intents = RequestRecorder(database, lambda node: isinstance(node, L7Rule) and l7.pattern(node) and None)
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
-    intents.create(
+    intents.create_object(
         Kind.LISTENER, Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=1)
     )
-    intents.create(Kind.L7POLICY, L7Policy(id="po", listener_id="li", action=L7Action.REJECT, position=1))
+    intents.create_object(Kind.L7POLICY, L7Policy(id="po", listener_id="li", action=L7Action.REJECT, position=1))
     rule = L7Rule(id="ru", l7policy_id="po", type=L7RuleType.PATH, compare_type=L7Compare.REGEX, value="^/a.*b")
-    intents.create(Kind.L7RULE, rule)
+    intents.create_object(Kind.L7RULE, rule)
     run, write = regex._Code.run, database.write
     searched, writing = [], []
 
@@ -95,6 +95,6 @@ def test_a_regular_expression_is_searched_before_the_transaction_begins(database
 
     monkeypatch.setattr(regex._Code, "run", lambda *words: searched.append(bool(writing)) or run(*words))
     monkeypatch.setattr(database, "write", written)
-    intents.update(Kind.L7RULE, "ru", {"value": "^/a.*b.*c"})
+    intents.update_object(Kind.L7RULE, "ru", {"value": "^/a.*b.*c"})
     assert searched
     assert not any(searched)

@@ -55,7 +55,7 @@ def test_a_call_whose_commit_was_not_answered_is_recorded_once(line, database, i
     intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     assert line.at_commit is None, "it was cut"
     line.at_commit = moment
-    intents.update(Kind.LOAD_BALANCER, "lb", {"name": "new"})
+    intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
     assert line.at_commit is None
     assert history(database) == [("create loadbalancer", 1), ("update loadbalancer", 2)]
 

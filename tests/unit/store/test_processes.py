@@ -21,12 +21,12 @@ def rows(database, kind=None):
 
 def test_a_process_says_that_it_lives(any_database):
     one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
-    ProcessRegistration(any_database, "two", ProcessKind.HEALTH_MANAGER).sign()
-    assert one.sign(jobs=3) is False
-    assert one.sign(jobs=2, does_its_duty=False) is False
+    ProcessRegistration(any_database, "two", ProcessKind.HEALTH_MANAGER).heartbeat()
+    assert one.heartbeat(jobs=3) is False
+    assert one.heartbeat(jobs=2, working=False) is False
     row = rows(any_database, ProcessKind.CONTROLLER)["one"]
     assert (row.jobs, row.beat, row.host, row.draining) == (2, 1, HOST, False)
-    one.leave()
+    one.deregister()
     assert set(rows(any_database)) == {"two"}
 
 
@@ -35,25 +35,25 @@ def test_only_controllers_drain(database):
         ProcessRegistration(database, "one", ProcessKind.CONTROLLER),
         ProcessRegistration(database, "two", ProcessKind.HEALTH_MANAGER),
     )
-    one.sign(), two.sign()
+    one.heartbeat(), two.heartbeat()
     assert database.write(lambda c: process_registry.set_process_draining(c, "one", draining=True))
     assert not database.write(lambda c: process_registry.set_process_draining(c, "two", draining=True))
-    assert (one.sign(), two.sign()) == (True, False)
+    assert (one.heartbeat(), two.heartbeat()) == (True, False)
     database.write(lambda c: process_registry.set_process_draining(c, "one", draining=False))
-    assert one.sign() is False
+    assert one.heartbeat() is False
 
 
 def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     one = ProcessRegistration(any_database, "one", ProcessKind.CONTROLLER)
-    one.sign()
+    one.heartbeat()
 
     def drain(draining, host=HOST):
         return any_database.write(lambda c: process_registry.set_host_draining(c, host, "admin", draining=draining))
 
     assert drain(draining=True)
     assert not drain(draining=True)
-    assert one.sign() is True
-    one.leave()
+    assert one.heartbeat() is True
+    one.deregister()
     later = ProcessRegistration(any_database, "later", ProcessKind.CONTROLLER)
     assert later.sign() is True
     assert set(any_database.read(process_registry.list_drained_hosts)) == {HOST}
@@ -86,9 +86,9 @@ def test_the_dead_are_forgotten(database, way):
 
 def test_one_whose_row_was_dropped_still_knows_that_it_drains(database):
     one = ProcessRegistration(database, "one", ProcessKind.CONTROLLER)
-    one.sign()
+    one.heartbeat()
     database.write(lambda c: process_registry.set_process_draining(c, "one", draining=True))
-    assert one.sign() is True
+    assert one.heartbeat() is True
     database.write(lambda c: process_registry.remove_dead_process(c, "one"))
-    assert one.sign() is True
+    assert one.heartbeat() is True
     assert rows(database)["one"].draining

@@ -104,11 +104,11 @@ def test_a_rotation_is_written_down_with_its_amphorae(any_database):
 
 
 def test_one_at_a_time_and_never_for_nothing(database):
-    with pytest.raises(Conflict, match="every amphora is as wanted already"):
+    with pytest.raises(Conflict, match="the selection contains no amphora to replace"):
         asked(database)
     database.write(fleet)
     made = asked(database)
-    with pytest.raises(Conflict, match=f"rotation {made.id} goes on, and there is one at a time"):
+    with pytest.raises(Conflict, match=f"rotation {made.id} is not finished; only one can be open"):
         asked(database)
     with pytest.raises(UnknownObject, match="nothing is recorded under this id"):
         database.read(
@@ -172,7 +172,7 @@ def test_resumed_without_those_that_failed(database):
     database.write(lambda c: rotations.pause_rotation(c, made.id, "a failed"))
     database.write(lambda c: rotations.resume_rotation(c, made.id, leave_failed=True))
     left = items(database, made.id)["a"]
-    assert (left.state, left.reason) == (ItemState.SKIPPED, "left as it was: no machine")
+    assert (left.state, left.reason) == (ItemState.SKIPPED, "skipped after a failure: no machine")
 
 
 def test_one_that_failed_with_a_wrong_image_has_another_turn(database):
@@ -197,7 +197,7 @@ def test_aborted_it_ends_when_what_was_begun_has(any_database):
         "b": ItemState.RUNNING,
         "c": ItemState.SKIPPED,
     }
-    with pytest.raises(Conflict, match="has been aborted, and finishes what it has begun"):
+    with pytest.raises(Conflict, match="is aborted and finishes the load balancers in progress"):
         asked(any_database)
     finished(any_database, made.id, "b", ItemState.DONE)
     any_database.write(lambda c: rotations.finish_rotation(c, made.id, RotationState.ABORTED))

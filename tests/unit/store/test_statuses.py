@@ -54,7 +54,7 @@ def test_nothing_is_said_before_octavia_has_committed(intents, database):
 def test_nothing_is_active_before_it_was_confirmed(intents, database):
     commit(database)
     assert due(database) == []
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 1)
     commit(database)
     assert due(database) == [], "the load balancer waits for generation 2 now"
@@ -65,7 +65,7 @@ def test_nothing_is_active_before_it_was_confirmed(intents, database):
 def test_load_balancers_take_turns(intents, database):
     """One with more to say than fits into a call does not come first again."""
     intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     database.write(lambda c: status_outbox.confirm_generation(c, "other", 2, {}))
     commit(database)
@@ -136,7 +136,7 @@ def test_no_statement_depends_on_the_order_of_assignments(intents, database):
 
 
 def test_what_failed_is_error_while_the_rest_is_active_and_mends_later(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
@@ -156,7 +156,7 @@ def confirmed(database, generation, certain=(), first=()):
 
 
 def test_what_a_confirmation_decides_is_said_with_it(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     lb = observation(Operating.ONLINE, "lb", Kind.LOAD_BALANCER)
     confirmed(database, 2, [observation(Operating.ONLINE), observation(Operating.ONLINE, "unknown")], [lb])
@@ -175,7 +175,7 @@ def test_what_a_confirmation_decides_is_said_with_it(intents, database):
     [(None, "ONLINE"), ("OFFLINE", "ONLINE"), ("ONLINE", "ONLINE"), ("DEGRADED", "DEGRADED"), ("ERROR", "ERROR")],
 )
 def test_a_first_status_replaces_none_that_was_measured(intents, database, before, after):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     if before:
         database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
     confirmed(database, 2, first=[observation(Operating.ONLINE)])
@@ -185,7 +185,7 @@ def test_a_first_status_replaces_none_that_was_measured(intents, database, befor
 
 def test_what_is_measured_meanwhile_stays(intents, database):
     """The status changes between the reading and the writing of a confirmation."""
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
 
     def meanwhile(connection, _cursor, text, *_more):
         if text.startswith("UPDATE status") and "reason=" in text and "settled" not in text and not done:
@@ -201,11 +201,11 @@ def test_what_is_measured_meanwhile_stays(intents, database):
 
 
 def test_what_is_deleted_has_no_status(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     commit(database)
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    intents.delete(Kind.LISTENER, "li")
+    intents.delete_object(Kind.LISTENER, "li")
     commit(database)
     confirmed(database, 3, [observation(Operating.ONLINE)])
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
@@ -213,11 +213,11 @@ def test_what_is_deleted_has_no_status(intents, database):
 
 def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(intents, database):
     """What failed is in ERROR, its user deletes it, and only then a job for the generation before ends."""
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    intents.delete(Kind.LISTENER, "li")
+    intents.delete_object(Kind.LISTENER, "li")
     serve(database, 2)
     serve(database, 2, {"li": "no such thing"})
     commit(database)
@@ -227,7 +227,7 @@ def test_what_waits_for_a_later_generation_is_not_settled_by_an_earlier_one(inte
 
 
 def test_what_served_before_and_fails_now_is_told_even_if_nobody_waits(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2)
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
@@ -251,8 +251,8 @@ def test_reports_of_many_objects_are_taken_in_a_few_statements(intents, database
 
 
 def test_a_deleted_object_is_reported_once_and_forgotten(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
-    intents.delete(Kind.LISTENER, "li")
+    intents.create_object(Kind.LISTENER, LISTENER)
+    intents.delete_object(Kind.LISTENER, "li")
     commit(database)
     serve(database, 3)
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
@@ -275,7 +275,7 @@ def test_giving_up_is_said_and_taken_back_when_it_works_after_all(intents, datab
 
 
 def test_a_deleted_load_balancer_leaves_no_row(intents, database):
-    intents.create(Kind.LISTENER, LISTENER)
+    intents.create_object(Kind.LISTENER, LISTENER)
     intents.delete_load_balancer("lb")
     commit(database)
     serve(database, 3)

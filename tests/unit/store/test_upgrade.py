@@ -185,7 +185,7 @@ def continued_by_a_controller(database):
     jobs = Jobs(database, "me", 60.0)
     lease = jobs.claim()
     assert (lease.load_balancer_id, lease.epoch) == (old.LB, 8)
-    RequestRecorder(database, lambda node: None).update(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
+    RequestRecorder(database, lambda node: None).update_object(Kind.MEMBER, old.MEMBERS[0], {"weight": 5})
 
     def confirm(connection):
         # What the provider agent and the controller do when Octavia has committed and the amphora has confirmed.
