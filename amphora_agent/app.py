@@ -36,11 +36,11 @@ from amphora_agent.paths import Paths
 from amphora_agent.responder.responder_daemon import Launcher
 from amphora_agent.services.connect import connect_service_manager
 from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
-from amphora_agent.stats.active_sender import Reporter, Sends
-from amphora_agent.stats.collector import Ledger
-from amphora_agent.stats.heartbeat_sender import Sender
+from amphora_agent.stats.active_sender import ActiveSender, Sender
+from amphora_agent.stats.collector import Collector
+from amphora_agent.stats.heartbeat_sender import HeartbeatSender
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
-from amphora_agent.stats.udp_stats import VirtualLedger
+from amphora_agent.stats.udp_stats import UdpStats
 from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
@@ -55,17 +55,19 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     inner = Namespace(paths.inner_namespace)
     sysctls.apply_settings(inner)
     virtual = Checker(paths, services)
-    ledger = Ledger(paths, services, VirtualLedger(paths, virtual))
+    collector = Collector(paths, services, UdpStats(paths, virtual))
     drift = Drift()
-    haproxy = Haproxy(paths, services, inner, ledger)
+    haproxy = Haproxy(paths, services, inner, collector)
 
-    def sender_for(wanted: Settings) -> Sends:
+    def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
             # `octavia` is made below, after the first sender: hence the lambda.
-            return OctaviaSender(wanted, paths, ledger, lambda: octavia.draining())  # noqa: PLW0108
-        return Sender(wanted, paths, ledger, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat)
+            return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
+        return HeartbeatSender(
+            wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
+        )
 
-    sender = Reporter(octavia_settings.stored(settings, paths), sender_for)
+    sender = ActiveSender(octavia_settings.stored(settings, paths), sender_for)
     responder = Launcher(paths, services, inner, RESPONDER_PORT)
     keepalived = Keepalived(paths, services, inner)
     vrrp_state = VrrpState(inner, lambda: applier.elected, changed=sender.send_now)

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from amphora_agent.paths import Paths
 from amphora_agent.stats import heartbeat_codec
-from amphora_agent.stats.collector import Ledger as AgentLedger
+from amphora_agent.stats.collector import Collector
 from amphora_driver.database import tables
 from amphora_driver.health import status_writer
 from amphora_driver.health.amphora_reports import Ledger
@@ -167,7 +167,7 @@ class Beats:
             folder.mkdir(parents=True, exist_ok=True)
         paths.stats_socket.unlink(missing_ok=True)
         paths.stats_socket.symlink_to(sock)
-        self._agent_ledger = AgentLedger(paths)
+        self._agent_ledger = Collector(paths)
         self._amphora, self._sequence = uuid.UUID(lb_id), 0
 
     def beat(self):

@@ -32,7 +32,7 @@ from amphora_agent.paths import Paths
 from amphora_agent.redaction import Clock, Part, document, errors_without_content, sessions
 from amphora_agent.responder import responder_daemon as responder
 from amphora_agent.services.control import ServiceManager
-from amphora_agent.stats.active_sender import Reporter
+from amphora_agent.stats.active_sender import ActiveSender
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
@@ -63,7 +63,7 @@ def blueprint(
     services: ServiceManager,
     haproxy: Haproxy,
     inner: Namespace,
-    sender: Reporter,
+    sender: ActiveSender,
     applier: Applier,
     vrrp_state: VrrpState,
     identity: Identity,

@@ -30,7 +30,7 @@ from amphora_agent.responder.metric_families import (
     Family,
     Subject,
 )
-from amphora_agent.stats.former_workers import Earlier, read
+from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Said here once more, and compared by a test: the modules that say it first would double the responder's memory.
@@ -84,7 +84,7 @@ def _ask_others(path: str) -> str:
         return ""
 
 
-def _read_sums(path: str) -> Earlier | None:
+def _read_sums(path: str) -> FormerWorkers | None:
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
             return read(file.read())
@@ -123,7 +123,7 @@ def _memory() -> float:
 
 
 def exposition(
-    answer: str, *, load: float, memory: float, before: Earlier | None = None, others: str = ""
+    answer: str, *, load: float, memory: float, before: FormerWorkers | None = None, others: str = ""
 ) -> Iterator[str]:
     """Translate the answer to `QUESTION`; each part is the whole of a family.
 
@@ -176,7 +176,9 @@ class _Part:
     few operations on whole lists instead of several on each line.
     """
 
-    def __init__(self, subject: Subject, columns: dict[str, int], rows: list[_Row], before: Earlier | None) -> None:
+    def __init__(
+        self, subject: Subject, columns: dict[str, int], rows: list[_Row], before: FormerWorkers | None
+    ) -> None:
         self._subject = subject
         self._places = columns
         self._columns = list(zip(*rows, strict=True)) or [()] * len(columns)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy counts and finds out, and how the controllers learn of it."""
+"""Statistics and member states of HAProxy and the L4 daemon, and the heartbeats that report them."""

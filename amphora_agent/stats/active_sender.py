@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever reports at the moment.
+"""The heartbeat sender in use, which can be replaced at run time.
 
-Invariant: at any time at most one thread reports, and it does so as the settings of now say.
+Invariant: at most one thread sends heartbeats, and it uses the present settings.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from amphora_agent.config import Settings
 
 
-class Sends(Protocol):
-    """What sends heartbeats of one format with settings that do not change."""
+class Sender(Protocol):
+    """Sends heartbeats of one format with fixed settings."""
 
     def start(self) -> None: ...
 
@@ -27,14 +27,15 @@ class Sends(Protocol):
     def errors(self) -> dict[str, dict[str, Any]]: ...
 
 
-class Reporter:
-    """A sender that can be replaced by another one.
+class ActiveSender:
+    """A sender that is replaced when the settings change.
 
     Args:
-        make: makes the sender for settings.
+        settings: the first settings.
+        make: returns a sender for settings.
     """
 
-    def __init__(self, settings: Settings, make: Callable[[Settings], Sends]) -> None:
+    def __init__(self, settings: Settings, make: Callable[[Settings], Sender]) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._settings = settings
@@ -42,26 +43,26 @@ class Reporter:
 
     @property
     def settings(self) -> Settings:
-        """Those of now."""
+        """The present settings."""
         return self._settings
 
     def start(self) -> None:
         self._sender.start()
 
     def send_now(self) -> None:
-        """Report at once, where the format knows such a thing; returns without waiting."""
+        """Send a heartbeat at once, if the format supports this; does not wait."""
         self._sender.send_now()
 
     def send_soon(self) -> None:
-        """Report a change; returns without waiting."""
+        """Send a heartbeat about a change; does not wait."""
         self._sender.send_soon()
 
     def errors(self) -> dict[str, dict[str, Any]]:
-        """By target or task: how often it failed and how the last time."""
+        """Return the number of failures and the last error, by target or task."""
         return self._sender.errors()
 
     def change(self, settings: Settings) -> None:
-        """Report with other settings from now on."""
+        """Replace the sender by one with other settings."""
         with self._lock:
             self._sender.close()
             self._settings = settings

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controllers are to be told, kept up to date.
+"""The collector of statistics: it samples HAProxy's workers and keeps the counters.
 
-Invariant: nothing that HAProxy counted and that was still readable is missing from the totals, nor counted twice. A
-worker that is about to leave is held by a connection of ours until its last request is counted; the supervisor
-keeps a copy of that connection, so that not even the agent's death lets go of it. A worker's readings become
-part of the sums for good only when its process is gone, not when it merely does not answer.
+Invariant: no readable counter of HAProxy is missing from the totals or counted twice. A connection of the agent keeps a
+stopping worker readable until its last request is counted. The service manager stores a copy of the connection, which
+survives the exit of the agent. The readings of a worker are settled only when its process has exited.
 """
 
 from __future__ import annotations
@@ -25,42 +24,43 @@ from amphora_agent.haproxy.old_workers import LeavingWorker
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import former_workers, haproxy_stats
-from amphora_agent.stats.monotonic_counters import Totals
-from amphora_agent.stats.udp_stats import VirtualLedger
+from amphora_agent.stats.monotonic_counters import MonotonicCounters
+from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# To read or write the counters of a thousand members takes many milliseconds: not each second, nor with each heartbeat.
+# The counters of a thousand members take many milliseconds to read or write: this is not done at each heartbeat.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy's own end to a worker (hard-stop-after) takes what was not counted; ours comes before it.
+# HAProxy ends a worker after hard-stop-after and loses its counters: the collector ends it this much earlier.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
 
-class Keeper(Protocol):
-    """Who keeps connections while there is no agent. Every method raises `ServiceError`."""
+class DescriptorStore(Protocol):
+    """Stores connections beyond the life of the agent. Each method raises `ServiceError`."""
 
     def keep(self, name: str, descriptor: int) -> None:
-        """Keep a copy under a name."""
+        """Store a copy under a name."""
 
     def kept(self) -> dict[str, int]:
-        """New copies of all that is kept, by name."""
+        """Return new copies of all stored descriptors, by name."""
 
     def drop(self, name: str) -> None:
-        """Close what is kept under a name; no error if there is nothing."""
+        """Close the descriptor that is stored under a name; no error if there is none."""
 
 
-class Ledger:
-    """Samples of HAProxy's workers and the sums over them. Safe to use from several threads.
+class Collector:
+    """Samples of HAProxy's workers, and the counters over them. Thread-safe.
 
     Args:
-        keeper: None: what is held dies with the agent.
-        virtual: knows of the listeners that HAProxy does not serve; None: there are none.
+        paths: the files of the agent.
+        store: stores connections to stopping workers; None: they end with the agent.
+        udp: the statistics of UDP and SCTP listeners; None without such listeners.
     """
 
-    def __init__(self, paths: Paths, keeper: Keeper | None = None, virtual: VirtualLedger | None = None) -> None:
+    def __init__(self, paths: Paths, store: DescriptorStore | None = None, udp: UdpStats | None = None) -> None:
         self._paths = paths
-        self._virtual = virtual
-        self._keeper = keeper
+        self._udp = udp
+        self._store = store
         self._worker = Socket(paths.stats_socket)
         self._lock = threading.Lock()
         self._held: list[LeavingWorker] = []
@@ -69,23 +69,23 @@ class Ledger:
         self._totals = self._restored()
         self._written: tuple[str, float, int] = "", 0.0, 0
         self._published = ""
-        self._take_back()
+        self._recover_held()
 
-    def _restored(self) -> Totals:
+    def _restored(self) -> MonotonicCounters:
         try:
-            return Totals.restored(json.loads(self._paths.totals.read_text(encoding="utf-8")))
+            return MonotonicCounters.restored(json.loads(self._paths.totals.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return Totals()
+            return MonotonicCounters()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            _log.warning("The counters in %s are lost: %s", self._paths.totals, error)
-            return Totals()
+            _log.warning("Cannot read the counters in %s: %s; counting starts at zero", self._paths.totals, error)
+            return MonotonicCounters()
 
-    def _take_back(self) -> None:
-        """Go on holding what an agent before this one held."""
-        if self._keeper is None:
+    def _recover_held(self) -> None:
+        """Recover the connections that a former agent has stored."""
+        if self._store is None:
             return
         try:
-            kept = self._keeper.kept()
+            kept = self._store.kept()
         except AgentError as error:
             _log.warning("%s", error)
             return
@@ -95,21 +95,21 @@ class Ledger:
             try:
                 held.recover()
             except HaproxyError:
-                self._let_go(held)
+                self._release(held)
             else:
                 self._held.append(held)
 
     # -- samples ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """Read every worker that lives, and ask for what others than HAProxy serve."""
+        """Read each running worker and the L4 daemon."""
         with self._lock:
             self._sample()
-        if self._virtual is not None:
-            self._virtual.sample()
+        if self._udp is not None:
+            self._udp.sample()
 
     def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
-        """Read these of the present worker, by HAProxy's numbers of backend and server."""
+        """Read these servers of the present worker, by HAProxy's ids of backend and server."""
         with self._lock, suppress(HaproxyError):
             for backend, server in servers:
                 answer = self._worker.ask(f"show info;show stat {backend} 4 {server}")
@@ -118,16 +118,16 @@ class Ledger:
 
     @property
     def is_large(self) -> bool:
-        """Whether there is so much to read that it is not read whenever something happens."""
+        """Whether a sample costs so much that it is not taken at each change."""
         latest = self._latest
-        others = self._virtual.rows if self._virtual is not None else 0
+        others = self._udp.rows if self._udp is not None else 0
         return others > FEW_ROWS or (latest is not None and len(latest.counts) > FEW_ROWS)
 
     def hold(self, drain: float) -> None:
-        """Read the present worker, and keep it readable while it leaves.
+        """Read the present worker, and keep it readable while it stops.
 
         Args:
-            drain: for how many seconds it may go on with the connections it has.
+            drain: seconds for which the worker may continue its open connections.
         """
         until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)
         with self._lock:
@@ -136,35 +136,36 @@ class Ledger:
             if not identity:
                 return
             if (known := self._holding(identity)) is not None:
-                known.until = until  # an earlier reload has failed
+                known.until = until  # after a reload that failed
                 return
             try:
                 held = LeavingWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
-                _log.warning("Worker %s leaves uncounted: %s", identity, error)
+                _log.warning("Cannot hold the stopping worker %s: %s; its last counters are lost", identity, error)
                 return
             self._held.append(held)
             try:
-                if self._keeper is not None:
-                    self._keeper.keep(held.name, held.fileno())
+                if self._store is not None:
+                    self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning("%s", error)
 
     def finish(self, pid: int, grace: float) -> int:
-        """Have a leaving worker end, with all it has counted, and let go of it.
+        """End a stopping worker, read its last counters, and release it.
 
         Args:
-            grace: seconds for what it does by itself; the connections it has then are closed.
+            pid: the worker's process id.
+            grace: seconds until its open connections are closed.
 
         Returns:
-            How many they were.
+            The number of connections that were closed.
         """
         with self._lock:
             held = next((one for one in self._held if one.pid == pid), None)
             return self._finish(held, grace, release=True) if held is not None else 0
 
     def finish_all(self, grace: float) -> int:
-        """The same for all at once, but they stay until somebody ends them."""
+        """End all stopping workers and read their counters; the workers stay until they are released."""
         deadline = time.monotonic() + grace
         with self._lock:
             return sum(
@@ -179,58 +180,58 @@ class Ledger:
         except HaproxyError:
             release = True
         if release:
-            self._let_go(held)
+            self._release(held)
         self._publish()
         return cut
 
     def _holding(self, identity: str) -> LeavingWorker | None:
         return next((held for held in self._held if held.identity == identity), None)
 
-    def _let_go(self, held: LeavingWorker) -> None:
+    def _release(self, held: LeavingWorker) -> None:
         self._leaving.pop(held.identity, None)
         if held in self._held:
             self._held.remove(held)
         with suppress(AgentError):
-            if self._keeper is not None:
-                self._keeper.drop(held.name)
+            if self._store is not None:
+                self._store.drop(held.name)
         held.close()
 
     def _sample(self) -> None:
         before, self._latest = self._latest, None
-        with suppress(HaproxyError):  # no HAProxy is a state like any other; `document` then names no object
+        with suppress(HaproxyError):  # without HAProxy `document` names no object
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
         for held in list(self._held):
             self._sample_held(held)
-        self._totals.keep({identity for identity in self._totals.living if _lives(identity)})
+        self._totals.settle_others({identity for identity in self._totals.running if _is_running(identity)})
         self._publish()
 
     def _sample_held(self, held: LeavingWorker) -> None:
-        """Read a leaving worker; let go of one that nobody else holds, and end one whose time is over."""
+        """Read a stopping worker. Release it when it is idle; end it when its drain time is over."""
         present = self._latest is not None and self._latest.pid == held.pid
         try:
-            if not present and self._may_wait(held):
+            if not present and self._can_skip(held):
                 held.was_idle = False
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            self._let_go(held)  # hard-stop-after, or a crash, was faster
+            self._release(held)  # it has ended by hard-stop-after or a crash
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # Twice in a row: a connection that one thread has accepted for another is no job of anybody's yet.
+        # Idle in two samples: a connection that moves between two threads is not counted as a job.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
-            self._let_go(held)
+            self._release(held)
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
-            _log.info("Worker %s has had its time; %d connections were closed", held.identity, cut)
+            _log.info("Worker %s: drain time is over; closed %d connections", held.identity, cut)
         held.was_idle = idle
 
-    def _may_wait(self, held: LeavingWorker) -> bool:
-        """Whether there is no need to read all of it now: it has a thousand members, and it stays."""
+    def _can_skip(self, held: LeavingWorker) -> bool:
+        """Whether this sample can be left out: the worker has many rows and still has connections."""
         known = self._leaving.get(held.identity)
         large = known is not None and len(known.counts) > FEW_ROWS
         now = time.monotonic()
@@ -239,47 +240,46 @@ class Ledger:
     def _read_held(self, held: LeavingWorker) -> haproxy_stats.Sample:
         sample = haproxy_stats.parse("".join(map(held.ask, haproxy_stats.HELD_QUESTIONS)))
         if sample is None:
-            raise HaproxyError("read a leaving worker's statistics", "it answers something else")
+            raise HaproxyError("read the statistics of a stopping worker", "its answer has another format")
         self._totals.read(held.identity, sample.counts)
         self._leaving[held.identity] = sample
         held.read_at = time.monotonic()
         return sample
 
-    # -- what is told ----------------------------------------------------------------------------------------
+    # -- output ----------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Tell the responder what has to be added to the present worker's counters."""
+        """Write the counters of former workers for the responder."""
         if self._latest is None:
             return
         present = _identity(self._latest.pid)
-        beside = self._totals.beside(present)
-        sums = {row: beside[row] for row in self._latest.counts if row in beside}
+        others = self._totals.totals_without(present)
+        sums = {row: others[row] for row in self._latest.counts if row in others}
         text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                write_atomically(
-                    self._paths.earlier, text, durable=False, mode=0o644
-                )  # the responder is a user of its own
+                # The responder runs as another user.
+                write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:
-                _log.warning("Metrics are not told: %s", error)
+                _log.warning("Cannot write counters for the responder: %s", error)
 
     def document(self, generation: int | None) -> dict[str, Any]:
-        """What a heartbeat says."""
-        said = self._of_haproxy(generation)
-        if self._virtual is not None:
-            said["listeners"].update(self._virtual.listeners())
-            said["pools"].update(self._virtual.pools())
-        return said
+        """Return the content of a heartbeat."""
+        document = self._haproxy_document(generation)
+        if self._udp is not None:
+            document["listeners"].update(self._udp.listeners())
+            document["pools"].update(self._udp.pools())
+        return document
 
-    def _of_haproxy(self, generation: int | None) -> dict[str, Any]:
+    def _haproxy_document(self, generation: int | None) -> dict[str, Any]:
         with self._lock:
             sample = self._latest
             if sample is None:
                 return {"generation": generation, "listeners": {}, "pools": {}}
             listeners = {}
             for name, found in sample.listeners.items():
-                total = haproxy_stats.Counters.of(self._totals.visible(haproxy_stats.key(name)))
+                total = haproxy_stats.Counters.of(self._totals.total(haproxy_stats.key(name)))
                 leaving = (one.listeners[name] for one in self._leaving.values() if name in one.listeners)
                 listeners[name] = {
                     "status": found.status,
@@ -296,20 +296,20 @@ class Ledger:
             return {"generation": generation, "listeners": listeners, "pools": pools}
 
     def statuses(self) -> dict[str, dict[str, str]]:
-        """Every member's status word."""
+        """Return the status of each member, by pool."""
         with self._lock:
             found = self._latest.members if self._latest is not None else {}
-        others = self._virtual.pools() if self._virtual is not None else {}
+        others = self._udp.pools() if self._udp is not None else {}
         return {**found, **{name: pool["members"] for name, pool in others.items()}} if others else found
 
     def write(self) -> None:
-        """Put the sums on disk, if they changed; many of them not each time.
+        """Write the counters to disk if they have changed; many rows are written less often.
 
         Raises:
-            OSError: the disk is full, for example.
+            OSError: they cannot be written, for example because the disk is full.
         """
-        if self._virtual is not None:
-            self._virtual.write()
+        if self._udp is not None:
+            self._udp.write()
         with self._lock:
             before, at, settlements = self._written
             rows = len(self._latest.counts) if self._latest is not None else 0
@@ -323,13 +323,13 @@ class Ledger:
 
 
 def _identity(pid: int) -> str:
-    """A process, told apart from any other that had or will have its number; empty if it is gone."""
+    """Return a unique identity of a process: its id and start time; empty if it has exited."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
         return f"{pid}:{fields[19]}" if fields[0] not in "ZX" else ""
     return ""
 
 
-def _lives(identity: str) -> bool:
+def _is_running(identity: str) -> bool:
     pid = identity.partition(":")[0]
     return pid.isdecimal() and int(pid) != os.getpid() and _identity(int(pid)) == identity

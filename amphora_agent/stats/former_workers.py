@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy's earlier workers have counted, as a file for the responder.
+"""The counters of HAProxy's former workers, as a file for the responder.
 
-Invariant: pure, and imports nothing: the responder is a process of its own and pays for it. The file says beside
-which worker its sums are to be added; to those of any other one they are wrong.
+Invariant: pure, without imports: they would cost memory in the responder's process. The file names the present worker;
+its sums are valid only together with the counters of this worker.
 
     present 17
     columns stot,bin
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from amphora_agent.stats.stat_columns import COUNTED
 
 
-class Earlier:
-    """The file, read. ``sums`` are by a row's first two columns with a comma between, in the order of ``columns``."""
+class FormerWorkers:
+    """The parsed file. The keys of ``sums`` are the first two columns of a row, joined by a comma."""
 
     __slots__ = ("columns", "present", "sums")
 
@@ -28,14 +28,14 @@ class Earlier:
 
 
 def compose(present: int, sums: Mapping[str, Sequence[int]]) -> str:
-    """The file. Rows without anything are left out."""
+    """Return the text of the file, without rows of zeros."""
     lines = [f"present {present}", f"columns {','.join(COUNTED)}"]
     lines += [f"{row},{','.join(map(str, counts))}" for row, counts in sums.items() if any(counts)]
     return "\n".join(lines) + "\n"
 
 
-def read(text: str) -> Earlier | None:
-    """Read it; None if it is something else."""
+def read(text: str) -> FormerWorkers | None:
+    """Parse the file; None if it has another format."""
     lines = text.split("\n")
     if len(lines) < 2 or not lines[0].startswith("present ") or not lines[1].startswith("columns "):
         return None
@@ -43,4 +43,4 @@ def read(text: str) -> Earlier | None:
     for line in lines[2:]:
         words = line.split(",")
         sums[",".join(words[:2])] = words[2:]
-    return Earlier(int(lines[0][8:]), lines[1][8:].split(","), sums)
+    return FormerWorkers(int(lines[0][8:]), lines[1][8:].split(","), sums)

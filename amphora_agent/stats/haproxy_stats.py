@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read HAProxy's statistics.
+"""The parser of HAProxy's statistics.
 
-Invariant: pure, and CSV only: HAProxy takes a minute to write ten thousand servers as JSON.
+Invariant: pure. The format is CSV: HAProxy needs a minute to write ten thousand servers as JSON.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import OWN
 from amphora_agent.stats.stat_columns import COUNTED
 
-# Asked again at the end: a worker that begins to stop in between calls its listeners stopped.
+# The second `show info` shows a worker that began to stop in between: its listeners are reported as stopped.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# A held connection puts its prompt between the answers to one line: there, one question at a time.
+# An interactive connection writes its prompt between answers: it is asked one question at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
-# One row's counters, in the order of `COUNTED`.
+# The counters of one row, in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
 _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))
@@ -25,7 +25,7 @@ _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot
 
 @dataclass(frozen=True)
 class Counters:
-    """What is told of one listener."""
+    """The counters of one listener in a heartbeat."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -39,7 +39,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Listener:
-    """One frontend."""
+    """The state of one frontend."""
 
     status: str
     active_connections: int
@@ -47,9 +47,17 @@ class Listener:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of one worker. ``other_jobs`` counts the connections besides the one that asked.
+    """The parsed answer of one worker.
 
-    ``counts`` are those of all rows, each by `key`; ``known`` is what each of them looked like.
+    Attributes:
+        pid: the worker's process id.
+        stopping: whether the worker is stopping.
+        other_jobs: its jobs without the connection that asked.
+        listeners: the frontends by name.
+        pools: the status of each backend.
+        members: the status of each server, by backend.
+        counts: the counters of all rows, by `key`.
+        known: the parsed counters by their text, for the next call of `parse`.
     """
 
     pid: int
@@ -63,15 +71,16 @@ class Sample:
 
 
 def key(proxy: str, name: str = "FRONTEND") -> str:
-    """By what a row's counters are kept; no name has a comma in it."""
+    """Return the key of a row; names contain no comma."""
     return f"{proxy},{name}"
 
 
 def parse(answer: str, before: Sample | None = None) -> Sample | None:
-    """Read the answer to `QUESTION`; None if it is not one.
+    """Parse the answer to `QUESTION`; None if it has another format.
 
     Args:
-        before: an earlier sample. Of ten thousand members most have counted nothing since.
+        answer: the text of the answer.
+        before: an earlier sample: unchanged rows are not parsed again.
     """
     info = dict(re.findall(r"^([A-Z][A-Za-z_ ]*): (\d+)$", answer, re.MULTILINE))
     head, separator, table = answer.partition("# pxname,")
@@ -79,7 +88,7 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # What one version does not count is 0, which the first column is made into.
+    # A column that this version does not have is read from the first column, which is set to empty below.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

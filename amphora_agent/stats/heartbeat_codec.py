@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeat datagrams, as in docs/heartbeat.md.
+"""The encoding of heartbeat datagrams (docs/heartbeat.md).
 
-Invariant: every datagram is complete in itself, authenticated, and no longer than `LARGEST`.
+Invariant: each datagram is complete, authenticated, and at most `LARGEST` bytes long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A datagram, opened."""
+    """The content of a datagram."""
 
     amphora_id: uuid.UUID
     epoch: int
@@ -33,30 +33,30 @@ class Heartbeat:
 
 
 def encode(amphora_id: uuid.UUID, key: bytes, epoch: int, sequence: int, document: dict[str, Any]) -> bytes:
-    """One datagram, however long it becomes."""
+    """Return one datagram of any length."""
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode())
     signed = _HEADER.pack(MAGIC, amphora_id.bytes, epoch, sequence) + packed
     return signed + hmac.digest(key, signed, hashlib.sha256)
 
 
 def decode(datagram: bytes, key: bytes) -> Heartbeat:
-    """Open a datagram.
+    """Verify and decode a datagram.
 
     Raises:
-        ValueError: it is not one, or was not made with this key.
+        ValueError: it is not a heartbeat, or its HMAC was made with another key.
     """
     if len(datagram) < _HEADER.size + _MAC_BYTES or not datagram.startswith(MAGIC):
         raise ValueError("not a heartbeat")
-    signed, seal = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
-    if not hmac.compare_digest(hmac.digest(key, signed, hashlib.sha256), seal):
-        raise ValueError("made with another key")
+    signed, mac = datagram[:-_MAC_BYTES], datagram[-_MAC_BYTES:]
+    if not hmac.compare_digest(hmac.digest(key, signed, hashlib.sha256), mac):
+        raise ValueError("the HMAC was made with another key")
     _, amphora, epoch, sequence = _HEADER.unpack_from(signed)
     document = json.loads(zlib.decompress(signed[_HEADER.size :]))
     return Heartbeat(uuid.UUID(bytes=amphora), epoch, sequence, document)
 
 
 def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, document: dict[str, Any]) -> Iterator[bytes]:
-    """As many datagrams as the document needs, numbered from `first` on."""
+    """Yield the datagrams of a document, with sequence numbers from `first` on."""
     sequence = first
     pending = [document]
     while pending:
@@ -71,19 +71,19 @@ def datagrams(amphora_id: uuid.UUID, key: bytes, epoch: int, first: int, documen
 
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Two documents that say together what this one says; None if it says a single thing."""
-    things: list[tuple[str, str, str]] = [("listeners", name, "") for name in document["listeners"]]
+    """Split a document into two; None if it holds one object only."""
+    objects: list[tuple[str, str, str]] = [("listeners", name, "") for name in document["listeners"]]
     for name, pool in document["pools"].items():
-        things += [("pools", name, member) for member in pool["members"]] or [("pools", name, "")]
-    if len(things) < 2:
+        objects += [("pools", name, member) for member in pool["members"]] or [("pools", name, "")]
+    if len(objects) < 2:
         return None
-    middle = len(things) // 2
-    return [_part(document, things[:middle]), _part(document, things[middle:])]
+    middle = len(objects) // 2
+    return [_part(document, objects[:middle]), _part(document, objects[middle:])]
 
 
-def _part(document: dict[str, Any], things: list[tuple[str, str, str]]) -> dict[str, Any]:
+def _part(document: dict[str, Any], objects: list[tuple[str, str, str]]) -> dict[str, Any]:
     part: dict[str, Any] = {**document, "listeners": {}, "pools": {}}
-    for kind, name, member in things:
+    for kind, name, member in objects:
         whole = document[kind][name]
         if kind == "listeners":
             part[kind][name] = whole

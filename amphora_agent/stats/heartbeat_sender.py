@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send heartbeats.
+"""The thread that sends heartbeats.
 
-Invariant: (epoch, sequence) grows with every datagram this amphora ever sends, whatever its clock does; an
-error of one target neither stops the others nor stays unseen.
+Invariant: (epoch, sequence) grows with each datagram of this amphora, also after a change of the clock. An error of one
+target does not stop the other targets; the agent logs and counts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from amphora_agent.config import Settings, Target
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import heartbeat_codec
-from amphora_agent.stats.collector import Ledger
+from amphora_agent.stats.collector import Collector
 from amphora_agent.version import agent_version
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ SAMPLE_SECONDS = 1.0
 
 
 def next_epoch(paths: Paths) -> int:
-    """A number greater than that of every sender before; written down before it is used."""
+    """Return a number greater than that of each former sender; it is on disk before its first use."""
     last = 0
     with suppress(FileNotFoundError, ValueError):
         last = int(paths.epoch.read_text(encoding="ascii"))
@@ -35,7 +35,7 @@ def next_epoch(paths: Paths) -> int:
     try:
         write_atomically(paths.epoch, str(epoch))
     except OSError:
-        # No room: the number is as long as the one that is there, and takes its place.
+        # The disk is full: the number has the same length as the former one and overwrites it in place.
         with paths.epoch.open("r+", encoding="ascii") as file:
             file.write(str(epoch))
             file.flush()
@@ -43,27 +43,27 @@ def next_epoch(paths: Paths) -> int:
     return epoch
 
 
-class Sender:
-    """The thread that samples HAProxy and reports."""
+class HeartbeatSender:
+    """The thread that samples HAProxy and the L4 daemon, and sends heartbeats."""
 
     def __init__(
         self,
         settings: Settings,
         paths: Paths,
-        ledger: Ledger,
+        collector: Collector,
         generation: Callable[[], int | None],
         holds_vip: Callable[[], bool | None],
         drift: Callable[[], dict[str, Any]],
     ) -> None:
         self._settings = settings
         self._paths = paths
-        self._ledger = ledger
+        self._collector = collector
         self._generation = generation
         self._holds_vip = holds_vip
         self._drift = drift
-        self._poke = threading.Event()
+        self._wakeup = threading.Event()
         self._soon = False
-        self._ending = threading.Event()
+        self._stopping = threading.Event()
         self._sequence = 0
         self._errors: dict[str, dict[str, Any]] = {}
         self._reported: dict[str, dict[str, str]] = {}
@@ -74,55 +74,56 @@ class Sender:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
-        self._ending.set()
-        self._poke.set()
+        """Stop the thread and wait for it."""
+        self._stopping.set()
+        self._wakeup.set()
         self._thread.join()
 
     def send_now(self) -> None:
-        """Report at once; returns without waiting."""
-        self._poke.set()
+        """Send a heartbeat at once; does not wait."""
+        self._wakeup.set()
 
     def send_soon(self) -> None:
-        """Report a change: at once, unless there is so much to report that it would take what the next change needs.
+        """Send a heartbeat about a change; does not wait.
 
-        Then it is after the next sample, within `SAMPLE_SECONDS`. Returns without waiting.
+        With many rows it is sent after the next sample, within `SAMPLE_SECONDS`: reading them at each change would take
+        the processor time of the next change.
         """
         self._soon = True
-        if not self._ledger.is_large:
-            self._poke.set()
+        if not self._collector.is_large:
+            self._wakeup.set()
 
     def errors(self) -> dict[str, dict[str, Any]]:
-        """By target or task: how often it failed and how the last time."""
+        """Return the number of failures and the last error, by target or task."""
         return dict(self._errors)
 
     def _run(self) -> None:
         step = min(SAMPLE_SECONDS, self._settings.interval)
         due = time.monotonic()
         epoch: int | None = None
-        while not self._ending.is_set():
+        while not self._stopping.is_set():
             try:
                 if epoch is None:
                     epoch = next_epoch(self._paths)
-                self._ledger.sample()
-                poked = self._poke.is_set() or self._soon
-                self._poke.clear()
+                self._collector.sample()
+                requested = self._wakeup.is_set() or self._soon
+                self._wakeup.clear()
                 self._soon = False
-                if poked or time.monotonic() >= due or self._ledger.statuses() != self._reported:
+                if requested or time.monotonic() >= due or self._collector.statuses() != self._reported:
                     due = time.monotonic() + self._settings.interval
                     self._send(epoch)
-            except Exception as error:  # noqa: BLE001 (silence would look like death)
+            except Exception as error:  # noqa: BLE001 - a silent amphora would be replaced
                 self._failed("report", error)
-            self._poke.wait(step)
+            self._wakeup.wait(step)
         for link in self._sockets.values():
             link.close()
 
     def _send(self, epoch: int) -> None:
-        self._reported = self._ledger.statuses()
-        said = {"agent_version": agent_version(), "holds_vip": self._holds_vip(), **self._drift()}
-        document = {**self._ledger.document(self._generation()), **said}
+        self._reported = self._collector.statuses()
+        facts = {"agent_version": agent_version(), "holds_vip": self._holds_vip(), **self._drift()}
+        document = {**self._collector.document(self._generation()), **facts}
         try:
-            self._ledger.write()
+            self._collector.write()
         except OSError as error:
             self._failed("write the counters", error)
         amphora, key = self._settings.amphora_id, self._settings.heartbeat_key

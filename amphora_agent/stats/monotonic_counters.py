@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that never fall.
+"""Counters that never decrease.
 
-Invariant: what `visible` returns for a row is never less than what it, or a `Totals` restored from
-`document`, returned before: workers come, go and start again at zero, and their last readings are kept.
+Invariant: `total` of a row never decreases, also after a restore from `document`. Workers start, stop and restart at
+zero; their last readings are kept.
 """
 
 from __future__ import annotations
@@ -14,93 +14,94 @@ from typing import Any
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 from amphora_agent.stats.stat_columns import COUNTED
 
-# Rows that no worker has any more are remembered too, in case they come back: so many of them.
+# The number of rows that are kept after the last worker has lost them: a row may return.
 MOST_ABSENT = 2000
 
 
-class Totals:
-    """Sums over the lives of workers. A worker's identity tells it from any other one that ever was.
+class MonotonicCounters:
+    """Sums over all workers. The identity of a worker is unique for all time.
 
-    A row's sum outlives the listener, pool or member: one that was switched off may come back.
+    The sum of a row outlives its listener, pool or member, because an object may be enabled again.
 
     Attributes:
-        settlements: grows with each reading that became a part of a sum for good.
+        settlements: the number of readings that were added to a sum permanently.
     """
 
     def __init__(self) -> None:
         self.settlements = 0
         self._settled: dict[str, Counts] = {}
-        self._living: dict[str, dict[str, Counts]] = {}
+        self._running: dict[str, dict[str, Counts]] = {}
 
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
-        """Take note of what a living worker has counted so far: all of it."""
-        known = self._living.setdefault(identity, {})
+        """Record all counters of a running worker."""
+        known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            self._settle(row, known.pop(row))  # a member was removed at run time
+            self._settle(row, known.pop(row))  # the member was removed at run time
         self.read_some(identity, readings)
 
     def read_some(self, identity: str, readings: Mapping[str, Counts]) -> None:
-        """Take note of what a living worker has counted so far in some rows."""
-        known = self._living.setdefault(identity, {})
+        """Record the counters of some rows of a running worker."""
+        known = self._running.setdefault(identity, {})
         for row, counts in readings.items():
             before = known.get(row)
             if before is counts:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
-                self._settle(row, before)  # somebody cleared its counters, or it was removed and came back
+                self._settle(row, before)  # the counters were cleared, or the row was removed and added again
             known[row] = counts
 
     @property
-    def living(self) -> Collection[str]:
-        """The workers that have been read and were not found dead."""
-        return self._living.keys()
+    def running(self) -> Collection[str]:
+        """The workers that were read and not settled yet."""
+        return self._running.keys()
 
-    def keep(self, living: Collection[str]) -> None:
-        """Settle the readings of every worker that is not among these."""
-        for identity in [known for known in self._living if known not in living]:
-            for row, counts in self._living.pop(identity).items():
+    def settle_others(self, running: Collection[str]) -> None:
+        """Add the readings of all other workers to the sums permanently."""
+        for identity in [known for known in self._running if known not in running]:
+            for row, counts in self._running.pop(identity).items():
                 self._settle(row, counts)
-        self._forget_absent()
+        self._drop_absent()
 
-    def visible(self, row: str, but: str = "") -> Counts:
-        """The row's counters since the amphora was born.
+    def total(self, row: str, without: str = "") -> Counts:
+        """Return the counters of a row since the first boot of the amphora.
 
         Args:
-            but: a worker whose readings are left out.
+            row: the key of the row.
+            without: a worker whose readings are left out.
         """
         total = self._settled.get(row, NONE)
-        for identity, readings in self._living.items():
-            if identity != but and row in readings:
+        for identity, readings in self._running.items():
+            if identity != without and row in readings:
                 total = tuple(map(add, total, readings[row]))
         return total
 
-    def beside(self, identity: str) -> dict[str, Counts]:
-        """What was counted by others than this worker; rows in which nothing was are left out."""
-        rows = set(self._settled).union(*(rows for other, rows in self._living.items() if other != identity))
-        return {row: self.visible(row, but=identity) for row in rows}
+    def totals_without(self, identity: str) -> dict[str, Counts]:
+        """Return the counters of all other workers, for the rows that have any."""
+        rows = set(self._settled).union(*(rows for other, rows in self._running.items() if other != identity))
+        return {row: self.total(row, without=identity) for row in rows}
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))  # the latest is the last
+        self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))  # the newest row is last
 
-    def _forget_absent(self) -> None:
+    def _drop_absent(self) -> None:
         if len(self._settled) <= MOST_ABSENT:
             return
-        present = {row for readings in self._living.values() for row in readings}
+        present = {row for readings in self._running.values() for row in readings}
         absent = [row for row in self._settled if row not in present]
         for row in absent[: max(0, len(absent) - MOST_ABSENT)]:
             del self._settled[row]
 
     def document(self) -> dict[str, Any]:
-        """All of it, for the disk."""
-        return {"columns": COUNTED, "settled": self._settled, "living": self._living}
+        """Return the state as JSON values for the disk."""
+        return {"columns": COUNTED, "settled": self._settled, "living": self._running}
 
     @classmethod
-    def restored(cls, document: Mapping[str, Any]) -> Totals:
-        """What `document` described, whatever columns it had.
+    def restored(cls, document: Mapping[str, Any]) -> MonotonicCounters:
+        """Return the counters of a `document`, also with other columns.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: the document has another format.
         """
         totals = cls()
         places = {name: place for place, name in enumerate(document["columns"])}
@@ -109,7 +110,7 @@ class Totals:
             return tuple(int(row[places[name]]) if name in places else 0 for name in COUNTED)
 
         totals._settled = {row: counts(found) for row, found in document["settled"].items()}
-        totals._living = {
+        totals._running = {
             identity: {row: counts(found) for row, found in readings.items()}
             for identity, readings in document["living"].items()
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats as Octavia's own health manager reads them (docs/amphora-api-v1.md).
+"""Heartbeats in the format of Octavia's own health manager (docs/amphora-api-v1.md).
 
-Invariant: no traffic is reported twice. What was counted is written down as reported before the datagram leaves, so
-that one that is lost is lost, and a restart of the agent repeats nothing.
+Invariant: no traffic is reported twice. The reported counters are on disk before the datagram is sent: a lost datagram
+is not repeated, also after a restart of the agent.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 from amphora_agent.config import Settings, Target
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.stats.collector import Ledger
+from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 1.0
-# Pools stand beside the listeners, and traffic is what came since the heartbeat before.
+# Format 3: pools are beside the listeners; traffic is the difference to the previous heartbeat.
 VERSION = 3
-# By Octavia's names: bytes out, bytes in, connections, errors in requests.
+# Octavia's names of the counters.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]
 
 
-def seal(document: Mapping[str, Any], key: bytes) -> bytes:
-    """A datagram: the packed document, then its HMAC in hexadecimal."""
+def encode(document: Mapping[str, Any], key: bytes) -> bytes:
+    """Return a datagram: the compressed document and its HMAC in hexadecimal."""
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
     return packed + hmac.new(key, packed, hashlib.sha256).hexdigest().encode()
 
@@ -46,12 +46,14 @@ def document(
     reported: Reported,
     draining: Collection[tuple[str, str]] = (),
 ) -> tuple[dict[str, Any], Reported]:
-    """What a heartbeat says, and what has been reported once it was sent.
+    """Return the content of a heartbeat, and the counters that it reports.
 
     Args:
-        known: what `Ledger.document` gives: counters since the amphora was born.
-        reported: those of the heartbeat before, by listener. Of one that is gone they are kept: it may come back.
-        draining: the members of no weight, each with its backend. HAProxy 2.6 calls them up; Octavia has a word.
+        amphora_id: the amphora.
+        sequence: the number of the heartbeat.
+        known: the result of `Collector.document`: counters since the first boot of the amphora.
+        reported: the counters of the previous heartbeat by listener. Removed listeners stay, because they may return.
+        draining: the members of weight 0, each with its backend. HAProxy 2.6 reports UP; Octavia expects DRAIN.
     """
     listeners = {}
     now = dict(reported)
@@ -81,29 +83,32 @@ def document(
 
 
 def _since(count: int, before: int) -> int:
-    """What came on top. If less is known than was reported, the sums were lost, and all of it is new."""
+    """Return the increase of a counter. A smaller value than before means that the counters were lost."""
     return count - before if count >= before else count
 
 
 class OctaviaSender:
-    """The thread that samples HAProxy and reports to Octavia: each interval to one of the controllers, in turn.
+    """The thread that samples HAProxy and sends heartbeats to Octavia, to one controller in turn.
 
     Args:
-        draining: gives the members of no weight, each with its backend.
+        settings: targets, interval and key.
+        paths: the files of the agent.
+        collector: the statistics.
+        draining: returns the members of weight 0, each with its backend.
     """
 
     def __init__(
         self,
         settings: Settings,
         paths: Paths,
-        ledger: Ledger,
+        collector: Collector,
         draining: Callable[[], Collection[tuple[str, str]]],
     ) -> None:
         self._settings = settings
         self._file = paths.var / "octavia-reported.json"
-        self._ledger = ledger
+        self._collector = collector
         self._draining = draining
-        self._end = threading.Event()
+        self._stopping = threading.Event()
         self._sequence = 0
         self._errors: dict[str, dict[str, Any]] = {}
         self._reported = self._restored()
@@ -113,18 +118,18 @@ class OctaviaSender:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
-        self._end.set()
+        """Stop the thread and wait for it."""
+        self._stopping.set()
         self._thread.join()
 
     def send_now(self) -> None:
-        """Octavia's amphorae report at their interval and at no other time; so does this one."""
+        """Do nothing: Octavia expects heartbeats at the interval only."""
 
     def send_soon(self) -> None:
-        """Neither after a change."""
+        """Do nothing, as `send_now`."""
 
     def errors(self) -> dict[str, dict[str, Any]]:
-        """By target or task: how often it failed and how the last time."""
+        """Return the number of failures and the last error, by target or task."""
         return dict(self._errors)
 
     def _restored(self) -> Reported:
@@ -134,28 +139,28 @@ class OctaviaSender:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("What was reported to Octavia is lost: %s", error)
+            _log.warning("Cannot read the reported counters: %s; all counters are reported again", error)
             return {}
 
     def _run(self) -> None:
         step = min(SAMPLE_SECONDS, self._settings.interval)
         due = time.monotonic()
-        while not self._end.is_set():
+        while not self._stopping.is_set():
             try:
-                self._ledger.sample()
+                self._collector.sample()
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._settings.interval
                     self._report()
-            except Exception as error:  # noqa: BLE001 (silence would look like death)
+            except Exception as error:  # noqa: BLE001 - a silent amphora would be replaced
                 self._failed("report", error)
-            self._end.wait(step)
+            self._stopping.wait(step)
 
     def _report(self) -> None:
         amphora, key = self._settings.amphora_id, self._settings.heartbeat_key
-        known = self._ledger.document(None)
+        known = self._collector.document(None)
         said, reported = document(amphora, self._sequence, known, self._reported, self._draining())
         try:
-            self._ledger.write()
+            self._collector.write()
             if reported != self._reported:
                 write_atomically(self._file, json.dumps(reported), durable=False)
         except OSError as error:
@@ -165,7 +170,7 @@ class OctaviaSender:
         if targets:
             target = targets[self._sequence % len(targets)]
             try:
-                _send(target, seal(said, key))
+                _send(target, encode(said, key))
             except OSError as error:
                 self._failed(str(target), error)
         self._sequence += 1

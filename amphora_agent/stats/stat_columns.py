@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of HAProxy's statistics that are summed up over its workers.
+"""The columns of HAProxy's statistics that are summed over its workers.
 
-Invariant: HAProxy only ever adds to them (management guide, 9.1, "CSV format"). What its checks count is not among
-them: that is about the members and not about what went through, and each worker that still lives counts the same.
+Invariant: HAProxy only increases them (management guide, 9.1, "CSV format"). The counters of health checks are not
+included: they describe members, not traffic, and each worker counts the same checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of UDP and SCTP listeners.
+"""Statistics and member states of UDP and SCTP listeners.
 
-Invariant: what is told as counted never falls, over exchanges of the kernel's table, restarts of the checker and of the
-agent, and reboots; nothing is counted twice. Each life of the kernel's counters has a name of its own (`State.birth`).
+Invariant: reported counters never decrease, over replacements of the kernel's table, restarts of the L4 daemon and of
+the agent, and reboots. Nothing is counted twice: `State.birth` identifies each table of the kernel.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, Protocol
 from amphora_agent.l4_daemon.client import State, Sums
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import haproxy_stats
-from amphora_agent.stats.monotonic_counters import Totals
+from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.stat_columns import COUNTED
 
 _log = logging.getLogger(__name__)
-# A checker that died is started again, and the kernel goes on meanwhile: so long what it said last is as good as known.
-BELIEVED_SECONDS = 10.0
+# The kernel continues while a failed daemon is restarted: its last state is valid for this time.
+STALE_SECONDS = 10.0
 
 
 class Source(Protocol):
-    """Who knows of virtual servers (`amphora_agent.l4_daemon.client.Checker`)."""
+    """The source of states (`amphora_agent.l4_daemon.client`)."""
 
     def state(self) -> State | None: ...
 
     def last_words(self) -> State | None: ...
 
 
-class VirtualLedger:
-    """The last state and the sums. Safe to use from several threads."""
+class UdpStats:
+    """The last state and the counters. Thread-safe."""
 
     def __init__(self, paths: Paths, source: Source) -> None:
         self._file = paths.virtual_totals
@@ -45,37 +45,37 @@ class VirtualLedger:
         self._totals = self._restored()
         self._written = ""
 
-    def _restored(self) -> Totals:
+    def _restored(self) -> MonotonicCounters:
         try:
-            return Totals.restored(json.loads(self._file.read_text(encoding="utf-8")))
+            return MonotonicCounters.restored(json.loads(self._file.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return Totals()
+            return MonotonicCounters()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            _log.warning("The counters in %s are lost: %s", self._file, error)
-            return Totals()
+            _log.warning("Cannot read the counters in %s: %s; counting starts at zero", self._file, error)
+            return MonotonicCounters()
 
     def sample(self) -> None:
-        """Ask; a checker that does not answer is believed for a while."""
+        """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.state()
-            ended = self._source.last_words()  # asked last: who ended between the two is not asked for any more
+            ended = self._source.last_words()  # read after `state`: it is set if the daemon ended in between
             if ended is not None:
                 self._count(ended)
                 self._latest = None
             if state is not None and (ended is None or state.birth != ended.birth):
                 self._count(state)
                 self._latest, self._read_at = state, time.monotonic()
-            elif time.monotonic() - self._read_at > BELIEVED_SECONDS:
+            elif time.monotonic() - self._read_at > STALE_SECONDS:
                 self._latest = None
 
     def _count(self, state: State) -> None:
         rows = {haproxy_stats.key(name): _counts(sums) for name, sums in state.sums.items()}
         self._totals.read(state.birth, rows)
-        self._totals.keep({state.birth})
+        self._totals.settle_others({state.birth})
 
     @property
     def rows(self) -> int:
-        """How many listeners, pools and members there are."""
+        """The number of listeners, pools and members."""
         latest = self._latest
         if latest is None:
             return 0
@@ -83,19 +83,19 @@ class VirtualLedger:
         return len(latest.listeners) + sum(1 + len(pool.members) for pool in pools)
 
     def listeners(self) -> dict[str, dict[str, Any]]:
-        """As a heartbeat has them."""
+        """Return them in the format of a heartbeat."""
         with self._lock:
             return {
                 name: {
                     "status": one.status,
                     "active_connections": one.active_connections,
-                    **_told(haproxy_stats.Counters.of(self._totals.visible(haproxy_stats.key(name)))),
+                    **_heartbeat_fields(haproxy_stats.Counters.of(self._totals.total(haproxy_stats.key(name)))),
                 }
                 for name, one in (self._latest.listeners if self._latest is not None else {}).items()
             }
 
     def pools(self) -> dict[str, dict[str, Any]]:
-        """As a heartbeat has them."""
+        """Return them in the format of a heartbeat."""
         with self._lock:
             return {
                 f"{one.pool.id}:{name}": {"status": one.pool.status, "members": dict(one.pool.members)}
@@ -104,14 +104,14 @@ class VirtualLedger:
             }
 
     def write(self) -> None:
-        """Put the sums on disk, if they changed.
+        """Write the counters to disk if they have changed.
 
         Raises:
-            OSError: the disk is full, for example.
+            OSError: they cannot be written, for example because the disk is full.
         """
         with self._lock:
-            if not self._totals.living:
-                return  # there never was a virtual server
+            if not self._totals.running:
+                return  # no UDP or SCTP listener was ever served
             text = json.dumps(self._totals.document(), separators=(",", ":"))
             if text != self._written:
                 write_atomically(self._file, text)
@@ -119,7 +119,7 @@ class VirtualLedger:
 
 
 def _counts(sums: Sums) -> haproxy_stats.Counts:
-    """The same in the columns of HAProxy's statistics."""
+    """Return counters in the columns of HAProxy's statistics."""
     named = {
         "stot": sums.total_connections,
         "conn_tot": sums.total_connections,
@@ -130,7 +130,7 @@ def _counts(sums: Sums) -> haproxy_stats.Counts:
     return tuple(named.get(column, 0) for column in COUNTED)
 
 
-def _told(total: haproxy_stats.Counters) -> Mapping[str, int]:
+def _heartbeat_fields(total: haproxy_stats.Counters) -> Mapping[str, int]:
     return {
         "bytes_in": total.bytes_in,
         "bytes_out": total.bytes_out,

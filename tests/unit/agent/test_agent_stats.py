@@ -19,7 +19,7 @@ from amphora_agent.stats import former_workers
 from amphora_agent.stats.haproxy_stats import NONE, Counters, key, parse
 from amphora_agent.stats.heartbeat_codec import LARGEST, datagrams, decode, encode
 from amphora_agent.stats.heartbeat_sender import next_epoch
-from amphora_agent.stats.monotonic_counters import MOST_ABSENT, Totals
+from amphora_agent.stats.monotonic_counters import MOST_ABSENT, MonotonicCounters
 from amphora_agent.stats.stat_columns import COUNTED
 
 AMPHORA = uuid.UUID("0b9d7a52-0000-4000-8000-000000000001")
@@ -34,35 +34,35 @@ def counted(number):
 
 
 def first(totals, row=ROW):
-    return totals.visible(row)[0]
+    return totals.total(row)[0]
 
 
 def again(totals):
-    return Totals.restored(json.loads(json.dumps(totals.document())))
+    return MonotonicCounters.restored(json.loads(json.dumps(totals.document())))
 
 
 def test_totals_add_up_over_workers():
-    totals = Totals()
+    totals = MonotonicCounters()
     totals.read("1", counted(10))
     totals.read("2", counted(3))  # the old one still serves
     totals.read("1", counted(12))
     assert first(totals) == 15
-    assert totals.visible(ROW, but="1")[0] == 3
-    totals.keep({"2"})
+    assert totals.total(ROW, without="1")[0] == 3
+    totals.settle_others({"2"})
     assert first(totals) == 15
     totals = again(totals)
     totals.read("2", counted(4))
     assert first(totals) == 16
     totals.read("2", counted(1))  # somebody cleared the counters
     assert first(totals) == 17
-    assert totals.visible("another") == NONE
-    totals.keep(())
+    assert totals.total("another") == NONE
+    totals.settle_others(())
     assert first(totals) == 17
-    assert totals.visible(ROW)[1] == 17 + 3 * 1  # every column of every reading that was the last one
+    assert totals.total(ROW)[1] == 17 + 3 * 1  # every column of every reading that was the last one
 
 
 def test_a_row_that_goes_and_comes_back_in_the_same_worker_is_counted_on():
-    totals = Totals()
+    totals = MonotonicCounters()
     totals.read("1", counted(10))
     before = totals.settlements
     totals.read("1", {})
@@ -73,22 +73,22 @@ def test_a_row_that_goes_and_comes_back_in_the_same_worker_is_counted_on():
 
 
 def test_rows_that_nobody_has_any_more_are_remembered_but_not_for_ever():
-    totals = Totals()
+    totals = MonotonicCounters()
     for number in range(MOST_ABSENT + 500):
         totals.read("1", {f"p,{number}": counted(1)[ROW], ROW: counted(number)[ROW]})
-        totals.keep({"1"})
+        totals.settle_others({"1"})
     assert len(totals.document()["settled"]) <= MOST_ABSENT + 1
     assert first(totals, f"p,{MOST_ABSENT + 400}") == 1
     assert first(totals, "p,3") == 0
 
 
 def test_columns_that_another_version_had_are_told_apart_by_name():
-    totals = Totals()
+    totals = MonotonicCounters()
     totals.read("1", counted(10))
     document = json.loads(json.dumps(totals.document()))
     document["columns"] = [*document["columns"][1:], "unheard-of"]
-    totals = Totals.restored(document)
-    assert totals.visible(ROW)[:3] == (0, 10, 11)
+    totals = MonotonicCounters.restored(document)
+    assert totals.total(ROW)[:3] == (0, 10, 11)
 
 
 @given(
@@ -102,17 +102,17 @@ def test_columns_that_another_version_had_are_told_apart_by_name():
     )
 )
 def test_totals_never_fall(events):
-    totals, last = Totals(), NONE
+    totals, last = MonotonicCounters(), NONE
     for event, worker, number in events:
         if event == "read":
             totals.read(worker, counted(number))
         elif event == "lose":
             totals.read(worker, {})
         elif event == "keep":
-            totals.keep({worker})
+            totals.settle_others({worker})
         else:
             totals = again(totals)
-        visible = totals.visible(ROW)
+        visible = totals.total(ROW)
         assert all(new >= old for new, old in zip(visible, last, strict=True))
         last = visible
 

@@ -23,7 +23,7 @@ from amphora_agent.l4_daemon import client, code_version
 from amphora_agent.l4_daemon.client import Checker, Listener, Pool, State, Sums
 from amphora_agent.l4_daemon.persisted_state import Record, Wish
 from amphora_agent.paths import Paths
-from amphora_agent.stats.udp_stats import VirtualLedger
+from amphora_agent.stats.udp_stats import UdpStats
 
 PACKAGE = Path(amphora_agent.__file__).parent
 HEAVY = {"pathlib", "logging", "hashlib", "ssl", "argparse", "asyncio", "subprocess", "threading", "http", "pyroute2"}
@@ -318,7 +318,7 @@ def state(birth, count, active=0, former=()):
 def ledger(paths, *answers):
     said = iter(answers)
     source = SimpleNamespace(state=lambda: next(said), last_words=lambda: None)
-    return VirtualLedger(paths, source)
+    return UdpStats(paths, source)
 
 
 def test_sums_go_on_when_counters_begin_anew(paths):
@@ -341,7 +341,7 @@ def test_sums_go_on_when_counters_begin_anew(paths):
 def test_last_words_count_and_end_it(paths):
     answers = iter([state("a", 5), None, state("b", 1)])
     final = iter([None, replace(state("a", 9), listeners={}), None])
-    one = VirtualLedger(paths, SimpleNamespace(state=lambda: next(answers), last_words=lambda: next(final)))
+    one = UdpStats(paths, SimpleNamespace(state=lambda: next(answers), last_words=lambda: next(final)))
     one.sample()
     one.sample()
     assert one.listeners() == {}

@@ -14,7 +14,7 @@ from amphora_agent.config import Settings, Target
 from amphora_agent.octavia_api_v1 import host_info
 from amphora_agent.paths import Paths
 from amphora_agent.stats import octavia_heartbeat
-from amphora_agent.stats.active_sender import Reporter
+from amphora_agent.stats.active_sender import ActiveSender
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
 
 AMPHORA = uuid.UUID("a0000000-0000-4000-8000-000000000001")
@@ -64,7 +64,7 @@ def test_members_of_no_weight_drain():
 
 
 def test_the_seal():
-    datagram = octavia_heartbeat.seal({"id": "x"}, b"insecure")
+    datagram = octavia_heartbeat.encode({"id": "x"}, b"insecure")
     assert datagram.startswith(b"\x78\xda")
     assert opened(datagram, b"insecure") == {"id": "x"}
 
@@ -123,7 +123,7 @@ def test_controllers_are_told_in_turn_and_nothing_twice(controllers, tmp_path):
 def test_other_settings_count_at_once(controllers, tmp_path):
     paths = Paths(tmp_path)
     paths.var.mkdir(parents=True)
-    reporter = Reporter(made(controllers[:1]), lambda wanted: OctaviaSender(wanted, paths, Counting(), frozenset))
+    reporter = ActiveSender(made(controllers[:1]), lambda wanted: OctaviaSender(wanted, paths, Counting(), frozenset))
     reporter.start()
     opened(controllers[0].recv(65536), b"k")
     reporter.change(made(controllers[1:], key=b"another"))
