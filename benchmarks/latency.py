@@ -28,9 +28,9 @@ import sqlalchemy as sa
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import request
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import demo, topology
-from amphora_driver.sandbox import settings as sandbox_settings
-from amphora_driver.sandbox.stack import Stack
+from sandbox import demo, topology
+from sandbox import settings as sandbox_settings
+from sandbox.stack import Stack
 
 _PATIENCE = 60.0
 _AGENT = Path(__file__).parent.parent / ".sandbox" / "agent-venv" / "bin" / "python"

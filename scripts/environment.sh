@@ -11,8 +11,8 @@ die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
 
 require_root() { [[ $(id -u) == 0 ]] || die "Could not start: network namespaces need root. Run this as root."; }
 
-# What building an editable package leaves in the source folder, once every environment is made: nobody reads it again.
-tidy_sources() { rm -rf ./*.egg-info; }
+# Removes what the build of an editable package leaves among the sources. Call it after all environments are made.
+tidy_sources() { rm -rf ./*.egg-info sandbox/*.egg-info; }
 
 check_python() {
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -24,20 +24,23 @@ install_hashed() {
   "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
 }
 
-# make_venv NAME REQUIREMENT: an environment of requirements/NAME.txt that is made again when what it is made from has
-# changed. The listing is complete: pip resolves nothing, and builds with what is in the environment.
+# make_venv NAME PROJECT...: makes the environment .sandbox/NAME from requirements/NAME.txt and these projects of the
+# checkout, or updates it after one of its sources has changed. The listing is complete: pip resolves nothing, and
+# builds with the tools of the environment.
 make_venv() {
-  local place=$home/$1 stamp
-  stamp=$( (cat setup.cfg pyproject.toml requirements/*.txt; python3 --version; pwd; echo "$2") | sha256sum)
+  local name=$1 place=$home/$1 editable=() project stamp
+  shift
+  for project; do editable+=(-e "$project"); done
+  stamp=$( (cat setup.cfg pyproject.toml sandbox/pyproject.toml requirements/*.txt; python3 --version; pwd; echo "$*") | sha256sum)
   [[ -f $place/stamp && $(<"$place/stamp") == "$stamp" ]] && return 0
-  say "Installing $2 into .sandbox/$1"
+  say "Installing $* into .sandbox/$name"
   [[ -x $place/bin/python ]] || python3 -m venv "$place"
   {
-    install_hashed "$place" build && install_hashed "$place" "$1" &&
-      "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation -e "$2"
-  } >"$home/$1.log" 2>&1 ||
-    die "Could not install $2:
-$(tail -n 5 "$home/$1.log")
-The whole log is $home/$1.log."
+    install_hashed "$place" build && install_hashed "$place" "$name" &&
+      "$place/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation "${editable[@]}"
+  } >"$home/$name.log" 2>&1 ||
+    die "Could not install $*:
+$(tail -n 5 "$home/$name.log")
+The whole log is $home/$name.log."
   printf '%s\n' "$stamp" >"$place/stamp"
 }

@@ -62,15 +62,21 @@ class Listing:
 
 
 def build_requirements() -> tuple[str, ...]:
-    """What builds this project (pyproject.toml)."""
+    """The requirements of the build (pyproject.toml)."""
     return tuple(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"])
+
+
+def sandbox_requirements() -> tuple[str, ...]:
+    """The dependencies of the sandbox (sandbox/pyproject.toml)."""
+    text = (ROOT / "sandbox/pyproject.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text)["project"]["dependencies"])
 
 
 # A listing has the name of the environment in .sandbox that it makes, where it makes one.
 LISTINGS = (
     Listing("build", "What builds this project and the libraries that have no wheel.", named=build_requirements()),
     Listing("agent-venv", "What the agent needs, on this machine and in an image.", extras=("agent",)),
-    Listing("venv", "The environment of ./quickstart.", ("build", "agent-venv"), ("driver", "sandbox")),
+    Listing("venv", "The environment of ./quickstart.", ("build", "agent-venv"), ("driver",), sandbox_requirements()),
     Listing("test-venv", "The environment of ./run-tests.", ("venv",), ("distributed", "test")),
     Listing("image", "What installs the agent in an image, and does not stay there.", named=("pip",)),
     Listing(

@@ -22,14 +22,14 @@ import preloaded_agent
 from amphora_driver import failpoints
 from amphora_driver.compute import netns
 from amphora_driver.host import detached_process as processes
-from amphora_driver.sandbox.processes import Supervision
+from sandbox.processes import Supervision
 
 _MODULES = {
     "gunicorn": "gunicorn.__main__",
-    "amphora_driver.sandbox.network_api": "amphora_driver.sandbox.network_api",
-    "amphora_driver.sandbox.octavia_start": "amphora_driver.sandbox.octavia_start",
-    "amphora_driver.sandbox.inward": "amphora_driver.sandbox.inward",
-    "amphora_driver.sandbox.outward": "amphora_driver.sandbox.outward",
+    "sandbox.fake_neutron_api": "sandbox.fake_neutron_api",
+    "sandbox.octavia_start": "sandbox.octavia_start",
+    "sandbox.forward_in": "sandbox.forward_in",
+    "sandbox.forward_out": "sandbox.forward_out",
     "amphora_driver.controller.service": "amphora_driver.controller.service",
     "amphora_driver.health.service": "amphora_driver.health.service",
 }
@@ -46,7 +46,7 @@ _LATER = (
     "amphora_driver.compute.netns",
     "amphora_driver.network.local",
     "amphora_driver.topology",
-    "amphora_driver.sandbox.octavia_network",
+    "sandbox.octavia_network",
     "sqlalchemy.dialects.sqlite.pysqlite",
     "sqlalchemy.dialects.mysql.pymysql",
     "pymysql",
@@ -119,7 +119,7 @@ def _spawn_amphora(argv, environment, log):
 
 
 def _prepare() -> None:
-    from amphora_driver.sandbox import octavia_start  # noqa: PLC0415 - only in this process
+    from sandbox import octavia_start  # noqa: PLC0415 - only in this process
 
     octavia_start.prepare()
     for name in (*_MODULES.values(), *_LATER):

@@ -12,8 +12,8 @@ from openstack.exceptions import NotFoundException
 from amphora_driver.database import tables
 from amphora_driver.errors import StoreError
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import amphorae, circuit_breaker, status_outbox
+from sandbox import demo, topology
 
 PATIENCE = 60.0
 

@@ -12,7 +12,7 @@ import sandbox_of_a_test
 from cloud import Cloud
 
 from amphora_driver.database.engine import Database
-from amphora_driver.sandbox import demo
+from sandbox import demo
 
 
 @pytest.fixture(scope="session")

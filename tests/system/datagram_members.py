@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 PORT = 5353
 _LARGEST = 2048

@@ -23,9 +23,9 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
-from amphora_driver.sandbox import demo
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import State
+from sandbox import demo
 
 PAUSE = 2.0
 AUDIT = {

@@ -8,7 +8,7 @@ import sys
 
 from octavia_lib.api.drivers import driver_lib
 
-from amphora_driver.sandbox import octavia_start
+from sandbox import octavia_start
 
 driver_lib.DRIVER_AGENT_TIMEOUT = 4
 sys.exit(octavia_start.driver_agent())

@@ -29,8 +29,8 @@ from amphora_driver.failpoints import VARIABLE
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import find
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import demo
 from amphora_driver.store import failovers, spare_pools, status_outbox
+from sandbox import demo
 
 # What a client sees of an API that dies, or cannot do what it was asked.
 FAILED = (

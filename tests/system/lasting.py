@@ -11,7 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 _CHUNK = 2000
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 # Seconds between two requests, and for which one waits for its answer.
 PAUSE, PATIENCE = 0.02, 0.3

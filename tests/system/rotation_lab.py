@@ -17,8 +17,8 @@ from amphora_driver import config
 from amphora_driver.database.tables import amphora
 from amphora_driver.database.tables_fleet import failover, rotation_item
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
 from amphora_driver.store import rotations
+from sandbox import topology
 
 # Seconds between two requests of a client; half of that is the error of an outage that is measured.
 _PAUSE = 0.1

@@ -14,8 +14,8 @@ import msgspec
 import preloaded
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import settings as sandbox_settings
-from amphora_driver.sandbox.stack import Stack
+from sandbox import settings as sandbox_settings
+from sandbox.stack import Stack
 
 AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 # Below those that the kernel gives to whoever asks for any (ip(7), ip_local_port_range).

@@ -13,7 +13,7 @@ import time
 from octavia_lib.api.drivers import provider_base
 
 from amphora_driver.driver import AmphoraProviderDriver
-from amphora_driver.sandbox import octavia_start
+from sandbox import octavia_start
 
 _SECONDS = float(os.environ.get("SLOW_OCTAVIA", "1.0"))
 _WORDS = ("_create", "_update", "_delete", "_failover")

@@ -13,8 +13,8 @@ from sandbox_of_a_test import running
 from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
 from amphora_driver.plugins import COMPUTE
-from amphora_driver.sandbox import demo
-from amphora_driver.sandbox.stack import Stack
+from sandbox import demo
+from sandbox.stack import Stack
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 

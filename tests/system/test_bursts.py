@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from openstack.exceptions import ConflictException
 
 from amphora_driver.database.tables import amphora, request, status, work
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 NUMBER = int(os.environ.get("AMPHORA_BURST", "8"))
 CHANGED = (NUMBER + 1) // 2

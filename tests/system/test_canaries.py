@@ -38,9 +38,9 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.reconcile.tls_tickets import ticket_keys
-from amphora_driver.sandbox import configuration, demo
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
+from sandbox import config_files, demo
 
 ROOT = Authority("root")
 DEFAULT, SNI, CLIENT, SEALED, MISMATCHED, PUSHED = (
@@ -99,13 +99,13 @@ def store():
 def loud(store, monkeypatch):
     """A sandbox in which everything talks, with all its secrets; yields it as a user sees it."""
     url, statements = store
-    quiet = configuration._octavia_options
+    quiet = config_files._octavia_options
 
     def octavia_options(settings):
         made = quiet(settings)
         return {**made, "DEFAULT": {**made["DEFAULT"], **LOUD}}
 
-    monkeypatch.setattr(configuration, "_octavia_options", octavia_options)
+    monkeypatch.setattr(config_files, "_octavia_options", octavia_options)
     options = {
         "DEFAULT": LOUD,
         # Nobody is there: whoever tries to reach it says so.

@@ -13,8 +13,8 @@ from sandbox_of_a_test import provider_agents
 
 from amphora_driver.database import tables
 from amphora_driver.model.enums import Kind
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

@@ -33,10 +33,10 @@ from amphora_driver.database.tables import amphora, amphora_seen, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import configuration, demo, topology
 from amphora_driver.secret import Secret
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import key_place
+from sandbox import config_files, demo, topology
 
 # Half a minute of the real thing in four seconds, on a machine that others load too.
 SILENT_AFTER = 4.0
@@ -310,7 +310,7 @@ def test_heartbeats_that_do_not_get_through(cloud, balancer):
     table = f"mute{os.getpid()}"
     rules = (
         f"add table inet {table}; add chain inet {table} out {{ type filter hook output priority 0; }}; "
-        f"add rule inet {table} out udp dport {configuration.HEALTH_PORT} drop"
+        f"add rule inet {table} out udp dport {config_files.HEALTH_PORT} drop"
     )
     subprocess.run([*inside, rules], check=True)
     try:
@@ -369,7 +369,7 @@ class Fleet:
 
     def _speak(self):
         place = namespaces.path(self.cloud.settings.control)
-        target = (topology.CONTROL_ADDRESS, configuration.HEALTH_PORT)
+        target = (topology.CONTROL_ADDRESS, config_files.HEALTH_PORT)
         epoch, sequence = time.time_ns(), 0
         with namespaces.inside(place, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
             while not self._over.wait(0.5):

@@ -23,8 +23,8 @@ from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
 from amphora_driver.queue import local_socket
 from amphora_driver.queue.rabbitmq import Sender
-from amphora_driver.sandbox import demo, topology
-from amphora_driver.sandbox.processes import Program
+from sandbox import demo, topology
+from sandbox.processes import Program
 
 pytestmark = pytest.mark.root
 FIRST, OTHER = "amphora-controller", "other-controller"

@@ -23,9 +23,9 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import demo
 from amphora_driver.store import amphorae, spare_pools
 from amphora_driver.store.amphorae import State
+from sandbox import demo
 
 pytestmark = pytest.mark.root
 

@@ -9,7 +9,7 @@ import kill_lab
 import pytest
 from kill_lab import Witness, in_step
 
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

@@ -16,9 +16,9 @@ from sqlalchemy import select
 
 from amphora_driver.database.tables import work
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae, failovers, rotations, spare_pools
 from amphora_driver.store.failovers import Cause, FailoverTrigger
+from sandbox import topology
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
 

@@ -14,8 +14,8 @@ from kill_lab import Witness, in_step
 
 from amphora_driver.database import tables
 from amphora_driver.model.enums import Kind
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 

@@ -6,7 +6,7 @@ import mariadb
 import pytest
 from kill_lab import Witness, in_step
 
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 

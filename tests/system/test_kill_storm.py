@@ -23,8 +23,8 @@ from kill_lab import FAILED, Witness
 from sandbox_of_a_test import provider_agents, title
 
 from amphora_driver.host.detached_process import Process
-from amphora_driver.sandbox import topology
 from amphora_driver.store.failovers import Cause
+from sandbox import topology
 
 SECONDS = float(os.environ.get("AMPHORA_STORM_SECONDS", "30"))
 CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT = "amphora-controller", "amphora-health-manager", "octavia-driver-agent"

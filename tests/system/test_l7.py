@@ -6,8 +6,8 @@ import http.client
 import pytest
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database import tables
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

@@ -19,7 +19,7 @@ from sandbox_of_a_test import running
 
 from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
-from amphora_driver.sandbox import demo
+from sandbox import demo
 
 pytestmark = pytest.mark.root
 OPTIONS = {

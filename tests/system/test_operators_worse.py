@@ -21,8 +21,8 @@ from test_operators import House
 from amphora_driver.certificates.ca import Authority
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora
-from amphora_driver.sandbox import demo
 from amphora_driver.secret import Secret
+from sandbox import demo
 
 pytestmark = [pytest.mark.root, pytest.mark.lasts(400)]
 DAY = 86400.0

@@ -13,8 +13,8 @@ import mariadb
 import pytest
 from kill_lab import Witness
 
-from amphora_driver.sandbox import topology
 from amphora_driver.store import circuit_breaker
+from sandbox import topology
 
 # So that every outage here lasts longer than an amphora may be silent.
 SILENT_AFTER = 4.0

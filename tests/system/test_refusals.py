@@ -13,7 +13,7 @@ from authorities import keep_all
 from cloud import Cloud
 
 from amphora_driver.database import tables
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

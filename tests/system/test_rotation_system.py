@@ -20,9 +20,9 @@ from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty, work
-from amphora_driver.sandbox import demo
 from amphora_driver.store import process_registry, rotations
 from amphora_driver.store.rotations import RotationState
+from sandbox import demo
 
 pytestmark = pytest.mark.root
 

@@ -7,8 +7,8 @@ import openstack.exceptions
 import pytest
 
 from amphora_driver.host import detached_process, namespaces
-from amphora_driver.sandbox import demo_hosts, topology
-from amphora_driver.sandbox import settings as sandbox_settings
+from sandbox import demo_hosts, topology
+from sandbox import settings as sandbox_settings
 
 pytestmark = pytest.mark.root
 

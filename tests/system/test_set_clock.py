@@ -28,9 +28,9 @@ from amphora_driver.database.tables import duty, vip_claim, work
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import ca_records, circuit_breaker, orphans, silent_amphorae, vip_claims
 from amphora_driver.store.ca_records import CaState
+from sandbox import demo, topology
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(900)]
 

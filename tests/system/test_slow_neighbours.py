@@ -17,8 +17,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import work
 from amphora_driver.host import namespaces
 from amphora_driver.queue import local_socket
-from amphora_driver.sandbox import demo, topology
 from amphora_driver.store.requests import RequestRecorder
+from sandbox import demo, topology
 
 pytestmark = pytest.mark.root
 

@@ -11,13 +11,13 @@ from free_ports import free_ports
 
 from amphora_driver import config
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import configuration
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry.http_server import Telemetry
+from sandbox import config_files
 
 pytestmark = pytest.mark.root
 
-PORT = configuration.STATUS_PORT
+PORT = config_files.STATUS_PORT
 HEALTH_PORT = 9877
 ADDRESS = f"http://127.0.0.1:{PORT}/"
 HOSTILE = "</title><script>window.hostile = 1</script><img src=x onerror='window.hostile = 2'>"

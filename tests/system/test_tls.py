@@ -21,8 +21,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import metadata
 from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import sealed_secrets
+from sandbox import demo, topology
 
 pytestmark = pytest.mark.root
 

@@ -15,7 +15,7 @@ from cloud import Cloud
 from sandbox_of_a_test import running
 
 from amphora_driver.database.engine import Database
-from amphora_driver.sandbox import demo
+from sandbox import demo
 
 pytestmark = pytest.mark.root
 WINDOW = "0.7"

@@ -16,8 +16,8 @@ from amphora_driver import config
 from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.network.port_security_rules import Rule, SecurityGroup
-from amphora_driver.sandbox import topology
 from amphora_driver.store import amphorae
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

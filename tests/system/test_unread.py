@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from dataplane.pki import Authority
 
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 AUTHORITY = Authority("members").pem

@@ -17,8 +17,8 @@ from amphora_driver.host import namespaces
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.network.port_security_rules import QosPolicy, Rule, SecurityGroup
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 

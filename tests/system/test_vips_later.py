@@ -19,8 +19,8 @@ from sandbox_of_a_test import running
 from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
 from amphora_driver.plugins import NETWORK
-from amphora_driver.sandbox import demo, topology
 from amphora_driver.store import amphorae, desired_objects
+from sandbox import demo, topology
 
 pytestmark = pytest.mark.root
 

@@ -21,8 +21,8 @@ from echo import answering
 
 from amphora_driver.database import tables
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 pytestmark = pytest.mark.root
 BOTH = pytest.mark.parametrize("name", [pytest.param("steps", marks=pytest.mark.extended), "post"])

@@ -8,8 +8,8 @@ name whatever the ids are.
 import copy
 import re
 
-from amphora_driver.sandbox import topology
 from amphora_driver.store import desired_objects
+from sandbox import topology
 
 FENCE = ["198.51.100.0/24", "2001:db8:1::/64"]
 CIPHERS = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-ECDSA-AES128-GCM-SHA256:TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256"

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from amphora_driver.compute.architecture import ARM64
-from amphora_driver.sandbox import boot_image
+from sandbox import boot_image
 
 # Says what it was told and where it is, and runs until it is ended in the way qemu is.
 _QEMU = """#!/bin/sh

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from amphora_driver.sandbox import configuration, demo
-from amphora_driver.sandbox.settings import SandboxError, Settings
+from sandbox import config_files, demo
+from sandbox.settings import SandboxError, Settings
 
 SETTINGS = Settings(
     state="/nowhere", prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3", compute="qemu"
@@ -17,7 +17,7 @@ SETTINGS = Settings(
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """Machines are emulated; pauses are not waited for, and each look says something."""
-    monkeypatch.setattr(configuration, "emulated", lambda settings: settings.compute == "qemu")
+    monkeypatch.setattr(config_files, "emulated", lambda settings: settings.compute == "qemu")
     for name in ("_LOOK_AGAIN", "_SLOW_LOOK_AGAIN"):
         monkeypatch.setattr(demo, name, 0.0)
     monkeypatch.setattr(demo, "_SAY_SO_EVERY", -1.0)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from amphora_driver.sandbox.local_requests import only_local, refusal
+from sandbox.local_requests import only_local, refusal
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:9876", "localhost:9876", "LOCALHOST", "[::1]:9876"])

@@ -9,9 +9,9 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.compute import kvm_probe
-from amphora_driver.sandbox import configuration
-from amphora_driver.sandbox import settings as sandbox_settings
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox import config_files
+from sandbox import settings as sandbox_settings
+from sandbox.settings import SandboxError
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder():
 
 def options(folder, **choices):
     settings = sandbox_settings.choose(folder, "x1", "/usr/bin/python3", **choices)
-    configuration.write(settings)
+    config_files.write(settings)
     return settings, config.load([str(settings.our_configuration)])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox's command: ``python -m amphora_driver.sandbox up|demo|status|down … --state DIR``.
+"""The sandbox's command: ``python -m sandbox up|demo|status|down … --state DIR``.
 
 Invariant: what a person needs to see is on the screen, everything else is in a log whose name is on the screen.
 """
@@ -17,9 +17,9 @@ from rich.table import Table
 
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import settings as sandbox_settings
-from amphora_driver.sandbox.settings import Settings
-from amphora_driver.sandbox.stack import Stack
+from sandbox import settings as sandbox_settings
+from sandbox.settings import Settings
+from sandbox.stack import Stack
 
 _REQUESTS = 12
 
@@ -45,7 +45,7 @@ class _Screen:
 
 def main(arguments: list[str] | None = None) -> int:
     """Console entry."""
-    parser = argparse.ArgumentParser(prog="python -m amphora_driver.sandbox", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="+", choices=sorted(_COMMANDS), metavar="|".join(_COMMANDS))
     parser.add_argument("--state", type=Path, required=True, help="directory of this sandbox")
     parser.add_argument("--prefix", help="beginning of the names of namespaces, at most 6 characters; first start only")
@@ -106,7 +106,7 @@ def _status(chosen: argparse.Namespace, screen: _Screen) -> None:
 
 
 def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
-    from amphora_driver.sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+    from sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
 
     table = Table("load balancer", "VIP", "provisioning", "operating")
     for one in demo.connect(settings).load_balancer.load_balancers():
@@ -115,7 +115,7 @@ def _print_load_balancers(settings: Settings, screen: _Screen) -> None:
 
 
 def _demo(chosen: argparse.Namespace, screen: _Screen) -> None:
-    from amphora_driver.sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
+    from sandbox import demo  # noqa: PLC0415 - the clients take most of a second to import
 
     settings = _existing(chosen)
     load_balancer = demo.ensure_load_balancer(settings, screen.step, screen.note)

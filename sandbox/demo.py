@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import openstack
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import configuration, topology
-from amphora_driver.sandbox.demo_hosts import MEMBER_PORT
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox import config_files, topology
+from sandbox.demo_hosts import MEMBER_PORT
+from sandbox.settings import SandboxError
 
 if TYPE_CHECKING:
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 Report = Callable[[str], None]
 NAME = "demo"
@@ -53,7 +53,7 @@ def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note
         SandboxError: it becomes ERROR, or takes longer than it may.
     """
     began = time.monotonic()
-    emulated = configuration.emulated(settings)
+    emulated = config_files.emulated(settings)
     said = began
     while True:
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
@@ -100,7 +100,7 @@ def ensure_load_balancer(settings: Settings, report: Report, note: Report) -> An
     started = time.monotonic()
     if found.provisioning_status != "ACTIVE" and settings.compute == "qemu":
         how = "emulated, because KVM does not work here: this takes some minutes"
-        how = how if configuration.emulated(settings) else "by KVM"
+        how = how if config_files.emulated(settings) else "by KVM"
         console = f"{os.path.relpath(settings.machines)}/*/console.log"
         note(f"its amphora is a virtual machine, {how}. Its console: {console}")
     found = wait_active(settings, connection, found.id, note)

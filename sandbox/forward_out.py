@@ -4,7 +4,7 @@
 Invariant: it listens in that namespace on the very address and port it forwards to outside, so that one configuration
 serves the programs on both sides. It keeps nothing: who is cut off here connects again.
 
-``python -m amphora_driver.sandbox.outward NAMESPACE PORT…``
+``python -m sandbox.forward_out NAMESPACE PORT…``
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox.settings import SandboxError
 
 _HERE = "127.0.0.1"
 _LOOPBACK = {_HERE, "localhost"}

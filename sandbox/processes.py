@@ -20,10 +20,10 @@ import msgspec
 from amphora_driver import failpoints
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, end, spawn
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox.settings import SandboxError
 
 if TYPE_CHECKING:
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 _TICK = 0.03
 _STOP_SECONDS = 8.0

@@ -18,10 +18,10 @@ from cryptography.fernet import Fernet
 
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute import kvm_probe
-from amphora_driver.sandbox import topology
+from sandbox import topology
 
 if TYPE_CHECKING:
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 5555

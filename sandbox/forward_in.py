@@ -4,7 +4,7 @@
 Invariant: it listens on the machine's loopback only, on the socket it is handed as descriptor 3, and forwards to one
 port on the namespace's loopback. It keeps nothing.
 
-``python -m amphora_driver.sandbox.inward NAMESPACE PORT``
+``python -m sandbox.forward_in NAMESPACE PORT``
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox.outward import copy
+from sandbox.forward_out import copy
 
 _HERE = "127.0.0.1"
 _LISTENER = 3

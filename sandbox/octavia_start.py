@@ -21,7 +21,7 @@ from oslo_config import cfg
 from sqlalchemy import engine, event, orm, pool
 from wsme import types as wsme_types  # type: ignore[import-untyped]
 
-from amphora_driver.sandbox.local_requests import Application, only_local
+from sandbox.local_requests import Application, only_local
 
 _PROJECT = "sandbox"
 
@@ -86,7 +86,7 @@ def api() -> Application:
     prepare()
     from octavia.api import app  # noqa: PLC0415 - only after `prepare`
 
-    from amphora_driver.sandbox import octavia_schema  # noqa: PLC0415 - the same
+    from sandbox import octavia_schema  # noqa: PLC0415 - the same
 
     application = app.setup_app(argv=["octavia-api", "--config-file", os.environ["OCTAVIA_CONF"]])
     octavia_schema.ensure()

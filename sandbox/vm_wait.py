@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from amphora_driver.host import namespaces
 
 if TYPE_CHECKING:
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 # Seconds between two looks, between two words, and for one answer.
 _PAUSE, _SAY_SO_EVERY, _ANSWER = 1.0, 30.0, 10.0

@@ -26,12 +26,12 @@ from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import Process, end
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox import configuration, demo_hosts, inward, outward, topology, waking
-from amphora_driver.sandbox.processes import Program, Supervision
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox import config_files, demo_hosts, forward_in, forward_out, topology, vm_wait
+from sandbox.processes import Program, Supervision
+from sandbox.settings import SandboxError
 
 if TYPE_CHECKING:
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
@@ -45,7 +45,7 @@ _NEEDED = {
     "unshare": "util-linux",
     "nft": "nftables",
 }
-_NEEDED_BY_QEMU = {configuration.PROGRAM: "qemu-system-x86", "qemu-img": "qemu-utils"}
+_NEEDED_BY_QEMU = {config_files.PROGRAM: "qemu-system-x86", "qemu-img": "qemu-utils"}
 
 
 class Stack:
@@ -81,7 +81,7 @@ class Stack:
         """
         _check_machine(self._settings)
         with self._alone():
-            configuration.write(self._settings)
+            config_files.write(self._settings)
             with self._opened() as network:
                 migrate.upgrade(self._settings.database_url)
                 topology.define(network)
@@ -115,7 +115,7 @@ class Stack:
         module = (sys.executable, "-m")
         gunicorn = (
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
-            *("--no-control-socket", "--log-level", "warning", "amphora_driver.sandbox.octavia_start:api()"),
+            *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
         members = [
             Program(
@@ -128,11 +128,11 @@ class Stack:
         ]
         return [
             *members,
-            *self._outward(module),
-            *self._inward(module),
+            *self._forward_out(module),
+            *self._forward_in(module),
             Program(
                 name="network-api",
-                argv=(*module, "amphora_driver.sandbox.network_api"),
+                argv=(*module, "sandbox.fake_neutron_api"),
                 listen=settings.network_port,
                 ready=_answers(settings.network_port),
             ),
@@ -144,7 +144,7 @@ class Stack:
             ),
             Program(
                 name="octavia-driver-agent",
-                argv=(*module, "amphora_driver.sandbox.octavia_start"),
+                argv=(*module, "sandbox.octavia_start"),
                 ready=_all(_accepts(settings.run, "status", "stats", "get"), _rings(settings.run, "reporter")),
             ),
             Program(
@@ -157,25 +157,25 @@ class Stack:
                 name="amphora-health-manager",
                 argv=(*module, "amphora_driver.health.service"),
                 namespace=settings.control,
-                ready=_listens("udp", configuration.HEALTH_PORT),
+                ready=_listens("udp", config_files.HEALTH_PORT),
             ),
         ]
 
-    def _outward(self, module: tuple[str, ...]) -> list[Program]:
+    def _forward_out(self, module: tuple[str, ...]) -> list[Program]:
         """The way to servers on this machine, where the sandbox was given any."""
-        ports = outward.ports(self._settings.store_url, self._settings.broker_url)
+        ports = forward_out.ports(self._settings.store_url, self._settings.broker_url)
         if not ports:
             return []
         control = self._settings.control
-        argv = (*module, outward.__name__, control, *(str(port) for port in ports))
-        return [Program(name="outward", argv=argv, ready=lambda _: outward.listening(control, ports))]
+        argv = (*module, forward_out.__name__, control, *(str(port) for port in ports))
+        return [Program(name="forward-out", argv=argv, ready=lambda _: forward_out.listening(control, ports))]
 
-    def _inward(self, module: tuple[str, ...]) -> list[Program]:
+    def _forward_in(self, module: tuple[str, ...]) -> list[Program]:
         """The way to the controller's status page, where one is wanted. It is not waited for: nobody needs it yet."""
         settings = self._settings
         if not settings.status_port:
             return []
-        argv = (*module, inward.__name__, settings.control, str(configuration.STATUS_PORT))
+        argv = (*module, forward_in.__name__, settings.control, str(config_files.STATUS_PORT))
         return [Program(name="status-page", argv=argv, listen=settings.status_port)]
 
     def _computes(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
@@ -195,9 +195,9 @@ class Stack:
                     if machine is not None and machine.management_address is not None:
                         booting[amphora_id] = machine.management_address
         if booting:
-            self._note(f"virtual machines boot{', emulated' if configuration.emulated(self._settings) else ''}")
+            self._note(f"virtual machines boot{', emulated' if config_files.emulated(self._settings) else ''}")
             port = config.load([str(self._settings.our_configuration)]).agent.port
-            waking.await_agents(self._settings, booting, port, self._note)
+            vm_wait.await_agents(self._settings, booting, port, self._note)
             self._report("they have booted")
 
     def _power_off(self, network: LocalNetwork) -> None:

@@ -18,7 +18,7 @@ from amphora_driver.network.port_security_rules import QosPolicy, Rule, Security
 
 if TYPE_CHECKING:
     from amphora_driver.network.local import LocalNetwork
-    from amphora_driver.sandbox.settings import Settings
+    from sandbox.settings import Settings
 
 CONTROL_ADDRESS = "203.0.113.2"
 # A machine beside the amphorae on which nothing runs: its kernel says no, which is as good as an answer for a witness.

@@ -9,8 +9,8 @@ import pytest
 
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.host import namespaces
-from amphora_driver.sandbox import waking
-from amphora_driver.sandbox.settings import Settings
+from sandbox import vm_wait
+from sandbox.settings import Settings
 
 NAME = "0b9d8a5e-0000-4000-8000-000000000001"
 
@@ -20,8 +20,8 @@ def settings(tmp_path, monkeypatch):
     """A sandbox whose control plane is in this namespace."""
     monkeypatch.setattr(namespaces, "inside", lambda _, work: work())
     for name in ("_PAUSE", "_SAY_SO_EVERY"):
-        monkeypatch.setattr(waking, name, -1.0)
-    monkeypatch.setattr(waking.time, "sleep", lambda _: None)
+        monkeypatch.setattr(vm_wait, name, -1.0)
+    monkeypatch.setattr(vm_wait.time, "sleep", lambda _: None)
     found = Settings(
         state=str(tmp_path), prefix="x", octavia_port=1, network_port=2, agent_python="/usr/bin/python3", compute="qemu"
     )
@@ -66,7 +66,7 @@ def served(tmp_path):
 def test_it_is_waited_for_until_it_speaks(settings, served):
     found, authority = settings
     said = []
-    waking.await_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
+    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, served(authority, 2), said.append)
     assert len(said) == 2
     assert "1 of 1 amphorae boot" in said[0]
 
@@ -74,7 +74,7 @@ def test_it_is_waited_for_until_it_speaks(settings, served):
 def test_one_that_another_authority_vouches_for_speaks(settings, served):
     found, _ = settings
     said = []
-    waking.await_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
+    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, served(create_authority("others"), 0), said.append)
     assert said == []
 
 
@@ -83,4 +83,4 @@ def test_one_that_never_speaks_is_left_to_fail_over(settings, monkeypatch):
     monkeypatch.setattr(Settings, "patience", -1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    waking.await_agents(found, {NAME: "127.0.0.1"}, port, pytest.fail)
+    vm_wait.await_agents(found, {NAME: "127.0.0.1"}, port, pytest.fail)

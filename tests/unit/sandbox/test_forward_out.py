@@ -3,8 +3,8 @@
 
 import pytest
 
-from amphora_driver.sandbox import outward
-from amphora_driver.sandbox.settings import SandboxError
+from sandbox import forward_out
+from sandbox.settings import SandboxError
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from amphora_driver.sandbox.settings import SandboxError
     ],
 )
 def test_what_is_on_loopback_is_passed_through(url, ports):
-    assert outward.ports(url) == ports
+    assert forward_out.ports(url) == ports
 
 
 def test_another_machine_is_out_of_reach_and_no_password_is_told():
     with pytest.raises(SandboxError) as caught:
-        outward.ports("amqp://user:canary@192.0.2.1:5672//")
+        forward_out.ports("amqp://user:canary@192.0.2.1:5672//")
     assert "192.0.2.1" in str(caught.value)
     assert "canary" not in str(caught.value)

@@ -4,7 +4,7 @@
 Invariant: it shows the provider's own tables and changes nothing but a user's own ports. Lists are filtered by any
 attribute, as the clients do to turn a name into an id.
 
-Started as ``python -m amphora_driver.sandbox.network_api`` with a listening socket as descriptor 3.
+Started as ``python -m sandbox.fake_neutron_api`` with a listening socket as descriptor 3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, Conflict
 from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.network.local import LocalNetwork
-from amphora_driver.sandbox.local_requests import refusal
+from sandbox.local_requests import refusal
 
 _SINGULAR = {
     "networks": "network",
