@@ -33,7 +33,7 @@ from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
 from amphora_agent.octavia_api_v1 import host_routes, routes
 from amphora_agent.octavia_api_v1.amphora import OctaviaAmphora
 from amphora_agent.paths import Paths
-from amphora_agent.responder.responder_daemon import Launcher
+from amphora_agent.responder.responder_daemon import ResponderDaemon
 from amphora_agent.services.connect import connect_service_manager
 from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
 from amphora_agent.stats.active_sender import ActiveSender, Sender
@@ -68,7 +68,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         )
 
     sender = ActiveSender(octavia_settings.stored(settings, paths), sender_for)
-    responder = Launcher(paths, services, inner, RESPONDER_PORT)
+    responder = ResponderDaemon(paths, services, inner, RESPONDER_PORT)
     keepalived = Keepalived(paths, services, inner)
     vrrp_state = VrrpState(inner, lambda: applier.elected, changed=sender.send_now)
 
@@ -78,7 +78,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     serving = VirtualServing(virtual)
     applier = Applier(
-        settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.tell, virtual=serving
+        settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.set_targets, virtual=serving
     )
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.elected)
     app = Flask("amphora_agent")
@@ -112,7 +112,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     return app
 
 
-def _serve_confirmed(applier: Applier, responder: Launcher) -> bool:
+def _serve_confirmed(applier: Applier, responder: ResponderDaemon) -> bool:
     responder.wait(RESPONDER_SECONDS)
     return applier.apply_confirmed()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent answers to HAProxy itself: metrics for scrapers, and whether a member answers a ping."""
+"""The responder: a daemon that gives HAProxy the metrics for scrapers and the results of pings."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The responder's process.
+"""The process of the responder.
 
-Invariant: it needs nobody: not the agent, and of Python only the standard library, of that as little as can be. It
-runs in HAProxy's namespace. SIGHUP has it execute itself anew, with whatever sources are there by then; nobody who
-asks notices: the listening socket and all open connections go on to the successor.
+Invariant: the process does not need the agent, and imports little of the standard library only. It runs in HAProxy's
+namespace. At SIGHUP it executes the present sources; the listening socket and all open connections pass to the new
+program, so that no request fails.
 
     python -I -S __main__.py PORT STATS-SOCKET PINGS-FILE SUMS-FILE [DESCRIPTOR]
 
-DESCRIPTOR is a file in memory that a predecessor wrote.
+DESCRIPTOR is a file in memory that the former program wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-# Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
+# The program is started by its path: -I and -S save a megabyte, and leave the package out of the search path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -28,8 +28,8 @@ from amphora_agent.responder.ping_targets import Targets
 
 
 def main() -> None:
-    """Serve until told to end."""
-    # Blocked before there are threads, and across the change to a successor: none of the two is ever lost.
+    """Serve until SIGTERM; replace the program at SIGHUP."""
+    # The signals are blocked before any thread exists and across execve(2), so that none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]
@@ -37,8 +37,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # Both sockets have their places beside HAProxy's main one (amphora_agent/paths.py): other arguments would
-        # keep a responder of an older version from being replaced without a gap.
+        # The other two sockets are beside HAProxy's main socket (amphora_agent/paths.py). Additional arguments would
+        # prevent the replacement of an older responder without a gap.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),
@@ -49,19 +49,19 @@ def main() -> None:
     if signal.sigwait({signal.SIGTERM, signal.SIGHUP}) == signal.SIGTERM:
         responder.close()
         return
-    descriptor = _leave(*responder.hand_over())
+    descriptor = _save(*responder.hand_over())
     words = sys.orig_argv[: len(sys.orig_argv) - len(left)]
     os.execv(sys.executable, [sys.executable, *words[1:], str(descriptor)])  # noqa: S606 (without a shell)
 
 
 def _worker(place: str, main: str) -> Socket:
-    """HAProxy's socket for questions. One that was configured by an older agent has only the main one."""
+    """Return HAProxy's socket for metrics, or the main socket if an older agent configured HAProxy."""
     own = f"{place}/metrics.sock"
     return Socket(own if os.path.exists(own) else main)  # noqa: PTH110 (pathlib is a megabyte)
 
 
-def _leave(listener: socket.socket | None, waiting: list[Waiting]) -> int:
-    """Write down what a successor is to go on with; the number of the file."""
+def _save(listener: socket.socket | None, waiting: list[Waiting]) -> int:
+    """Write the open sockets for the new program; return the descriptor of the file."""
     lines = []
     for one, received in ([(listener, b"")] if listener is not None else []) + list(waiting):
         one.set_inheritable(True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a responder runs.
+"""The version of the code that a responder runs.
 
-Invariant: two responders whose versions are equal were started from the same sources and the same Python.
+Invariant: two responders with equal versions were started from the same sources and the same Python.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from zlib import crc32
 
 _SUMS = ("stats/__init__.py", "stats/stat_columns.py", "stats/former_workers.py")
-# What the responder imports from elsewhere; a test compares.
+# Files outside this package that the responder imports; a unit test compares.
 ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_SUMS)
 
 
 def version() -> str:
-    """A checksum of the sources as they are now; not a digest, whose library would be a third of all memory."""
+    """Return a checksum of the present sources. The library of a digest would cost a third of all memory."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib is a megabyte)
     own = sorted(entry.path for entry in os.scandir(here) if entry.name.endswith(".py"))
     total = crc32(sys.version.encode())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small HTTP server for HAProxy alone: `GET /`, `GET /metrics` and `GET /ping/<member id>`.
+"""A small HTTP server for HAProxy: `GET /`, `GET /metrics` and `GET /ping/<member id>`.
 
-Invariant: it listens on the loopback of the inner namespace and nowhere else. One thread does all but writing
-metrics: a ping that waits costs a socket, not a thread, and is forgotten when HAProxy closes it. If anything goes
-wrong, everything is closed and begun again. Whoever has asked when a successor takes over is answered by it.
+Invariant: the server listens on the loopback of the inner namespace only. One thread does all work except metrics: a
+waiting ping costs a socket, not a thread, and ends when HAProxy closes it. After an unexpected error all sockets are
+closed and opened again. A new program continues open requests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# The monitor's time-out is HAProxy's business: it closes the connection. This is for whoever does not.
+# HAProxy closes the connection at the monitor's time-out. This limit is for other clients.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# HAProxy lets fewer through at a time; during a reload there are two of it.
+# HAProxy allows fewer at a time; during a reload two HAProxy workers exist.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -34,11 +34,11 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# For browsers that open the listener's address. Prometheus never asks for it.
+# The answer to a browser. Prometheus does not ask for it.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# An open connection, and what it has said so far.
+# An open connection and the bytes received so far.
 Waiting = tuple[socket.socket, bytes]
-# Opens sockets in the namespace that HAProxy is in.
+# Opens sockets in HAProxy's namespace.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {
     200: "OK",
@@ -51,7 +51,7 @@ _REASONS = {
 
 
 class Exchange:
-    """One connection of HAProxy's, from its request to our answer."""
+    """One connection of HAProxy, from its request to the answer."""
 
     __slots__ = ("deadline", "mark", "received", "socket")
 
@@ -63,17 +63,19 @@ class Exchange:
 
 
 class Responder:
-    """The threads. `start` returns at once; until namespace and port are there, nobody is answered.
+    """The server with its threads. `start` returns at once; the server answers when it has its port.
 
     Args:
-        inside: calls a function with arguments in HAProxy's namespace and returns what it returns.
+        inside: calls a function in HAProxy's namespace and returns its result.
+        port: the port of the server.
         scrape: asks HAProxy and returns the metrics in parts; raises AgentError.
-        targets: by member, the address that is to answer its pings.
-        version: what `GET /version` says.
-        listener: of a predecessor, which had the same port; `waiting` are the connections that it left.
+        targets: returns the address to ping, by member.
+        version: the answer to `GET /version`.
+        listener: the listening socket of the former program.
+        waiting: the open connections of the former program.
 
     Attributes:
-        trouble: why nobody is answered at the moment; empty if all is well.
+        last_error: the reason why the server does not answer; empty while it answers.
     """
 
     def __init__(
@@ -95,36 +97,36 @@ class Responder:
         self._inherited = listener
         self._waiting = waiting or []
         self._handing_over = False
-        self._ending = threading.Event()
+        self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._scrapes: set[socket.socket] = set()
-        self.trouble = ""
+        self.last_error = ""
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """End the threads; whoever waits for an answer is left without one."""
-        self._end()
+        """Stop the threads; open requests get no answer."""
+        self._stop()
         for one in list(self._scrapes):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
     def hand_over(self) -> tuple[socket.socket | None, list[Waiting]]:
-        """End the threads and close nothing that a successor needs: the listener, if there is one, and who waits.
+        """Stop the threads; return the listener and the open connections for the new program.
 
-        Scrapes are told to their ends before.
+        Open scrapes are finished first.
         """
         deadline = time.monotonic() + SEND_SECONDS
         while self._scrapes and time.monotonic() < deadline:
-            time.sleep(0.01)  # happens once in the life of a version
+            time.sleep(0.01)  # happens once for each version
         self._handing_over = True
-        self._end()
+        self._stop()
         return self._inherited, self._waiting
 
-    def _end(self) -> None:
-        self._ending.set()
+    def _stop(self) -> None:
+        self._stopping.set()
         self._wake.send(b".")
         if self._thread.is_alive():
             self._thread.join()
@@ -132,64 +134,64 @@ class Responder:
         self._woken.close()
 
     def _run(self) -> None:
-        while not self._ending.is_set():
+        while not self._stopping.is_set():
             try:
-                with self._desk() as desk:
-                    self.trouble = ""
-                    while not self._ending.is_set():
-                        desk.serve()
+                with self._open_session() as session:
+                    self.last_error = ""
+                    while not self._stopping.is_set():
+                        session.serve()
                     if self._handing_over:
-                        self._inherited, self._waiting = desk.leave()
-            except Exception as error:  # noqa: BLE001 (a monitor without its answers takes every member for down)
-                self._tell(error)
-                self._ending.wait(_RETRY_SECONDS)
+                        self._inherited, self._waiting = session.leave()
+            except Exception as error:  # noqa: BLE001 (without answers HAProxy reports each pinged member as down)
+                self._report(error)
+                self._stopping.wait(_RETRY_SECONDS)
 
-    def _desk(self) -> _Desk:
+    def _open_session(self) -> _Session:
         pinger, listener = self._inside(_open, self._port, self._inherited)
         self._inherited, waiting, self._waiting = None, self._waiting, []
-        desk = _Desk(pinger, listener, self._woken, self._answer_scrape, self._targets, self._version)
+        session = _Session(pinger, listener, self._woken, self._answer_scrape, self._targets, self._version)
         for connection, received in waiting:
-            desk.adopt(connection, received)
-        return desk
+            session.adopt(connection, received)
+        return session
 
-    def _tell(self, error: Exception) -> None:
-        """Say it once, however often it comes."""
+    def _report(self, error: Exception) -> None:
+        """Log an error once, also if it repeats."""
         text = f"{type(error).__name__}: {error}"
-        if text != self.trouble:
-            _complain(f"begins again: {text}", unforeseen=not isinstance(error, (OSError, AgentError)))
-        self.trouble = text
+        if text != self.last_error:
+            _log(f"opening all sockets again after: {text}", unexpected=not isinstance(error, (OSError, AgentError)))
+        self.last_error = text
 
     # -- metrics --------------------------------------------------------------------------------------------
 
     def _answer_scrape(self, connection: socket.socket, version: str) -> None:
-        """Have a thread of its own answer: the scraper may be slow."""
+        """Answer in a separate thread, because a scraper may be slow."""
         if len(self._scrapes) >= MOST_SCRAPES:
             with connection, suppress(OSError):
-                _say(connection, 503, f"{MOST_SCRAPES} scrapes are being answered already")
+                _send_text(connection, 503, f"{MOST_SCRAPES} scrapes are in progress")
             return
         self._scrapes.add(connection)
-        threading.Thread(target=self._tell_metrics, args=(connection, version), name="scrape", daemon=True).start()
+        threading.Thread(target=self._send_metrics, args=(connection, version), name="scrape", daemon=True).start()
 
-    def _tell_metrics(self, connection: socket.socket, version: str) -> None:
+    def _send_metrics(self, connection: socket.socket, version: str) -> None:
         try:
             connection.settimeout(SEND_SECONDS)
             try:
                 parts = self._scrape()
             except AgentError as error:
-                _say(connection, 503, str(error))
+                _send_text(connection, 503, str(error))
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
-            pass  # the scraper went away
-        except Exception as error:  # noqa: BLE001 (there is nobody else to hear of it)
-            _complain(f"a scrape failed: {type(error).__name__}: {error}", unforeseen=True)
+            pass  # the scraper closed the connection
+        except Exception as error:  # noqa: BLE001 (this thread has no caller)
+            _log(f"a scrape failed: {type(error).__name__}: {error}", unexpected=True)
         finally:
             self._scrapes.discard(connection)
             connection.close()
 
 
-class _Desk:
-    """The sockets of one round, and the exchanges that are open."""
+class _Session:
+    """The sockets and open requests between two errors."""
 
     def __init__(
         self,
@@ -210,48 +212,48 @@ class _Desk:
         self._selector.register(woken, selectors.EVENT_READ, lambda: None)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for family, one in self._pinger.sockets.items():
-            self._selector.register(one, selectors.EVENT_READ, partial(self._hear, family))
+            self._selector.register(one, selectors.EVENT_READ, partial(self._receive_echo, family))
 
-    def __enter__(self) -> _Desk:
+    def __enter__(self) -> _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()  # nothing is left of it after `leave`
+        self._listener.close()  # after `leave` this closes a duplicate only
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
         self._pinger.close()
         self._selector.close()
 
     def leave(self) -> tuple[socket.socket, list[Waiting]]:
-        """What a successor needs; none of it is ours any more."""
+        """Return the sockets for the new program; this process does not use them any more."""
         waiting = [(self._drop(exchange), exchange.received) for exchange in list(self._open.values())]
         listener = self._listener.dup()
         return listener, waiting
 
     def adopt(self, connection: socket.socket, received: bytes) -> None:
-        """Go on with what a predecessor has begun: the question is asked once more."""
+        """Continue a request of the former program: its ping is sent again."""
         exchange = self._begin(connection)
         exchange.received = received
         if b"\r\n\r\n" in received:
             self._handle(exchange)
 
     def serve(self) -> None:
-        """Wait for something to happen and see to it."""
+        """Wait for events and handle them."""
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
-                if self._open.get(key.fd) is key.data:  # an event before this one may have ended it
+                if self._open.get(key.fd) is key.data:  # an earlier event may have closed it
                     self._read(key.data)
             else:
                 key.data()
 
     def _expire(self) -> float | None:
-        """Answer those that have waited too long; the seconds until the next one will have."""
+        """Answer expired requests; return the seconds until the next expiry."""
         now = time.monotonic()
         while self._open:
             first = next(iter(self._open.values()))
             if first.deadline > now:
                 return first.deadline - now
-            self._answer(first, 503, f"nothing within {LONGEST_SECONDS:.0f} s")
+            self._answer(first, 503, f"no echo within {LONGEST_SECONDS:.0f} s")
         return None
 
     def _accept(self) -> None:
@@ -260,7 +262,7 @@ class _Desk:
         except (BlockingIOError, ConnectionAbortedError):
             return
         while len(self._open) >= self._most:
-            self._answer(next(iter(self._open.values())), 503, "too many wait")
+            self._answer(next(iter(self._open.values())), 503, "too many requests are open")
         self._read(self._begin(connection))
 
     def _begin(self, connection: socket.socket) -> Exchange:
@@ -281,23 +283,23 @@ class _Desk:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            return  # it has asked already
+            return  # it has sent its request already
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
             self._handle(exchange)
         elif len(exchange.received) >= _LARGEST_REQUEST:
-            self._answer(exchange, 431, "no end of the request's head")
+            self._answer(exchange, 431, "the request headers are too long")
 
     def _handle(self, exchange: Exchange) -> None:
         words = exchange.received.partition(b"\r\n")[0].decode("latin-1").split(" ")
         if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
-            self._answer(exchange, 400, "no request of HTTP/1")
+            self._answer(exchange, 400, "this is not an HTTP/1 request")
             return
         method, (path, *_), version = words[0], words[1].split("?"), words[2]
         if path not in ("/", "/metrics", "/version") and not path.startswith(_PING):
-            self._answer(exchange, 404, "there is only /metrics")
+            self._answer(exchange, 404, "the only path is /metrics")
         elif method != "GET":
-            self._answer(exchange, 405, "GET is all there is", "Allow: GET\r\n")
+            self._answer(exchange, 405, "the only method is GET", "Allow: GET\r\n")
         elif path == "/":
             self._answer(exchange, 200, _FRONT)
         elif path == "/metrics":
@@ -310,26 +312,26 @@ class _Desk:
     def _ping(self, exchange: Exchange, member: str) -> None:
         address = self._targets().get(member)
         if address is None:
-            self._answer(exchange, 404, "no such member is to be pinged")
+            self._answer(exchange, 404, "this member is not pinged")
             return
         try:
             exchange.mark = self._pinger.send(address, exchange)
         except OSError as error:
-            self._answer(exchange, 503, f"no echo can be sent: {error}")
+            self._answer(exchange, 503, f"cannot send an echo request: {error}")
 
-    def _hear(self, family: socket.AddressFamily) -> None:
+    def _receive_echo(self, family: socket.AddressFamily) -> None:
         exchange = self._pinger.receive(family)
         if isinstance(exchange, Exchange):
-            self._answer(exchange, 200, "it answers")
+            self._answer(exchange, 200, "the member answers")
 
     def _answer(self, exchange: Exchange, status: int, text: str, head: str = "") -> None:
         connection = self._drop(exchange)
         with suppress(OSError):
-            _say(connection, status, text, head)
+            _send_text(connection, status, text, head)
         connection.close()
 
     def _drop(self, exchange: Exchange) -> socket.socket:
-        """Forget an exchange; its connection is the caller's."""
+        """Remove a request; the caller owns its connection."""
         self._selector.unregister(exchange.socket)
         del self._open[exchange.socket.fileno()]
         if exchange.mark is not None:
@@ -350,7 +352,7 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # A connection is there to accept when its request is: one event for it instead of two.
+        # The kernel reports a connection together with its request: one event instead of two.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)
@@ -361,10 +363,10 @@ def _listen(port: int) -> socket.socket:
     return opened
 
 
-def _complain(text: str, *, unforeseen: bool) -> None:
-    """Tell the service manager's log; for what was not foreseen, with the place where it happened."""
-    if unforeseen:
-        import traceback  # noqa: PLC0415 (seldom needed, and paid for in memory)
+def _log(text: str, *, unexpected: bool) -> None:
+    """Write to the log of the service manager; an unexpected error with its traceback."""
+    if unexpected:
+        import traceback  # noqa: PLC0415 (rarely needed, and costs memory)
 
         text = f"{text}\n{traceback.format_exc()}"
     sys.stderr.write(f"responder: {text}\n")
@@ -372,7 +374,7 @@ def _complain(text: str, *, unforeseen: bool) -> None:
 
 
 def _room() -> int:
-    """How many connections may be open; half of the process's files at the most, which may be more from now on."""
+    """Return the limit of open connections: half of the process's files. Raises the limit of files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -381,7 +383,7 @@ def _room() -> int:
     return MOST_OPEN if soft == resource.RLIM_INFINITY else min(MOST_OPEN, soft // 2)
 
 
-def _say(connection: socket.socket, status: int, text: str, head: str = "") -> None:
+def _send_text(connection: socket.socket, status: int, text: str, head: str = "") -> None:
     body = f"{text}\n".encode()
     connection.sendall(
         f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain; charset=utf-8\r\n{head}"
@@ -391,10 +393,10 @@ def _say(connection: socket.socket, status: int, text: str, head: str = "") -> N
 
 
 def _stream(connection: socket.socket, parts: Iterator[str], *, chunked: bool) -> None:
-    """Send parts as they are made. Without chunks, which HTTP/1.0 does not know, the end of the connection is theirs.
+    """Send the parts as they are made. HTTP/1.0 has no chunks: the connection ends after the last part.
 
     Raises:
-        TimeoutError: the scraper takes them too slowly.
+        TimeoutError: the scraper reads too slowly.
     """
     deadline = time.monotonic() + LONGEST_SECONDS
     coding = "Transfer-Encoding: chunked\r\n" if chunked else ""

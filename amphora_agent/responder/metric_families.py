@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics that dashboards for Octavia know, and where HAProxy's answers hold them.
+"""The metrics of PROMETHEUS listeners, and their columns in HAProxy's answers.
 
-Invariant: a name is here if and only if it is one of those that Octavia has documented since PROMETHEUS listeners
-exist; people's dashboards and alarms are written with them. What HAProxy counts besides stays out.
+Invariant: the names are exactly those that Octavia documents for PROMETHEUS listeners, because dashboards and alarms
+use them. Other counters of HAProxy are not included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Subject(Enum):
-    """What a metric is about. The value is the row type in HAProxy's answer to `show stat`."""
+    """The object of a metric. The value is the row type in HAProxy's answer to `show stat`."""
 
     LISTENER = "0"
     POOL = "1"
@@ -31,9 +31,9 @@ _OF_HTTP |= frozenset(("comp_in", "comp_out", "comp_byp", "comp_rsp"))
 
 
 class Family:
-    """One metric: ``column`` is its key in `show info`, or its column in `show stat`. Nobody changes one.
+    """One metric, immutable: ``column`` is its key in `show info` or its column in `show stat`.
 
-    It is no dataclass: that module alone takes a megabyte of the responder's memory.
+    It is not a dataclass: that module costs a megabyte of the responder's memory.
     """
 
     __slots__ = ("column", "meaning", "name")
@@ -45,18 +45,18 @@ class Family:
 
     @property
     def head(self) -> str:
-        """What comes once before all its samples."""
+        """The HELP and TYPE lines."""
         kind = "counter" if self.name.endswith("_total") else "gauge"
         return f"# HELP {self.name} {self.meaning}\n# TYPE {self.name} {kind}\n"
 
     @property
     def in_milliseconds(self) -> bool:
-        """HAProxy tells milliseconds; the metric is in seconds."""
+        """Whether HAProxy reports milliseconds; the metric is in seconds."""
         return self.column in _MILLISECONDS
 
     @property
     def of_http(self) -> bool:
-        """It says nothing of a listener or pool that only passes bytes on."""
+        """Whether the metric exists only for objects in HTTP mode."""
         return self.column in _OF_HTTP
 
 
@@ -95,7 +95,7 @@ _MEMORY = (
     ("used_bytes", "PoolUsed_bytes", "Memory in use in HAProxy's pools"),
     ("failures_total", "PoolFailed", "Failures to take memory for HAProxy's pools"),
 )
-# The letters say whom a row is for: listeners, pools, members.
+# The letters name the objects that have the metric: listeners, pools, members.
 _STATISTICS = (
     ("LPM", "status", STATUS, "State: 1 for the present one, 0 for the others"),
     ("LPM", "current_sessions", "scur", "Sessions that are open"),

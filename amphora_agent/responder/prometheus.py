@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's statistics as Prometheus wants them, under the names that dashboards for Octavia know.
+"""HAProxy's statistics in the Prometheus text format, under the metric names of Octavia.
 
-Invariant: the samples are those of HAProxy's own exporter, renamed: same labels but their names, same values. Means of
-times are better ones: the exporter of 2.6 divides by 1024 requests before there were as many.
+Invariant: the samples have the values of HAProxy's own exporter under other names and label names. Mean times are more
+exact: the exporter of 2.6 divides by 1024 also before 1024 requests.
 
-All of it is made from the CSV of the stats socket: for a thousand members that is 0.4 MB where the exporter's answer
-is 12 MB, of which most would be thrown away.
+The source is the CSV of the stats socket: 0.4 MB for a thousand members, where the exporter's answer has 12 MB.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from amphora_agent.responder.metric_families import (
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Said here once more, and compared by a test: the modules that say it first would double the responder's memory.
+# A copy of constants of other modules, compared by a test: their import would double the responder's memory.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -43,23 +42,22 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# By the first word of HAProxy's status; all others ("OPEN", "FULL", "no check" …) are UP.
+# By the first word of HAProxy's status. All other words ("OPEN", "FULL", "no check" …) mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
 
 def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
-    """Ask HAProxy, and return what a scraper is told, family by family.
+    """Ask HAProxy and return the text of a scrape, one part for each metric.
 
     Args:
         sums: the path of the file with the counters of former workers (`amphora_agent.stats.former_workers`); empty if
             there are none.
-        others: the path of the socket of who knows the listeners that HAProxy does not serve
-            (`amphora_agent.l4.stat_rows`); nobody may be there.
+        others: the path of the socket of the L4 daemon (`amphora_agent.l4.stat_rows`), which may not run.
 
     Raises:
-        HaproxyError: it does not answer, or it is not known what came before. To leave that out would look like
-            counters that begin again: a scrape that fails does less harm.
+        HaproxyError: HAProxy does not answer, or the counters of former workers are not known. Without them counters
+            would seem to restart at zero; a failed scrape does less harm.
     """
     if not sums:
         return exposition(_ask(worker), load=_load(), memory=_memory(), others=_ask_others(others))
@@ -70,12 +68,14 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if found is not None and f"\nPid: {found.present}\n" in answer:
             return exposition(answer, load=_load(), memory=_memory(), before=found, others=_ask_others(others))
         if time.monotonic() > deadline:
-            raise HaproxyError("read HAProxy's statistics", "it was not said what its earlier workers have counted")
-        time.sleep(_POLL_SECONDS)  # the agent looks once a second, and right after a reload
+            raise HaproxyError(
+                "read HAProxy's statistics", "the agent has not written the counters of its former workers"
+            )
+        time.sleep(_POLL_SECONDS)  # the agent writes each second, and after a reload
 
 
 def _ask_others(path: str) -> str:
-    """Rows of virtual servers; none where there are none, or nobody answers."""
+    """Return the rows of UDP and SCTP listeners; empty without an answer of the L4 daemon."""
     if not path or not os.path.exists(path):  # noqa: PTH110 (pathlib is a megabyte)
         return ""
     try:
@@ -93,12 +93,12 @@ def _read_sums(path: str) -> FormerWorkers | None:
 
 
 def _ask(worker: Socket) -> str:
-    """Ask until a worker that stays answers all of it.
+    """Ask until a worker that is not stopping gives a complete answer.
 
-    One that is being replaced calls its listeners stopped, and may end in the middle of its answer. The next one is
-    there already when that happens.
+    A stopping worker reports its listeners as stopped, and may end in the middle of its answer. Its successor listens
+    already at this time.
     """
-    error = HaproxyError("read HAProxy's statistics", "its worker is leaving")
+    error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
     for _ in range(_ATTEMPTS):
         try:
             answer = worker.ask(QUESTION)
@@ -115,7 +115,7 @@ def _load() -> float:
 
 
 def _memory() -> float:
-    """The percentage of the machine's memory that nobody could have any more (proc(5), meminfo)."""
+    """Return the percentage of the machine's memory that is not available (proc(5), meminfo)."""
     with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
         sizes = {words[0]: int(words[1]) for words in map(str.split, file) if len(words) > 1}
     total = sizes["MemTotal:"]
@@ -125,11 +125,14 @@ def _memory() -> float:
 def exposition(
     answer: str, *, load: float, memory: float, before: FormerWorkers | None = None, others: str = ""
 ) -> Iterator[str]:
-    """Translate the answer to `QUESTION`; each part is the whole of a family.
+    """Translate the answer to `QUESTION`; each part is one metric with all samples.
 
     Args:
-        before: what is added to counters.
-        others: more rows, under a line with some of the columns' names.
+        answer: the text of HAProxy.
+        load: the load of the machine in percent.
+        memory: the used memory in percent.
+        before: counters of former workers, which are added.
+        others: more rows, under a line with the names of their columns.
     """
     yield f"{CPU.head}{CPU.name} {load:.1f}\n{MEMORY.head}{MEMORY.name} {memory:.1f}\n"
     info, _, table = answer.partition("# pxname,")
@@ -147,7 +150,7 @@ def exposition(
 
 
 def _read(table: str) -> tuple[dict[str, int], dict[Subject, list[_Row]]]:
-    """The columns' places and the rows that are not about sections of our own."""
+    """Return the places of the columns, and the rows without those of the agent's own sections."""
     head, *lines = table.partition("\n\n")[0].split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *head.split(",")))}
     rows: dict[str, list[_Row]] = {subject.value: [] for subject in Subject}
@@ -161,7 +164,7 @@ def _read(table: str) -> tuple[dict[str, int], dict[Subject, list[_Row]]]:
 
 
 def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) -> None:
-    """Rows of others than HAProxy, in its columns."""
+    """Add rows of the L4 daemon in HAProxy's columns."""
     head, *lines = others.split("\n")
     names = head.split(",")
     for line in filter(None, lines):
@@ -170,10 +173,10 @@ def _add(others: str, columns: dict[str, int], rows: dict[Subject, list[_Row]]) 
 
 
 class _Part:
-    """The rows that the samples of a family are made from.
+    """The rows for the samples of a metric.
 
-    A thousand members have fifty thousand samples, so the lines of a family are joined from lists of their parts, by
-    few operations on whole lists instead of several on each line.
+    A thousand members have fifty thousand samples. The lines of a metric are joined from lists of their parts: few
+    operations on lists instead of several on each line.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's side of the responder: start it, replace it when its code changed, tell it whom to ping.
+"""The agent's side of the responder: start, replacement after a change of its code, ping targets.
 
-Invariant: the responder outlives the agent. Nothing here ends it but a change of how it is started; an agent
-that begins, or knows nothing yet, leaves it what it has.
+Invariant: the responder outlives the agent. Only a change of its command line stops it. An agent that starts does not
+change the ping targets before it applies a bundle.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# Its predecessor may have to tell scrapes to their ends first.
+# The former program finishes open scrapes first.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
-class Launcher:
-    """Sees to it that there is a responder."""
+class ResponderDaemon:
+    """Starts the responder and keeps its code current."""
 
     def __init__(self, paths: Paths, services: ServiceManager, inner: Namespace, port: int) -> None:
         self._paths = paths
         self._services = services
         self._inner = inner
         self._port = port
-        self._told: str | None = None
+        self._written: str | None = None
         self._ready = threading.Event()
 
-    def tell(self, pings: Mapping[str, object]) -> None:
-        """Have these members pinged from now on, and no others.
+    def set_targets(self, pings: Mapping[str, object]) -> None:
+        """Set the members to ping.
 
         Raises:
-            OSError: there is no room for the file.
+            OSError: the file cannot be written.
         """
         text = ping_targets.text_of(pings)
-        if text != self._told:
-            write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder is a user of its own
-            self._told = text
+        if text != self._written:
+            write_atomically(self._paths.pings, text, durable=False, mode=0o644)  # the responder runs as another user
+            self._written = text
 
     def start(self) -> None:
-        """Begin to see to it, in a thread of its own."""
+        """Start the responder in a thread, with retries."""
         threading.Thread(target=self._keep_trying, name="responder", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it answers. Before that, HAProxy would take pinged members for down."""
+        """Wait until the responder answers. Before that, HAProxy would report pinged members as down."""
         return self._ready.wait(seconds)
 
     def _keep_trying(self) -> None:
@@ -74,17 +74,17 @@ class Launcher:
                 return
 
     def ensure(self) -> None:
-        """Return when a responder answers that runs the code that is here.
+        """Start the responder, replace one with other code, and wait for its answer.
 
         Raises:
-            AgentError: there is none.
+            AgentError: no responder answers.
         """
         wanted = version()
         self._start()
         present = self._await(None)
         self._ready.set()
         if present != wanted:
-            _log.info("The responder is replaced: it runs %s, this is %s", present, wanted)
+            _log.info("Replacing the responder: it runs code version %s, the sources have %s", present, wanted)
             self._services.signal(SERVICE, signal.SIGHUP)
             self._await(wanted)
 
@@ -95,11 +95,11 @@ class Launcher:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            self._services.stop(SERVICE)  # another Python, or another place: no way to go on with what is there
+            self._services.stop(SERVICE)  # other arguments (another Python or path) need a new process
             self._services.start(SERVICE, argv, inner=True)
 
     def _await(self, wanted: str | None) -> str:
-        """Ask for its version until it is this one; None: until there is an answer at all."""
+        """Poll the version until it is `wanted`; with None until any answer."""
         deadline = time.monotonic() + REPLACEMENT_SECONDS
         while True:
             found = self._inner.run(ask_version, self._port)
@@ -108,12 +108,16 @@ class Launcher:
             if time.monotonic() > deadline:
                 said = self._services.log(SERVICE)
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
-                raise ServiceError("start the responder", why, "Pinged members are taken for down without it.")
-            time.sleep(_POLL_SECONDS)  # it announces itself to nobody
+                raise ServiceError(
+                    "start the responder",
+                    why,
+                    "Without it HAProxy reports pinged members as down. See the log of the service.",
+                )
+            time.sleep(_POLL_SECONDS)  # the responder sends no notification
 
 
 def ask_version(port: int) -> str | None:
-    """Which code the responder runs, asked in its namespace; None if it does not answer."""
+    """Return the version of the responder's code; None without an answer. Runs in its namespace."""
     connection = http.client.HTTPConnection(http_server.ADDRESS, port, timeout=ANSWER_SECONDS)
     with suppress(OSError, http.client.HTTPException):
         try:

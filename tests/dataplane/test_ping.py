@@ -300,7 +300,7 @@ def test_it_waits_for_its_port(network):
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()
     try:
-        eventually(lambda: "in use" in made.trouble, "it says that it cannot listen")
+        eventually(lambda: "in use" in made.last_error, "it says that it cannot listen")
         occupied.close()
         eventually(lambda: client(connects), "it listens")
         assert client(ping, MEMBER) == 200
