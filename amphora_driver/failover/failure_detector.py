@@ -221,7 +221,7 @@ class FailureDetector:
         begun = self._database.read(lambda connection: silent_amphorae.load_recent_failovers(connection, self._history))
         now = time.monotonic()
         for load_balancer_id, known in begun.items():
-            self._backoff.restore(load_balancer_id, known.ages, known.there, now)
+            self._backoff.restore(load_balancer_id, known.ages, known.present, now)
         self._window = SilenceWindow(self._breaker_limits.window)
         self._in_progress.clear()
         self._trial = None
@@ -232,9 +232,9 @@ class FailureDetector:
         remaining = None if row.trial_at is None else row.trial_at - snapshot.at
         state = BreakerState(row.state)
         self._breaker = rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
-        if state is BreakerState.TRIAL and snapshot.going:
+        if state is BreakerState.TRIAL and snapshot.unserved:
             # The newest fail-over is the trial: the next one waits for its end.
-            self._trial = max(snapshot.going, key=lambda one: one.id).load_balancer_id, now
+            self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
         known = {one.amphora_id: one for one in snapshot.amphorae}
@@ -343,12 +343,12 @@ class FailureDetector:
     def _permit(
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
-        self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.going}
+        self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
         # A fail-over that does not end blocks the others for no longer than one boot.
         recent = {
-            one.load_balancer_id for one in snapshot.going if now - self._in_progress[one.id] < self._boot_timeout
+            one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
-        in_progress = {one.load_balancer_id for one in snapshot.going}
+        in_progress = {one.load_balancer_id for one in snapshot.unserved}
         if self._trial is not None and self._trial[0] not in in_progress and self._observed_long_enough(now):
             LOG.warning("trial fail-over of load balancer %s succeeded, the next one may begin", self._trial[0])
             self._trial = None

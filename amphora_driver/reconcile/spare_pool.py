@@ -84,8 +84,8 @@ class Sparing:
             spec=spec,
             number=number if users else 0,
             users=users,
-            heard=spare_pools.last_heartbeat_at(connection),
-            sees=_sees(circuit_breaker.read_breaker_rows(connection)),
+            last_heartbeat_at=spare_pools.last_heartbeat_at(connection),
+            detection_works=_sees(circuit_breaker.read_breaker_rows(connection)),
         )
 
     def judged(self, wanted: steps.Wanted) -> steps.Wanted:

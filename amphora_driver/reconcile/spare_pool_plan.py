@@ -81,7 +81,7 @@ def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str
     They are given up one by one, each when the one before has been replaced. Where we are the ones who are deaf, or
     many fall silent at once, nobody is.
     """
-    if not stock.sees or len(live) < stock.number or any(one.state is State.BOOTING for one in live):
+    if not stock.detection_works or len(live) < stock.number or any(one.state is State.BOOTING for one in live):
         return None
     found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, stock, one) > _LOST]
     return max(found, key=lambda one: _silent_for(wanted, stock, one)).id if found else None
@@ -93,7 +93,7 @@ def _silent_for(wanted: Wanted, stock: SparePoolState, one: Amphora) -> float:
     It is compared with when anybody was heard last: the clocks of those who listen are not the database's.
     """
     if one.heard_at is not None:
-        return (stock.heard or 0.0) - one.heard_at
+        return (stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else wanted.now - one.booted_at
 
 

@@ -209,7 +209,7 @@ def load_children(connection: sa.Connection, parent: str, kind: Kind) -> dict[st
 
 
 def load_member_context(connection: sa.Connection, member: Member) -> tuple[list[str], list[str]]:
-    """Return the ids of the listeners that use a member's pool, and of members with the same address and port.
+    """Return ids of listeners that use a member's pool, and of members with its address and port.
 
     The database searches the bodies as text: reading all bodies would cost a thousand times more.
     """
@@ -321,9 +321,9 @@ def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
 def load_changes_since(
     connection: sa.Connection, load_balancer_id: str, generation: int
 ) -> tuple[int, list[ObjectChange]]:
-    """Return the number of a load balancer's objects, and the changes since a generation, which is included.
+    """Return the number of a load balancer's objects, and the changes since a generation.
 
-    Purged rows are not among the changes: only the number shows them.
+    Changes of the generation itself are included. Purged rows are not among the changes: only the number shows them.
     """
     rows = connection.execute(_SINCE, {"of": load_balancer_id, "known": generation}).all()
     changes = []
@@ -356,7 +356,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
 
 
 def refresh_object(connection: sa.Connection, generation: int, node: LoadBalancer | Listener | Pool) -> bool:
-    """Update a recorded object with the attributes read from Octavia; return False if it is removed."""
+    """Update a recorded object with attributes read from Octavia; return False if it is removed."""
     row = connection.execute(_ONE, {"of": node.id, "of_kind": kind_of(node).value}).first()
     if row is None:
         return False
@@ -392,7 +392,7 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
 
 
 def list_ancestors(connection: sa.Connection, node: Node) -> list[tuple[Kind, str]]:
-    """Return the objects Octavia sets PENDING_UPDATE together with this one: pool, policy, listeners that use it."""
+    """Return the pool, policy and listeners that Octavia sets PENDING_UPDATE together with this object."""
     kind, parent = kind_of(node), str(parent_id(node))
     if kind in (Kind.MEMBER, Kind.HEALTH_MONITOR):
         users = users_of_pool(connection, parent)

@@ -274,10 +274,8 @@ class RequestRecorder:
             desired_objects.update_objects(connection, generation, changed)
             desired_objects.mark_removed(connection, generation, gone)
             # Octavia sets every member of the request PENDING, also unchanged ones.
-            touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before] + desired_objects.list_ancestors(
-                connection, pool
-            )
-            touched.append((Kind.POOL, pool_id))
+            touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before]
+            touched += [*desired_objects.list_ancestors(connection, pool), (Kind.POOL, pool_id)]
             new = [(Kind.MEMBER, node.id) for node in added]
             self._finish(connection, load_balancer_id, generation, touched, "set members", pool_id, new=new)
             return load_balancer_id
@@ -363,7 +361,10 @@ _PURGE_REQUESTS = request.delete().where(
 
 
 def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]:
-    """Increment the generation of an object's load balancer and make its job due; return its id and generation.
+    """Increment the generation of an object's load balancer and make its job due.
+
+    Returns:
+        The load balancer's id and its new generation.
 
     Raises:
         UnknownObject: nothing is recorded under this id, or it is removed.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the detector of silent amphorae reads and writes: heartbeats' places, who proves to hear, who is silent.
+"""Database access of the failure detector: heartbeats, health managers' beats, silent amphorae.
 
-Invariant: one look is one transaction, so that all of it is of one moment. `silence` rows are findings: written by the
-detector alone and only where something changed, lost without harm.
+Invariant: one transaction reads a snapshot, so it is consistent. `silence` rows are findings: only the detector writes
+them, only on a change, and their loss has no effect.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 DUTY = "detection"
-# What the detector itself begins fail-overs for.
+# Causes of automatic fail-overs.
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# Fail-overs that are looked through for those of a while ago, and load balancers in one statement.
+# Newest fail-overs that are searched for recent ones, and load balancers in one statement.
 _RECENT_ROWS, _CHUNK = 20_000, 500
-# Statuses that say that somebody is served.
+# Operating statuses of a load balancer that serves users.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 
 class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora as its rows say: `heard_at` is when it was heard last, or became ready (seconds since 1970)."""
+    """One amphora's liveness; `heard_at`: last heartbeat, or time of readiness (seconds since 1970)."""
 
     amphora_id: str
     load_balancer_id: str
@@ -48,43 +48,43 @@ class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnservedFailover(msgspec.Struct, frozen=True, kw_only=True):
-    """A fail-over nobody asked for that is not served again."""
+    """An automatic fail-over before the moment at which users are served again."""
 
     id: int
     load_balancer_id: str
 
 
 class LivenessSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look.
+    """Consistent input of one detection round.
 
     Attributes:
-        owner: who has the duty at this moment; None if nobody has.
-        epoch: grows each time somebody else gets the duty.
-        amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares look after
-            their own.
-        beats: of every health manager, how often it has proven that it hears.
-        going: fail-overs nobody asked for that go on.
-        at: when it was (seconds since 1970, by the database's clock); for people only.
+        owner: process that holds the duty now; None if no process does.
+        epoch: increases with each change of the owner.
+        amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares detect the
+            failures of their own amphorae.
+        beats: by health manager, the number of its proofs that it receives heartbeats.
+        unserved: automatic fail-overs in progress.
+        at: time of the snapshot (seconds since 1970, by the database's clock); for display only.
     """
 
     owner: str | None
     amphorae: tuple[AmphoraLiveness, ...]
     beats: dict[str, int]
-    going: tuple[UnservedFailover, ...]
+    unserved: tuple[UnservedFailover, ...]
     at: float
     epoch: int = 0
 
 
 class RecentFailovers(msgspec.Struct, frozen=True, kw_only=True):
-    """Fail-overs nobody asked for of one load balancer.
+    """Recent automatic fail-overs of one load balancer.
 
     Attributes:
-        ages: how many seconds ago they began, the newest first; those that began together are one.
-        there: amphorae that were there already when the newest began.
+        ages: seconds since their start, the newest first; fail-overs with the same start are one.
+        present: amphorae that existed before the newest one.
     """
 
     ages: tuple[float, ...]
-    there: frozenset[str]
+    present: frozenset[str]
 
 
 class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ _GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
 
 
 def load_liveness_snapshot(connection: sa.Connection) -> LivenessSnapshot:
-    """Everything the detector decides by."""
+    """Read the input of one detection round."""
     now = clock.now(connection)
     held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
@@ -128,7 +128,7 @@ def load_liveness_snapshot(connection: sa.Connection) -> LivenessSnapshot:
         owner=None if mine is None else mine.owner,
         amphorae=tuple(_to_liveness(row) for row in connection.execute(_HEARD)),
         beats={row.name: row.beat for row in connection.execute(_BEATS)},
-        going=tuple(
+        unserved=tuple(
             UnservedFailover(id=row.id, load_balancer_id=row.load_balancer_id) for row in connection.execute(_GOING)
         ),
         at=0.0 if mine is None else float(mine.at),
@@ -148,7 +148,7 @@ def _to_liveness(row: Any) -> AmphoraLiveness:
 
 
 def load_recent_failovers(connection: sa.Connection, seconds: float) -> dict[str, RecentFailovers]:
-    """What began unasked in the last `seconds`, by load balancer; of the newest fail-overs only."""
+    """Return the automatic fail-overs of the last `seconds` by load balancer, of the newest rows only."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     newest = connection.execute(sa.select(sa.func.max(failover.c.id))).scalar() or 0
     query = (
@@ -163,17 +163,17 @@ def load_recent_failovers(connection: sa.Connection, seconds: float) -> dict[str
     moments: dict[str, list[float]] = {}
     for row in connection.execute(query.order_by(failover.c.begun_at.desc())):
         moments.setdefault(row.load_balancer_id, []).append(row.begun_at)
-    there = _amphorae_before(connection, {one: known[0] for one, known in moments.items()})
+    present = _amphorae_before(connection, {one: known[0] for one, known in moments.items()})
     return {
-        one: RecentFailovers(ages=tuple(now - at for at in known), there=frozenset(there.get(one, ())))
+        one: RecentFailovers(ages=tuple(now - at for at in known), present=frozenset(present.get(one, ())))
         for one, known in moments.items()
     }
 
 
 def _amphorae_before(connection: sa.Connection, last: Mapping[str, float]) -> dict[str, set[str]]:
-    """Amphorae that are older than the last fail-over of their load balancer, by load balancer.
+    """Return the amphorae that are older than their load balancer's last fail-over, by load balancer.
 
-    A warm spare that was taken in it is older too, but came with it.
+    A warm spare that the fail-over assigned is older too, but does not count.
     """
     found: dict[str, set[str]] = {}
     ids = sorted(last)
@@ -197,20 +197,20 @@ def _amphorae_before(connection: sa.Connection, last: Mapping[str, float]) -> di
 def lock_still_silent(
     connection: sa.Connection, load_balancer_id: str, orders: Mapping[str, tuple[int, int] | None], owner: str
 ) -> set[str]:
-    """Those of these amphorae that were not heard meanwhile and are still to be heard, locked until the end.
+    """Lock amphorae and return those that are ready and have sent no heartbeat since the snapshot.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_id: whose they are.
-        orders: by amphora id, the place of the last heartbeat that is known.
-        owner: who asks; empty if that one has lost the duty.
+        load_balancer_id: their load balancer.
+        orders: by amphora id, epoch and sequence of its last known heartbeat.
+        owner: the calling process; the result is empty if it has lost the duty.
     """
     now = clock.now(connection)
     held = sa.select(duty.c.name).where(duty.c.name == DUTY, duty.c.owner == owner, duty.c.leased_until > now)
     if connection.execute(held.with_for_update()).first() is None:
         return set()
     ids = sorted(orders)
-    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
     connection.execute(
         sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
     ).first()
@@ -222,26 +222,29 @@ def lock_still_silent(
 
 
 def mark_not_served(connection: sa.Connection, load_balancer_id: str, reason: str) -> bool:
-    """Nobody serves a load balancer: its operating status is ERROR, unless it is not meant to be served.
+    """Set a load balancer's operating status to ERROR, unless it does not serve users anyway.
 
-    The next heartbeat of an amphora of it says how it is then.
+    The next heartbeat of one of its amphorae updates the status.
+
+    Returns:
+        Whether the status changed.
     """
     known = sa.select(status.c.operating).where(status.c.object_id == load_balancer_id)
     if connection.execute(known.with_for_update()).scalar() not in _SERVED:
         return False
-    said = status_outbox.Observation(
+    observation = status_outbox.Observation(
         object_id=load_balancer_id, kind=Kind.LOAD_BALANCER, operating=Operating.ERROR, reason=reason[:_MAX_TEXT]
     )
-    return bool(status_outbox.write_observations(connection, load_balancer_id, [said]))
+    return bool(status_outbox.write_observations(connection, load_balancer_id, [observation]))
 
 
 def list_silent_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """Who is silent, the longest first."""
+    """Return the silent amphorae, the longest silence first."""
     return connection.execute(sa.select(silence).order_by(silence.c.since, silence.c.amphora_id)).all()
 
 
 def write_silent_amphorae(connection: sa.Connection, changed: Collection[SilentAmphora], gone: Collection[str]) -> None:
-    """Write down what changed, in two statements; it is for the caller not to bring too much at a time."""
+    """Replace changed rows and delete obsolete ones; the caller limits the number of rows."""
     old = sorted({*gone, *(one.amphora_id for one in changed)})
     if old:
         connection.execute(silence.delete().where(silence.c.amphora_id.in_(old)))

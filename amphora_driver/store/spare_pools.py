@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm spares: amphorae that are booted in advance and belong to no load balancer yet.
+"""Pools of warm spares: amphorae that boot in advance and belong to no load balancer yet.
 
-Invariant: a pool of them is a row of `work` (op `spares`), so that it has a lease, a job and a history of failures like
-a load balancer; its id follows from what it keeps, so that nobody has to look whether there is one. A spare belongs to
-its pool or to one load balancer, never to both: it is taken in one transaction, and only while it is ready; the pool
-lets go of one only after it has marked it in the same way. Rows are locked in the order load balancer, pool, amphora.
+Invariant: a pool is a row of `work` (op `spares`), so it has a lease, a job and failures like a load balancer. Its id
+is a hash of its specification. A spare belongs to its pool or to one load balancer, never to both: one transaction
+assigns it, and only while it is ready. The pool sets a spare RETIRING, under the same condition, before it removes it.
+Transactions lock rows in the order load balancer, pool, amphora.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# What a pool's job is to do (`work.op`), and what its amphorae are (`amphora.role`).
+# Operation of a pool's job (`work.op`), and role of its amphorae (`amphora.role`).
 OP = "spares"
 ROLE = "SPARE"
-# Ids of pools are made from this one and what they keep (RFC 9562, 5.5).
+# Namespace of the pools' ids: UUIDs of version 5 (RFC 9562, 5.5).
 _NAMESPACE = uuid.UUID("6d0f2a4e-6a55-4f0c-9a0b-0f6a1f5c2b7d")
 
 
 class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool keeps: how many machines (None: as configured) of which kind."""
+    """Specification of a pool: number (None: as configured) and properties of its machines."""
 
     number: int | None = None
     compute: str | None = None
@@ -44,36 +44,37 @@ class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The id of the pool that keeps these."""
+        """The id of the pool with this specification."""
         return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(self).decode()))
 
     def profile(self) -> Profile:
-        """What its machines are booted with."""
+        """Return the profile for booting its machines."""
         return Profile(**{name: getattr(self, name) for name in self.__struct_fields__ if name != "number"})
 
 
 class SparePoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool as its own job sees it.
+    """Input for the plan of a pool.
 
     Attributes:
-        spec: what it keeps.
-        number: how many are wanted now; 0 where nobody takes any.
-        users: how many load balancers take spares from it.
-        unfit: which of them nobody is to take any more, and why.
-        heard: when anybody was heard last, by the clock by which it is noted when amphorae were; None if never.
-        sees: whether silence means anything: the health managers hear, and there is no mass failure.
+        spec: its specification.
+        number: desired number of spares now; 0 if no load balancer uses the pool.
+        users: number of load balancers that use it.
+        unfit: spares that must not be assigned, with the reason.
+        last_heartbeat_at: time of the last heartbeat of any amphora, by the health managers' clocks; None if never.
+        detection_works: whether silence is meaningful: health managers receive heartbeats, and there is no mass
+            failure.
     """
 
     spec: SparePoolSpec
     number: int
     users: int
     unfit: dict[str, str] = {}
-    heard: float | None = None
-    sees: bool = False
+    last_heartbeat_at: float | None = None
+    detection_works: bool = False
 
 
 class Spare(msgspec.Struct, frozen=True, kw_only=True):
-    """One spare; times in seconds since 1970."""
+    """One spare; times are seconds since 1970."""
 
     id: str
     management_address: str | None
@@ -83,13 +84,13 @@ class Spare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_of(profile: Profile, compute: str | None, network: str | None, configured: int) -> SparePoolSpec | None:
-    """What a load balancer's pool keeps; None if it wants no spares.
+    """Return the specification of a load balancer's pool; None if it uses no spares.
 
     Args:
-        profile: the load balancer's.
-        compute: the compute backend it is with.
-        network: the network backend it is with.
-        configured: how many are kept for those whose flavor does not say.
+        profile: the load balancer's profile.
+        compute: its compute backend.
+        network: its network backend.
+        configured: number of spares for a flavor that sets none.
     """
     if not (configured if profile.warm_spares is None else profile.warm_spares):
         return None
@@ -105,24 +106,24 @@ def spec_of(profile: Profile, compute: str | None, network: str | None, configur
     )
 
 
-def unfit_reason(spare: Spare, image: str | None, now: float, lasting: float) -> str | None:
-    """Why a spare is not to be taken; None if it may be.
+def unfit_reason(spare: Spare, image: str | None, now: float, validity: float) -> str | None:
+    """Return the reason for which a spare must not be assigned; None if it may be assigned.
 
     Args:
-        spare: which one.
-        image: what a machine that is booted now would have; None where the backend does not say.
+        spare: the spare.
+        image: image of a machine that boots now; None if the backend does not report it.
         now: seconds since 1970.
-        lasting: seconds for which its certificate has to be valid still.
+        validity: seconds for which its certificate must still be valid.
     """
     if image is not None and spare.image is not None and spare.image != image:
-        return f"it was booted from {spare.image}, and {image} is wanted now"
-    if spare.expires_at is not None and spare.expires_at < now + lasting:
-        return "its certificate is about to expire"
+        return f"its image is {spare.image}, the current image is {image}"
+    if spare.expires_at is not None and spare.expires_at < now + validity:
+        return "its certificate expires soon"
     return None
 
 
 def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, ...]:
-    """Spares that can be taken as far as the rows say, those that were heard last first."""
+    """Return the ready spares of a pool, the most recent heartbeat first."""
     columns = (
         amphora.c.id, amphora.c.management_address, amphora.c.image, amphora.c.certificate_expires_at,
         amphora_seen.c.seen_at,
@@ -146,49 +147,49 @@ def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, .
 
 
 def last_heartbeat_at(connection: sa.Connection) -> float | None:
-    """When any amphora at all was heard last, by the health managers' clocks; None if none ever was."""
+    """Return the time of the last heartbeat of any amphora, by the health managers' clocks; None if never."""
     found: float | None = connection.execute(sa.select(sa.func.max(amphora_seen.c.seen_at))).scalar()
     return found
 
 
 def count_users(connection: sa.Connection, pool_id: str) -> int:
-    """How many load balancers take spares from a pool."""
+    """Return the number of load balancers that use a pool."""
     counted = sa.select(sa.func.count()).where(work.c.spare_pool == pool_id)
     return int(connection.execute(counted).scalar_one())
 
 
 def list_pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """The rows of all pools."""
+    """Return the `work` rows of all pools."""
     return connection.execute(sa.select(work).where(work.c.op == OP).order_by(work.c.load_balancer_id)).all()
 
 
 def set_spare_pool(
     connection: sa.Connection, load_balancer_id: str, spec: SparePoolSpec | None, former: str | None
 ) -> None:
-    """Have a load balancer take its spares from the pool that keeps these, which is made if there is none.
+    """Set the pool of a load balancer, and insert the pool if it does not exist.
 
     Args:
         connection: of a writing transaction, under the load balancer's lease.
-        load_balancer_id: which one.
-        spec: what it wants; None for no spares.
-        former: the pool it was with.
+        load_balancer_id: the load balancer.
+        spec: specification of the pool; None for no spares.
+        former: its previous pool.
     """
-    sought = None if spec is None else spec.id
-    for pool_id in sorted({one for one in (former, sought) if one is not None}):
-        if not make_pool_due(connection, pool_id) and spec is not None and pool_id == sought:
+    new_pool = None if spec is None else spec.id
+    for pool_id in sorted({one for one in (former, new_pool) if one is not None}):
+        if not make_pool_due(connection, pool_id) and spec is not None and pool_id == new_pool:
             _insert_pool(connection, spec)
-    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(spare_pool=sought))
+    connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(spare_pool=new_pool))
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # Two at the same time: the second one fails, and is tried again.
+    # Of two concurrent inserts the second one fails, and its job retries.
     connection.execute(
         work.insert().values(
             load_balancer_id=spec.id,
             compute=spec.compute,
             network=spec.network,
             op=OP,
-            # Nothing is served, so that none is ever behind.
+            # A pool serves nothing, so its generation never changes.
             generation=0,
             committed=0,
             applied=0,
@@ -202,20 +203,20 @@ def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
 
 
 def make_pool_due(connection: sa.Connection, pool_id: str) -> bool:
-    """Have a pool looked at at once; False if there is none."""
+    """Make a pool due now; return False if it does not exist."""
     due = work.update().where(work.c.load_balancer_id == pool_id, work.c.op == OP).values(dirty=True, free_at=URGENT)
     return bool(connection.execute(due).rowcount)
 
 
 def assign_spare(connection: sa.Connection, amphora_id: str, pool_id: str, load_balancer_id: str, role: str) -> bool:
-    """Give a spare to a load balancer; False if it is not there to be taken any more.
+    """Assign a spare to a load balancer; return False if it is not available any more.
 
     Args:
         connection: of a writing transaction, under the load balancer's lease.
         amphora_id: the spare.
-        pool_id: whose it is.
-        load_balancer_id: whose it becomes.
-        role: what it becomes there.
+        pool_id: its pool.
+        load_balancer_id: its new load balancer.
+        role: its new role.
     """
     make_pool_due(connection, pool_id)
     taken = connection.execute(
@@ -231,13 +232,13 @@ def assign_spare(connection: sa.Connection, amphora_id: str, pool_id: str, load_
 
 
 def retire_spare(connection: sa.Connection, amphora_id: str, pool_id: str, reason: str) -> None:
-    """Let nobody take an amphora of a pool any more; it is removed after this.
+    """Set a spare RETIRING, so that it cannot be assigned; a later step removes it.
 
     Args:
         connection: of a writing transaction, under the pool's lease.
-        amphora_id: which one; nothing happens if it was taken meanwhile.
-        pool_id: whose.
-        reason: why.
+        amphora_id: the spare; nothing happens if it was assigned in the meantime.
+        pool_id: its pool.
+        reason: text for operators.
     """
     connection.execute(
         amphora.update()
@@ -247,13 +248,13 @@ def retire_spare(connection: sa.Connection, amphora_id: str, pool_id: str, reaso
 
 
 def delete_unused_pool(connection: sa.Connection, pool_id: str) -> bool:
-    """Remove the row of a pool that nobody uses and that has no amphorae; False if somebody came meanwhile.
+    """Delete a pool without users and amphorae; return False if it has any.
 
     Args:
-        connection: of a writing transaction, under the pool's lease: who joins waits for it.
-        pool_id: which one.
+        connection: of a writing transaction, under the pool's lease: `set_spare_pool` waits for the row lock.
+        pool_id: the pool.
     """
-    left = sa.select(sa.func.count()).where(amphora.c.load_balancer_id == pool_id)
-    if count_users(connection, pool_id) or connection.execute(left).scalar_one():
+    remaining = sa.select(sa.func.count()).where(amphora.c.load_balancer_id == pool_id)
+    if count_users(connection, pool_id) or connection.execute(remaining).scalar_one():
         return False
     return bool(connection.execute(work.delete().where(work.c.load_balancer_id == pool_id, work.c.op == OP)).rowcount)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Octavia is to be told: the outbox.
+"""The outbox of statuses for Octavia.
 
-Invariant: there is one row per object with its newest status; a row stays due until Octavia has taken exactly that
-version. So nothing is lost while a driver agent is away, nothing old overtakes something new, and many changes to one
-object become one report. Provisioning statuses of a load balancer are held back while a newer generation waits to be
-confirmed, and everything is held back until Octavia's own transaction is known to have ended.
+Invariant: one row per object holds its newest status, and stays due until Octavia has received exactly that version.
+So no status is lost while the driver agent is down, no old status overtakes a newer one, and many changes of an object
+become one report. An object that waits for a newer generation reports no provisioning status. A load balancer reports
+nothing until Octavia's own transaction has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK = 500
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One report Octavia has not taken yet."""
+    """A status report that Octavia has not received yet."""
 
     object_id: str
     kind: Kind
@@ -37,7 +37,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """An operating status somebody observed, and why."""
+    """An observed operating status and its reason."""
 
     object_id: str
     kind: Kind
@@ -45,8 +45,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-# What every call of Octavia's and every change of health needs is built once: putting a statement together costs more
-# than running it.
+# Statements are built once, because building one costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _KNOWN = sa.select(status.c.object_id).where(status.c.object_id.in_(_IDS))
 _EXPECT = status.update().where(status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
@@ -64,18 +63,20 @@ _OBSERVE = (
         version=status.c.version + 1,
     )
 )
-# A health manager may have written what it measured since the status was read.
-_WAS = sa.bindparam("was", type_=sa.String)
-_CONCLUDE = _OBSERVE.where(sa.or_(status.c.operating == _WAS, sa.and_(status.c.operating.is_(None), _WAS.is_(None))))
+# Condition: no health manager has written a measured status since the status was read.
+_PREVIOUS = sa.bindparam("was", type_=sa.String)
+_OBSERVE_IF_UNCHANGED = _OBSERVE.where(
+    sa.or_(status.c.operating == _PREVIOUS, sa.and_(status.c.operating.is_(None), _PREVIOUS.is_(None)))
+)
 _RECORDED_OF = sa.select(status.c.object_id, status.c.operating, status.c.provisioning).where(
     status.c.load_balancer_id == sa.bindparam("of")
 )
 
 
 def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
-    """What changes with an object whose wait is over, or for `_failing` goes on.
+    """Return the assignments for a new provisioning status.
 
-    In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+    The order matters: MySQL and MariaDB assign from left to right and use the new values.
     """
     return [
         ("provisioning", provisioning),
@@ -86,50 +87,51 @@ def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]
     ]
 
 
-_UPTO = sa.bindparam("upto", type_=sa.BigInteger)
-_OURS = status.c.load_balancer_id == sa.bindparam("of")
-_WAITS = status.c.pending <= _UPTO
-_OVER: list[tuple[Any, Any]] = [("pending", None)]
-_GONE = status.c.object_id.in_(
+_UP_TO = sa.bindparam("upto", type_=sa.BigInteger)
+_OF_LOAD_BALANCER = status.c.load_balancer_id == sa.bindparam("of")
+_IS_WAITING = status.c.pending <= _UP_TO
+_STOP_WAITING: list[tuple[Any, Any]] = [("pending", None)]
+_IS_REMOVED = status.c.object_id.in_(
     sa.select(wanted_object.c.id).where(wanted_object.c.load_balancer_id == sa.bindparam("of"), wanted_object.c.removed)
 )
-# What failed before and is served now is well again, whoever mended it. What waits for a later generation is told then.
-_WELL = (
+# An object in ERROR that is served now becomes ACTIVE again. Objects that wait for a later generation do not change.
+_SUCCEED = (
     status.update()
     .where(
-        _OURS, sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning == Provisioning.ERROR.value))
+        _OF_LOAD_BALANCER,
+        sa.or_(_IS_WAITING, sa.and_(status.c.pending.is_(None), status.c.provisioning == Provisioning.ERROR.value)),
     )
     .ordered_values(
         *_provisioning_change(
-            sa.case((_GONE, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
-            sa.case((_GONE, status.c.reason), else_=None),
+            sa.case((_IS_REMOVED, Provisioning.DELETED.value), else_=Provisioning.ACTIVE.value),
+            sa.case((_IS_REMOVED, status.c.reason), else_=None),
         ),
-        *_OVER,
+        *_STOP_WAITING,
     )
 )
-_WELL_BUT = _WELL.where(sa.or_(status.c.object_id.not_in(_IDS), _GONE))
-_FAILED = (
+_SUCCEED_EXCEPT = _SUCCEED.where(sa.or_(status.c.object_id.not_in(_IDS), _IS_REMOVED))
+_FAIL = (
     status.update()
     .where(
-        _OURS,
+        _OF_LOAD_BALANCER,
         status.c.object_id.in_(_IDS),
-        sa.or_(_WAITS, sa.and_(status.c.pending.is_(None), status.c.provisioning != Provisioning.ERROR.value)),
-        ~_GONE,
+        sa.or_(_IS_WAITING, sa.and_(status.c.pending.is_(None), status.c.provisioning != Provisioning.ERROR.value)),
+        ~_IS_REMOVED,
     )
-    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_OVER)
+    .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)), *_STOP_WAITING)
 )
-_FAILING = (
+_FAIL_AND_WAIT = (
     status.update()
-    .where(_OURS, _WAITS)
+    .where(_OF_LOAD_BALANCER, _IS_WAITING)
     .ordered_values(*_provisioning_change(Provisioning.ERROR.value, sa.bindparam("why", type_=sa.Text)))
 )
-_TAKEN = (
+_MARK_REPORTED = (
     status.update()
     .where(status.c.object_id.in_(_IDS), status.c.reported < sa.bindparam("told", type_=sa.BigInteger))
     .values(reported=sa.bindparam("told", type_=sa.BigInteger))
 )
-_FORGET = status.delete().where(status.c.object_id.in_(_IDS))
-_FORGET_WANTED = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
+_DELETE = status.delete().where(status.c.object_id.in_(_IDS))
+_DELETE_OBJECTS = wanted_object.delete().where(wanted_object.c.id.in_(_IDS))
 
 
 def expect_confirmation(
@@ -139,18 +141,18 @@ def expect_confirmation(
     objects: Iterable[tuple[Kind, str]],
     new: Iterable[tuple[Kind, str]] = (),
 ) -> None:
-    """Note that these objects are PENDING in Octavia until `generation` is confirmed.
+    """Record that objects are PENDING in Octavia until `generation` is confirmed.
 
     Args:
         connection: of a writing transaction.
-        load_balancer_id: whose objects.
-        generation: what they wait for.
-        objects: usually they are known, but need not be.
-        new: more of them, which nobody can know.
+        load_balancer_id: their load balancer.
+        generation: the generation they wait for.
+        objects: objects that usually have a row.
+        new: new objects, which have no row.
     """
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    # A fixed order, so that concurrent writers wait instead of deadlocking.
     ids = sorted(kinds)
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
@@ -182,12 +184,12 @@ def confirm_generation(
     certain: Sequence[Observation] = (),
     first: Sequence[Observation] = (),
 ) -> None:
-    """Every amphora serves `generation`: what waited for it becomes ACTIVE or DELETED, what failed becomes ERROR.
+    """Set waiting objects ACTIVE, DELETED or ERROR, because every amphora serves `generation`.
 
     Args:
-        failed: reasons by object id, for objects that could not be served while the rest is.
-        certain: operating statuses that no measurement changes; Octavia gets them in the same report as ACTIVE.
-        first: operating statuses of objects that may not have been measured yet.
+        failed: reasons by object id, for objects that the amphorae do not serve.
+        certain: operating statuses that no measurement changes; Octavia receives them in the same report as ACTIVE.
+        first: initial operating statuses of objects without a measurement.
     """
     common = {"of": load_balancer_id, "upto": generation, "now": time.time()}
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -195,23 +197,23 @@ def confirm_generation(
         by_reason[reason].append(object_id)
     for reason, ids in by_reason.items():
         for start in range(0, len(ids), _CHUNK):
-            connection.execute(_FAILED, {**common, "ids": ids[start : start + _CHUNK], "why": reason})
+            connection.execute(_FAIL, {**common, "ids": ids[start : start + _CHUNK], "why": reason})
     if failed:
-        connection.execute(_WELL_BUT, {**common, "ids": list(failed)})
+        connection.execute(_SUCCEED_EXCEPT, {**common, "ids": list(failed)})
     else:
-        connection.execute(_WELL, common)
+        connection.execute(_SUCCEED, common)
     if certain or first:
         _write_confirmed_statuses(connection, load_balancer_id, certain, first)
 
 
 def fail_generation(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
-    """Nothing came of `generation` for now: what waited for it becomes ERROR, and still waits."""
-    connection.execute(_FAILING, {"of": load_balancer_id, "upto": generation, "now": time.time(), "why": reason})
+    """Set the objects that wait for `generation` to ERROR; they continue to wait for it."""
+    connection.execute(_FAIL_AND_WAIT, {"of": load_balancer_id, "upto": generation, "now": time.time(), "why": reason})
 
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
-    """Write down operating statuses that differ from the recorded ones; returns how many did."""
-    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+    """Write operating statuses that differ from the recorded ones; return their number."""
+    # A fixed order, so that concurrent writers wait instead of deadlocking.
     ordered = sorted(seen, key=lambda one: one.object_id)
     return sum(
         _observe_chunk(connection, load_balancer_id, ordered[start : start + _CHUNK])
@@ -220,11 +222,11 @@ def write_observations(connection: sa.Connection, load_balancer_id: str, seen: S
 
 
 def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> list[StatusReport]:
-    """What may be reported now, load balancer by load balancer, children before the load balancer itself.
+    """Return due reports ordered by load balancer; children come before the load balancer itself.
 
     Args:
-        limit: the most rows to look at.
-        after: the load balancer that had its turn last; the next ones come first.
+        limit: maximum number of rows.
+        after: the last reported load balancer; later ids come first.
     """
     rows = connection.execute(
         sa.select(status, work.c.generation.label("wanted"), work.c.applied)
@@ -240,11 +242,11 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     )
     found = []
     for row in rows:
-        held = row.pending is not None and row.provisioning != Provisioning.ERROR.value
-        # A provisioning status is said once. Said again with a new operating status, it could arrive after the
-        # user's next request and take back the PENDING that request has set.
-        told = row.settled <= row.reported
-        provisioning = None if held or told or row.provisioning is None else Provisioning(row.provisioning)
+        is_waiting = row.pending is not None and row.provisioning != Provisioning.ERROR.value
+        # Report a provisioning status only once. A repetition with a new operating status could arrive after the
+        # user's next request and overwrite its PENDING.
+        is_reported = row.settled <= row.reported
+        provisioning = None if is_waiting or is_reported or row.provisioning is None else Provisioning(row.provisioning)
         operating = None if row.operating is None else Operating(row.operating)
         if provisioning is not None or operating is not None:
             found.append(
@@ -261,14 +263,14 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
 
 
 def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) -> None:
-    """Octavia has taken these; an object it was told is DELETED is forgotten."""
+    """Record that Octavia has received reports; delete the rows of objects reported as DELETED."""
     by_version: dict[int, list[str]] = defaultdict(list)
     for report in reports:
         by_version[report.version].append(report.object_id)
     for version, told in by_version.items():
         for start in range(0, len(told), _CHUNK):
-            # One order for everybody, so that two writers wait for each other instead of deadlocking.
-            connection.execute(_TAKEN, {"ids": sorted(told)[start : start + _CHUNK], "told": version})
+            # A fixed order, so that concurrent writers wait instead of deadlocking.
+            connection.execute(_MARK_REPORTED, {"ids": sorted(told)[start : start + _CHUNK], "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
@@ -276,12 +278,12 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     gone = [report.object_id for report in deleted]
     for start in range(0, len(gone), _CHUNK):
         chunk = gone[start : start + _CHUNK]
-        connection.execute(_FORGET, {"ids": chunk})
-        connection.execute(_FORGET_WANTED, {"ids": chunk})
+        connection.execute(_DELETE, {"ids": chunk})
+        connection.execute(_DELETE_OBJECTS, {"ids": chunk})
 
 
 def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:
-    """The recorded operating status of load balancers; OFFLINE, Octavia's own first word, where none is recorded."""
+    """Return the operating statuses of load balancers; OFFLINE, as in Octavia, if none is recorded."""
     rows = connection.execute(
         sa.select(status.c.object_id, status.c.operating).where(status.c.object_id.in_(load_balancer_ids))
     )
@@ -311,9 +313,9 @@ def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Seque
 def _write_confirmed_statuses(
     connection: sa.Connection, load_balancer_id: str, certain: Sequence[Observation], first: Sequence[Observation]
 ) -> None:
-    """Write operating statuses that follow from a confirmation, where nothing else was written meanwhile.
+    """Write operating statuses that follow from a confirmation, unless a measurement was written since.
 
-    A first status replaces none that was measured: OFFLINE is none, since a disabled or unused object is not measured.
+    An initial status never replaces a measured one. OFFLINE is not measured, because it means disabled or unused.
     """
     rows = connection.execute(_RECORDED_OF, {"of": load_balancer_id})
     recorded = {row.object_id: row.operating for row in rows if row.provisioning != Provisioning.DELETED.value}
@@ -328,15 +330,15 @@ def _write_confirmed_statuses(
             "new_reason": one.reason or None,
             "new_since": now,
         }
-        # One order for everybody, so that two writers wait for each other instead of deadlocking.
+        # A fixed order, so that concurrent writers wait instead of deadlocking.
         for one in sorted(wanted, key=lambda one: one.object_id)
         if one.object_id in recorded and recorded[one.object_id] != one.operating.value
     ]
     if differing:
-        connection.execute(_CONCLUDE, differing)
+        connection.execute(_OBSERVE_IF_UNCHANGED, differing)
 
 
 def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Octavia knows that the load balancer is gone: nothing of it is kept."""
+    """Delete all rows of a load balancer after Octavia has received its DELETED."""
     for table in (status, wanted_object, secret, work, request, listener_statistics):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))

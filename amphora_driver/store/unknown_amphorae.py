@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends heartbeats under an id that nobody has.
+"""Senders of heartbeats with an unknown amphora id.
 
-Invariant: hints, never proof: such a datagram is signed by no key we know. There are at most so many rows, however many
-ids somebody makes up, and nothing is ever removed because of one: only what a compute backend itself lists as a machine
-of ours is, by the rule for everything that belongs to nobody.
+Invariant: the rows are hints, never proof, because no known key signs such a datagram. The number of rows is limited,
+so a sender of random ids does no harm. No cleanup depends on these rows: orphan cleanup removes only machines that a
+compute backend lists.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_ROWS = 100
-# Rows of one sender's address. An amphora has an address of its own.
+# Rows per sender address. Each amphora has its own address.
 MAX_ROWS_PER_ADDRESS = 5
-# Seconds after which an id that is not heard any more is forgotten, and after which its row makes room for another one.
+# Seconds without heartbeats after which a row is deleted, and after which a new id may replace it.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
 _ONLY_REPORTED = (
-    "only reported: no compute backend of ours lists its machine. It may be another deployment's, or one that a "
-    "backend has lost; look at its address"
+    "only reported: no compute backend of this deployment lists its machine. It may belong to another deployment, or a "
+    "backend has lost it. Check its address"
 )
 
 
 class UnknownAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """One that was heard: from where, and when (seconds since 1970)."""
+    """An unknown id with the sender's address; times are seconds since 1970."""
 
     amphora_id: str
     address: str
@@ -45,11 +45,11 @@ class UnknownAmphora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownAmphora], now: float) -> int:
-    """Write down which ids were heard; returns the number of ids without room."""
+    """Insert or update unknown ids; return the number of ids beyond the limits."""
     connection.execute(zombie.delete().where(zombie.c.last_at < now - _PURGED_AFTER))
     ids = sorted(one.amphora_id for one in strays)
     known = set(connection.execute(sa.select(zombie.c.amphora_id).where(zombie.c.amphora_id.in_(ids))).scalars())
-    # The row of an amphora may have come meanwhile.
+    # An amphora with this id may have been inserted since.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
@@ -65,16 +65,16 @@ def _insert_all(connection: sa.Connection, new: Sequence[UnknownAmphora], now: f
     rows = connection.execute(sa.select(zombie.c.amphora_id, zombie.c.address, zombie.c.last_at)).all()
     addresses = Counter(row.address for row in rows)
     replaceable = sorted((row.last_at, row.amphora_id) for row in rows if row.last_at < now - _REPLACED_AFTER)
-    room = MAX_ROWS - len(rows)
+    free = MAX_ROWS - len(rows)
     left_out = 0
     for one in new:
-        if room <= 0 and replaceable:
+        if free <= 0 and replaceable:
             connection.execute(zombie.delete().where(zombie.c.amphora_id == replaceable.pop(0)[1]))
-            room += 1
-        if room <= 0 or addresses[one.address] >= MAX_ROWS_PER_ADDRESS:
+            free += 1
+        if free <= 0 or addresses[one.address] >= MAX_ROWS_PER_ADDRESS:
             left_out += 1
         elif _insert(connection, one):
-            room -= 1
+            free -= 1
             addresses[one.address] += 1
     return left_out
 
@@ -91,35 +91,35 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
 
 
 def list_unknown_amphorae(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """All that are known, who was heard last first."""
+    """Return all rows, the most recent heartbeat first."""
     return connection.execute(sa.select(zombie).order_by(zombie.c.last_at.desc(), zombie.c.amphora_id)).all()
 
 
 def compute_verdicts(connection: sa.Connection, grace: float) -> dict[str, str]:
-    """What is to be said of those of which something else is written so far, by amphora id.
+    """Return changed verdicts by amphora id.
 
     Args:
-        connection: a reading transaction's will do.
+        connection: of a reading transaction.
         grace: [controller] orphan_grace.
     """
     machine = sa.and_(orphan.c.id == zombie.c.amphora_id, orphan.c.kind == OrphanKind.MACHINE.value)
     query = sa.select(zombie.c.amphora_id, zombie.c.verdict, orphan.c.backend).outerjoin(orphan, machine)
-    said = {}
+    changed = {}
     for row in connection.execute(query):
         verdict = _ONLY_REPORTED if row.backend is None else _cleanup_verdict(row.backend, grace)
         if verdict != row.verdict:
-            said[row.amphora_id] = verdict
-    return said
+            changed[row.amphora_id] = verdict
+    return changed
 
 
 def write_verdicts(connection: sa.Connection, verdicts: dict[str, str]) -> None:
-    """Write down what `compute_verdicts` said."""
+    """Write the results of `compute_verdicts`."""
     for amphora_id, verdict in verdicts.items():
         connection.execute(zombie.update().where(zombie.c.amphora_id == amphora_id).values(verdict=verdict))
 
 
 def _cleanup_verdict(backend: str, grace: float) -> str:
     return (
-        f"its machine is with {backend} and belongs to nobody: housekeeping removes it [controller] orphan_grace "
-        f"({grace:g} s) after it was found, unless too much belongs to nobody at once"
+        f"its machine in {backend} is an orphan: housekeeping removes it [controller] orphan_grace ({grace:g} s) "
+        "after its discovery, unless too many orphans exist at once"
     )

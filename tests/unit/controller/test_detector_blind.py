@@ -334,7 +334,7 @@ def test_a_partner_that_was_there_is_no_replacement_for_who_takes_over(scene):
     scene.amphora("pair", "spare")
     scene.database.write(lambda c: failovers.record_event(c, "pair", failovers.Event.ADOPTED, scene.wall(), "spare"))
     found = scene.database.read(lambda c: silent_amphorae.load_recent_failovers(c, 600.0))["pair"]
-    assert found.there == {"p1", "p2"}
+    assert found.present == {"p1", "p2"}
     other = scene.made("other")
     scene.detector.release_duty("it ends")
     scene.go(1, other)

@@ -15,7 +15,8 @@ SPEC = SparePoolSpec(number=2, compute="netns", network="local")
 
 def wanted(number=2, users=1, unfit=None, **more):
     values = {"load_balancer_id": SPEC.id, "generation": 0, "applied": 0, "gone": False, "readable": True}
-    sees = {"heard": NOW - 1, "sees": True, **{name: more.pop(name) for name in ("heard", "sees") if name in more}}
+    sees = {"last_heartbeat_at": NOW - 1, "detection_works": True}
+    sees |= {name: more.pop(name) for name in sees if name in more}
     stock = SparePoolState(spec=SPEC, number=number, users=users, unfit=unfit or {}, **sees)
     return planning.Wanted(**{**values, "tree": None, "networks": {}, "now": NOW, "stock": stock, **more})
 
@@ -72,13 +73,13 @@ def coming(name, **more):
             id="when the one before has been replaced",
         ),
         pytest.param(
-            wanted(asked=frozenset("b"), absent=frozenset("b"), sees=False),
+            wanted(asked=frozenset("b"), absent=frozenset("b"), detection_works=False),
             (spare("a"), spare("b", heard_at=NOW - 100)),
             ["Await"],
             id="we do not see",
         ),
         pytest.param(
-            wanted(asked=frozenset("ab"), absent=frozenset("ab"), heard=NOW - 100),
+            wanted(asked=frozenset("ab"), absent=frozenset("ab"), last_heartbeat_at=NOW - 100),
             (spare("a", heard_at=NOW - 100), spare("b", heard_at=NOW - 101)),
             ["Await"],
             id="nobody is heard, or clocks differ",

@@ -158,9 +158,9 @@ def test_who_has_a_row_by_now_is_no_zombie(database):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (None, "only reported: no compute backend of ours lists its machine"),
+        (None, "only reported: no compute backend of this deployment lists its machine"),
         ("ports", "only reported"),
-        ("machine", "its machine is with netns and belongs to nobody: housekeeping removes it"),
+        ("machine", "its machine in netns is an orphan: housekeeping removes it"),
     ],
 )
 def test_the_verdict_names_the_rule(database, kind, words):
