@@ -474,5 +474,5 @@ def _ring(load_balancer_id: str) -> None:
     """Wake whoever makes the world match, and whoever tells Octavia about it."""
     failpoints.reach(failpoints.Point.INTENT_COMMITTED)
     conf = _shared().conf
-    notifier.tell(conf, local_socket.CONTROLLER, load_balancer_id)
-    notifier.tell(conf, local_socket.REPORTER)
+    notifier.notify(conf, local_socket.CONTROLLER, load_balancer_id)
+    notifier.notify(conf, local_socket.REPORTER)

@@ -22,7 +22,7 @@ from amphora_driver.certificates.ca import fingerprint
 from amphora_driver.certificates.ca_rotation import Terms
 from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
-from amphora_driver.queue.jobs import guard
+from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.store import amphorae, ca_records
 from amphora_driver.store.amphorae import Amphora, State
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind
@@ -194,7 +194,7 @@ class Renewal:
         now = self._database.now()
 
         def write(connection: sa.Connection) -> None:
-            guard(connection, self._turn.lease)
+            guard_lease(connection, self._turn.lease)
             amphorae.change(
                 connection,
                 amphora_id,

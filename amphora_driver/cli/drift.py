@@ -101,7 +101,7 @@ class RepairLoadBalancer(Command):
             )
 
         chosen, amphorae = self.app.database.write(write)
-        local_socket.ring(self.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
+        local_socket.wake_role(self.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
         what = ", ".join(amphorae) or "none has confirmed anything yet; what is missing is made"
         self.app.stdout.write(
             f"Load balancer {chosen} is due. Its amphorae are given their configuration again, and look at everything: "

@@ -99,7 +99,7 @@ def _add_reason(parser: argparse.ArgumentParser) -> None:
 def _write(command: Command, begin: Callable[[sa.Connection], str]) -> None:
     said = command.app.database.write(begin)
     # A hint for this host; a controller of another one looks now and then.
-    local_socket.ring(command.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
+    local_socket.wake_role(command.app.conf.queue.doorbell_dir, local_socket.CONTROLLER)
     command.app.stdout.write(said + "\n")
 
 

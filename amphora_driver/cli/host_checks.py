@@ -196,7 +196,7 @@ def _published(url: str) -> str | None:
     try:
         from amphora_driver.queue import rabbitmq as celery_broker  # noqa: PLC0415 - only several hosts have it installed
 
-        connection = celery_broker.application(url).connection_for_write()
+        connection = celery_broker.create_celery_app(url).connection_for_write()
     except ImportError as error:
         return f"{error.name} is not installed"
     try:

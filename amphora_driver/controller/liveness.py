@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller says that it lives, and hears whether it is to take up nothing new.
+"""Liveness of a controller: writes its heartbeat to the database and reads whether it must drain.
 
-Invariant: nobody waits for this. It has a thread of its own, which may stand as long as the database does not answer;
-what was heard last holds until then.
+Invariant: no other thread waits for this one, which may block while the database does not answer. Until then the drain
+flag keeps its last value.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 
-class Attendance:
-    """One controller's row among the processes.
+class ControllerLiveness:
+    """The row of one controller in the process registry.
 
     Args:
-        database: where it is.
+        database: of the row.
         name: `process_name()` of this process.
-        jobs: asked how many jobs it works on.
+        jobs: returns the number of current jobs.
 
     Attributes:
-        draining: set while this controller is to take up nothing new, and to have no duty.
+        draining: set while this controller must start no job and hold no duty.
     """
 
     def __init__(self, database: Database, name: str, jobs: Callable[[], int]) -> None:
@@ -42,32 +42,33 @@ class Attendance:
         self._jobs = jobs
 
     def run(self, stopping: threading.Event) -> None:
-        """Sign now and then, until told to stop."""
+        """Write a heartbeat regularly until `stopping` is set."""
         while True:
-            self.sign()
+            self.write_heartbeat()
             if stopping.wait(process_registry.HEARTBEAT_INTERVAL):
                 return
 
-    def sign(self) -> None:
-        """Say that this controller lives; what goes wrong is only logged."""
+    def write_heartbeat(self) -> None:
+        """Write the heartbeat and read the drain flag; errors are only logged."""
         try:
             draining = self._registry.heartbeat(jobs=self._jobs())
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not say that this controller lives: %s", error)
+            LOG.warning("could not write the heartbeat of this controller, trying again: %s", error)
             return
         except Exception:
-            LOG.exception("could not say that this controller lives, and try again")
+            # Without this thread the controller would count as dead.
+            LOG.exception("could not write the heartbeat of this controller, trying again")
             return
         if draining and not self.draining.is_set():
-            LOG.warning("this controller (%s) takes up nothing new: it was asked to drain", self._name)
+            LOG.warning("controller %s drains on request: it starts no new job", self._name)
             self.draining.set()
         elif self.draining.is_set() and not draining:
-            LOG.warning("this controller (%s) takes up work again", self._name)
+            LOG.warning("controller %s resumes: it starts jobs again", self._name)
             self.draining.clear()
 
-    def leave(self) -> None:
-        """It ends well."""
+    def unregister(self) -> None:
+        """Remove the row at an orderly end of the process."""
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("the row of this controller stays for a while: %s", error)
+            LOG.info("could not remove the row of this controller, it expires: %s", error)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller process.
+"""The controller process: claims due jobs and runs them in a worker pool.
 
-Invariant: a thread claims due load balancers while there are hands free, others make them as recorded. All that is
-lost when the process dies is time: its leases are free as soon as another one of this host notices, or when they run
-out, and that one, or this one started anew, finds the same rows.
+Invariant: one thread claims jobs while worker slots are free; pool threads run them. A crash of the process loses only
+time. Its leases are released when another controller of this host notices the crash, or they expire. The next owner
+continues from the recorded rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from amphora_driver import config, log_context
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.renewal import Certificates
 from amphora_driver.certificates.trust_store import Trust
-from amphora_driver.controller.liveness import Attendance
-from amphora_driver.controller.worker_slots import Hands
+from amphora_driver.controller.liveness import ControllerLiveness
+from amphora_driver.controller.worker_slots import WorkerSlots
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
@@ -34,7 +34,7 @@ from amphora_driver.maintenance.image_rotation import Rotator
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import Jobs, process_name
-from amphora_driver.queue.process_locks import Presence
+from amphora_driver.queue.process_locks import ProcessLock
 from amphora_driver.reconcile import defaults
 from amphora_driver.reconcile.boot_wait import WaitingRoom
 from amphora_driver.reconcile.executor import Backends
@@ -51,28 +51,28 @@ if TYPE_CHECKING:
     from amphora_driver.queue.jobs import Lease
 
 LOG = logging.getLogger(__name__)
-# Seconds an ending process waits for the jobs it has begun.
-_PATIENCE = 20.0
-# Seconds for which a hint waits for a free hand.
-_LOOK_SECONDS = 5.0
-# Seconds a job that gives way to the end of its process has for what it asks others just now.
-_LAST_WORDS = 3.0
-# Seconds between two looks at jobs that take longer than a moment: whether something goes before them, or somebody else
-# may begin in their place; and between two looks who of this host has died.
-_WATCHED_EVERY = 0.25
-_BURIED_EVERY = 1.0
-# No pause is longer than so many times the longest between two attempts, or than these seconds.
-_PAUSES, _LEAST_PAUSE = 2, 30.0
-# Seconds between two looks at what is due while nothing that failed before is taken up.
-_BETWEEN_FRESH = 0.1
-# Seconds after something went wrong that nobody thought of, and after leases could not be renewed.
-_TROUBLE = 1.0
-# Seconds without a look for work after which this process is said not to do its duty.
-_IDLE = 15.0
+# Seconds a stopping process waits for its running jobs.
+_STOP_TIMEOUT = 20.0
+# Seconds for which a hint waits for a free worker slot.
+_HINT_TIMEOUT = 5.0
+# Seconds a job has for its pending calls after the process began to stop.
+_STOP_GRACE = 3.0
+# Seconds between two checks of running jobs for preemption and stalls, and between two searches for dead processes of
+# this host.
+_CHECK_JOBS_EVERY = 0.25
+_REAP_EVERY = 1.0
+# The longest plausible pause: a multiple of the longest retry back-off, and at least these seconds.
+_PAUSE_FACTOR, _LEAST_PAUSE = 2, 30.0
+# Seconds between two claims while only jobs without a failed attempt are allowed.
+_CLAIM_FRESH_EVERY = 0.1
+# Seconds of back-off after an unexpected error, and after a failed renewal of leases.
+_ERROR_BACKOFF = 1.0
+# Seconds without a claim after which the process reports itself as unhealthy.
+_UNHEALTHY_AFTER = 15.0
 
 
-def backends(conf: ConfigOpts, database: Database) -> Backends:
-    """Everything a controller works through, as configured.
+def create_context(conf: ConfigOpts, database: Database) -> Backends:
+    """Create the clients and backends that jobs use, as configured.
 
     Raises:
         ConfigurationError, CertificateError: a file is missing or wrong.
@@ -81,10 +81,10 @@ def backends(conf: ConfigOpts, database: Database) -> Backends:
     vault = Vault.load(conf.store.encryption_key_file)
     trust = Trust(conf, database, vault)
     try:
-        # What is wrong with files and keys is to be known now.
+        # Report wrong files and keys at the start.
         trust.papers()
     except StoreError as error:
-        LOG.warning("the authorities are not known yet: %s", error)
+        LOG.warning("cannot read the certificate authorities yet: %s", error)
     return Backends(
         conf=conf,
         database=database,
@@ -97,252 +97,259 @@ def backends(conf: ConfigOpts, database: Database) -> Backends:
 
 
 class Controller:
-    """Claims leases and has them worked off, until told to stop."""
+    """Claims leases and runs their jobs until `stop`."""
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
         self._database = Database(conf.store.connection, durable=False)
         name = process_name()
         self._jobs = Jobs(self._database, name, conf.controller.lease)
-        everything = backends(conf, self._database)
+        context = create_context(conf, self._database)
         self._name = name
         self._housekeeping = Housekeeping(
             conf,
             self._database,
-            everything.catalogue,
+            context.catalogue,
             name,
-            everything.vault,
-            Certificates(conf, self._database, everything.trust),
+            context.vault,
+            Certificates(conf, self._database, context.trust),
         )
         self._reconciler = Reconciler(
-            everything,
+            context,
             self._jobs,
-            lambda: notifier.tell(conf, local_socket.REPORTER),
-            room := WaitingRoom(conf.agent.port, self._hasten),
+            lambda: notifier.notify(conf, local_socket.REPORTER),
+            room := WaitingRoom(conf.agent.port, self._make_due),
         )
         self._room = room
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # Jobs that have outlived their time by a lease.
+        # Jobs that have exceeded their deadline by the length of a lease.
         self._hung: set[Turn] = set()
-        self._hands = Hands(conf.controller.threads)
-        self._attendance = Attendance(self._database, name, lambda: len(self._hands.turns()))
-        self._draining = self._attendance.draining
-        self._auditing = Auditing(everything, name, lambda: notifier.tell(conf, local_socket.CONTROLLER))
+        self._slots = WorkerSlots(conf.controller.threads)
+        self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
+        self._draining = self._liveness.draining
+        self._auditing = Auditing(context, name, lambda: notifier.notify(conf, local_socket.CONTROLLER))
         self._rotator = Rotator(
-            conf, self._database, everything.catalogue, name, lambda: notifier.tell(conf, local_socket.CONTROLLER)
+            conf, self._database, context.catalogue, name, lambda: notifier.notify(conf, local_socket.CONTROLLER)
         )
         self._detector = FailureDetector(
-            conf, self._database, everything.agents, name, lambda role: notifier.tell(conf, role)
+            conf, self._database, context.agents, name, lambda role: notifier.notify(conf, role)
         )
-        self._bell = local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER)
-        self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._does_its_duty)
-        self._looked_at = time.monotonic()
+        self._wakeup = local_socket.WakeupSocket(conf.queue.doorbell_dir, local_socket.CONTROLLER)
+        self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)
+        self._claimed_at = time.monotonic()
 
     def run(self) -> None:
-        """Work until `stop`; returns when the last job has ended."""
+        """Run until `stop`; returns when the last job has ended."""
         conf = self._conf
         waiting = threading.Thread(target=self._room.run, name="waiting")
         others = [
-            threading.Thread(target=self._renew, name="renew", daemon=True),
-            threading.Thread(target=self._watch, name="watch", daemon=True),
+            threading.Thread(target=self._renew_leases, name="renew", daemon=True),
+            threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             threading.Thread(target=self._housekeeping.run, args=(self._stopping, self._draining), name="housekeeping"),
             threading.Thread(target=self._auditing.run, args=(self._stopping, self._draining), name="audit"),
             threading.Thread(target=self._rotator.run, args=(self._stopping, self._draining), name="rotation"),
             threading.Thread(target=self._detector.run, args=(self._stopping, self._draining), name="detection"),
         ]
-        # Nobody waits for this one: it may stand for as long as the database does not answer.
-        signing = threading.Thread(target=self._attendance.run, args=(self._stopping,), name="attendance", daemon=True)
-        with Presence(f"{conf.queue.doorbell_dir}/alive", self._name) as presence:
-            self._presence = presence
-            for thread in (waiting, *others, signing):
+        # A daemon thread: it may block for as long as the database does not answer.
+        liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
+        with ProcessLock(f"{conf.queue.doorbell_dir}/alive", self._name) as process_lock:
+            self._process_lock = process_lock
+            for thread in (waiting, *others, liveness):
                 thread.start()
             with (
                 self._telemetry,
-                self._bell,
-                ThreadPoolExecutor(self._hands.most, "work") as pool,
-                notifier.taken(conf, lambda one: self._look(pool, one)),
+                self._wakeup,
+                ThreadPoolExecutor(self._slots.most, "work") as pool,
+                notifier.controller_hints(conf, lambda one: self._handle_hint(pool, one)),
             ):
                 while not self._stopping.is_set():
-                    try:
-                        pause = self._dispatch(pool)
-                        self._looked_at = time.monotonic()
-                    except (StoreError, OSError) as error:
-                        LOG.warning("the database is away, trying again: %s", error)
-                        pause = conf.queue.poll_interval
-                    except Exception:
-                        # Without this thread nothing is taken up any more, and the process looks alive.
-                        LOG.exception("looking for work failed, and goes on")
-                        pause = _TROUBLE
-                    self._bell.wait(pause)
+                    self._wakeup.wait(self._claim_or_back_off(pool))
             for thread in others:
                 thread.join()
             self._room.stop()
             waiting.join()
-            self._jobs.release_all()
-            signing.join(_LAST_WORDS)
-            self._attendance.leave()
+            self._jobs.release_leases()
+            liveness.join(_STOP_GRACE)
+            self._liveness.unregister()
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait until `run` has ended; False if it has not in that time."""
         return self._ended.wait(seconds)
 
-    def _does_its_duty(self) -> bool:
-        """Whether it has looked for work a moment ago, and the database let it."""
-        return time.monotonic() - self._looked_at < _IDLE + float(self._conf.queue.poll_interval)
+    def _is_healthy(self) -> bool:
+        """Whether the last successful search for due jobs is recent."""
+        return time.monotonic() - self._claimed_at < _UNHEALTHY_AFTER + float(self._conf.queue.poll_interval)
 
     def stop(self) -> None:
-        """Take no new job; `run` returns when those begun have ended."""
+        """Start no new job; `run` returns when the running ones have ended."""
         self._stopping.set()
-        self._bell.press()
+        self._wakeup.wake()
 
-    def _look(self, pool: ThreadPoolExecutor, load_balancer_id: str | None) -> None:
-        """Somebody of another host says that there is something to do; returns when the next hint may come.
+    def _claim_or_back_off(self, pool: ThreadPoolExecutor) -> float:
+        """Claim due jobs; return the seconds until the next attempt."""
+        try:
+            pause = self._claim_jobs(pool)
+            self._claimed_at = time.monotonic()
+        except (StoreError, OSError) as error:
+            pause = float(self._conf.queue.poll_interval)
+            LOG.warning("cannot claim jobs, trying again in %g s: %s", pause, error)
+        except Exception:
+            # Without this thread no job starts, while the process looks alive.
+            LOG.exception("claiming jobs failed, trying again in %g s", _ERROR_BACKOFF)
+            return _ERROR_BACKOFF
+        return pause
 
-        Whoever has no hand free takes no hint: others do. Only for so long that the broker does not take us for dead.
-        One that is draining does nothing about it: who polls finds the work.
+    def _handle_hint(self, pool: ThreadPoolExecutor, load_balancer_id: str | None) -> None:
+        """Act on a hint from another host; returns when the next hint may be consumed.
+
+        A controller without a free slot consumes no hint, so that another controller does. The wait is shorter than
+        the broker's time-out. A draining controller ignores the hint: the others find the job when they poll.
         """
-        until = time.monotonic() + _LOOK_SECONDS
-        while not self._hands.free():
+        until = time.monotonic() + _HINT_TIMEOUT
+        while not self._slots.has_free():
             if time.monotonic() > until or self._stopping.wait(0.01):
                 return
         if load_balancer_id is None:
-            self._bell.press()
+            self._wakeup.wake()
             return
-        # It may have been told to end while this one waited for a hand.
+        # `stop` may have been called during the wait for a slot.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
             lease = self._jobs.claim(load_balancer_id)
         except (StoreError, OSError) as error:
-            LOG.warning("the database is away, a hint is dropped: %s", error)
+            LOG.warning("load balancer %s: dropping a hint, cannot claim its job: %s", load_balancer_id, error)
             return
         if lease is not None:
-            self._begin(pool, lease)
+            self._start_job(pool, lease)
 
-    def _begin(self, pool: ThreadPoolExecutor, lease: Lease) -> None:
-        """Have a hand work under a lease; if there are none any more, somebody else takes it up."""
-        turn = self._reconciler.begin(lease)
-        self._hands.take(turn)
+    def _start_job(self, pool: ThreadPoolExecutor, lease: Lease) -> None:
+        """Start the job of a lease; return the lease if the pool is shutting down."""
+        job = self._reconciler.begin(lease)
+        self._slots.occupy(job)
         try:
-            pool.submit(self._work, turn)
+            pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # All hands are being laid down: whose turn stays taken would be waited for without end.
-            self._hands.lay_down(turn)
-            LOG.info("load balancer %s is left to others: %s", lease.load_balancer_id, error)
+            # Pool is shutting down: free the slot, or shutdown waits for ever.
+            self._slots.release(job)
+            LOG.info("load balancer %s: returning the lease, this controller stops: %s", lease.load_balancer_id, error)
             try:
-                self._jobs.give_way(lease)
-            except (AmphoraDriverError, OSError) as trouble:
-                LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
+                self._jobs.yield_lease(lease)
+            except (AmphoraDriverError, OSError) as failure:
+                LOG.warning(
+                    "load balancer %s: could not return the lease, it expires: %s", lease.load_balancer_id, failure
+                )
 
-    def _dispatch(self, pool: ThreadPoolExecutor) -> float:
-        """Claim what is due, as far as there are hands; returns after how many seconds to look again."""
+    def _claim_jobs(self, pool: ThreadPoolExecutor) -> float:
+        """Claim due jobs while slots are free; return the seconds until the next search."""
         poll = float(self._conf.queue.poll_interval)
         fresh = False
         if self._draining.is_set():
             return poll
-        while self._hands.free():
-            fresh = self._hands.only_fresh()
+        while self._slots.has_free():
+            fresh = self._slots.excludes_retries()
             lease = self._jobs.claim(fresh=fresh)
             if lease is None:
                 break
-            self._begin(pool, lease)
+            self._start_job(pool, lease)
         else:
-            # Whoever lays down his work rings.
+            # The end of a job wakes this thread.
             return poll
         due = self._jobs.next_due()
-        soonest = _BETWEEN_FRESH if fresh else 0.02
+        soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
-    def _work(self, turn: Turn) -> None:
-        # It waits here no longer than a moment: its time begins now.
-        turn.begin_step()
+    def _run_job(self, job: Turn) -> None:
+        # The time that the job waited in the pool's queue does not count.
+        job.begin_step()
         try:
-            self._room.forget(turn.lease.load_balancer_id)
-            self._reconciler.reconcile(turn.lease, turn)
+            self._room.forget(job.lease.load_balancer_id)
+            self._reconciler.reconcile(job.lease, job)
         finally:
-            self._hands.lay_down(turn)
-            self._bell.press()
+            self._slots.release(job)
+            self._wakeup.wake()
 
-    def _hasten(self, load_balancer_ids: Sequence[str]) -> None:
-        """Agents of these listen."""
-        self._jobs.hasten(load_balancer_ids)
-        self._bell.press()
+    def _make_due(self, load_balancer_ids: Sequence[str]) -> None:
+        """Continue load balancers whose booting amphorae listen now."""
+        self._jobs.make_due(load_balancer_ids)
+        self._wakeup.wake()
 
-    def _renew(self) -> None:
-        """Keep the leases of running jobs; a job outlives its lease only if this process could not run at all."""
+    def _renew_leases(self) -> None:
+        """Renew the leases of running jobs, so that a lease expires only if this process cannot run."""
         every = self._conf.controller.lease / 3
         pause = every
-        while not self._stopping.wait(pause) or self._hands.turns():
+        while not self._stopping.wait(pause) or self._slots.jobs():
             if self._stopping.is_set():
                 time.sleep(0.05)
             pause = every
             try:
-                if running := {turn.lease.load_balancer_id for turn in self._alive()}:
-                    self._jobs.renew(running)
+                if running := {job.lease.load_balancer_id for job in self._responsive_jobs()}:
+                    self._jobs.renew_leases(running)
             except (StoreError, OSError) as error:
-                LOG.warning("could not renew leases: %s", error)
-                pause = min(_TROUBLE, every)
+                pause = min(_ERROR_BACKOFF, every)
+                LOG.warning("could not renew leases, trying again in %g s: %s", pause, error)
             except Exception:
-                # Without this thread every lease runs out under whoever works.
-                LOG.exception("renewing leases failed, and goes on")
-                pause = min(_TROUBLE, every)
+                # Without this thread the leases of all running jobs expire.
+                pause = min(_ERROR_BACKOFF, every)
+                LOG.exception("renewing leases failed, trying again in %g s", pause)
 
-    def _alive(self) -> list[Turn]:
-        """Jobs that have not hung for a whole lease after their time; the leases of those run out."""
-        turns = self._hands.turns()
-        hung = {turn for turn in turns if turn.deadline.left() < -self._conf.controller.lease}
-        for turn in hung - self._hung:
-            LOG.error("load balancer %s: a call hangs, it is left to others", turn.lease.load_balancer_id)
+    def _responsive_jobs(self) -> list[Turn]:
+        """Return the jobs that have not exceeded their deadline by a lease. The leases of the others expire."""
+        jobs = self._slots.jobs()
+        hung = {job for job in jobs if job.deadline.left() < -self._conf.controller.lease}
+        for job in hung - self._hung:
+            LOG.error("load balancer %s: a call hangs, its lease expires", job.lease.load_balancer_id)
         self._hung = hung
-        return [turn for turn in turns if turn not in hung]
+        return [job for job in jobs if job not in hung]
 
-    def _watch(self) -> None:
-        """Have jobs end that are to give way, give hands to others where somebody waits, and free what the dead had."""
-        buried_at = 0.0
-        longest = max(_PAUSES * self._conf.controller.retry_most, _LEAST_PAUSE)
-        while not self._stopping.wait(_WATCHED_EVERY) or self._hands.turns():
+    def _check_jobs(self) -> None:
+        """Preempt jobs and release the leases of dead processes, until the last job has ended."""
+        reaped_at = 0.0
+        longest = max(_PAUSE_FACTOR * self._conf.controller.retry_most, _LEAST_PAUSE)
+        while not self._stopping.wait(_CHECK_JOBS_EVERY) or self._slots.jobs():
             if self._stopping.is_set():
-                for turn in self._hands.turns():
-                    turn.give_way("this controller ends", _LAST_WORDS)
+                for job in self._slots.jobs():
+                    job.give_way("this controller stops", _STOP_GRACE)
                 time.sleep(0.05)
                 continue
             try:
-                self._interrupt()
-                if time.monotonic() - buried_at >= _BURIED_EVERY:
-                    buried_at = time.monotonic()
-                    self._bury()
-                    if self._jobs.cut_short(longest):
-                        LOG.warning("the clock was set back: what waited for it is due at once")
-                        self._bell.press()
+                self._preempt_jobs()
+                if time.monotonic() - reaped_at >= _REAP_EVERY:
+                    reaped_at = time.monotonic()
+                    self._reap_dead_processes()
+                    if self._jobs.clamp_due_times(longest):
+                        LOG.warning("the database clock was set back: jobs with implausible due times are due now")
+                        self._wakeup.wake()
             except (StoreError, OSError) as error:
-                LOG.warning("could not look whether something goes first: %s", error)
+                LOG.warning("could not check running jobs, trying again: %s", error)
             except Exception:
-                LOG.exception("looking whether something goes first failed, and goes on")
+                # Without this thread no job is preempted and the leases of dead processes last until they expire.
+                LOG.exception("checking running jobs failed, trying again")
 
-    def _interrupt(self) -> None:
-        slow = [turn for turn in self._hands.turns() if time.monotonic() - turn.since >= _WATCHED_EVERY]
+    def _preempt_jobs(self) -> None:
+        slow = [job for job in self._slots.jobs() if time.monotonic() - job.since >= _CHECK_JOBS_EVERY]
         if not slow:
             return
-        for turn, reason in self._database.read(lambda connection: goes_first(connection, slow)).items():
-            turn.give_way(reason)
-        if self._hands.free():
-            self._bell.press()
+        for job, reason in self._database.read(lambda connection: goes_first(connection, slow)).items():
+            job.give_way(reason)
+        if self._slots.has_free():
+            self._wakeup.wake()
 
-    def _bury(self) -> None:
-        """Leases of processes of this host that died need not run out: nobody is there to write under them."""
-        if buried := self._presence.bury(self._free):
-            LOG.warning("dead, their load balancers are taken up: %s", ", ".join(buried))
-            notifier.tell(self._conf, local_socket.CONTROLLER)
+    def _reap_dead_processes(self) -> None:
+        """Release the leases of dead processes of this host before they expire."""
+        if reaped := self._process_lock.reap_dead(self._release_leases_of):
+            LOG.warning("dead processes, their jobs are due now: %s", ", ".join(reaped))
+            notifier.notify(self._conf, local_socket.CONTROLLER)
 
-    def _free(self, name: str) -> None:
-        self._jobs.release_all(name)
+    def _release_leases_of(self, name: str) -> None:
+        self._jobs.release_leases(name)
         self._database.write(lambda connection: process_registry.remove_dead_process(connection, name))
 
 
 class ControllerService(cotyledon.Service):
-    """One controller as a process of cotyledon's, restarted when it dies."""
+    """One controller as a cotyledon process, which cotyledon restarts after a crash."""
 
     name = "amphora-controller"
 
@@ -356,13 +363,13 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends when this returns; what is still running then is taken up by another controller.
-        if not self._controller.wait(_PATIENCE):
-            LOG.warning("ending although jobs are still running: their leases run out")
+        # The process ends after this method; another controller continues the jobs that are running then.
+        if not self._controller.wait(_STOP_TIMEOUT):
+            LOG.warning("stopping with running jobs: their leases expire")
 
 
 def main() -> int:
-    """Console entry: run controllers until told to end; 1 if the database is not one for this version."""
+    """Run the controller until a signal; return 1 if the database schema does not fit this version."""
     conf = config.load()
     log_context.setup(conf, ControllerService.name)
     if not schema_check.is_usable(Database(conf.store.connection)):

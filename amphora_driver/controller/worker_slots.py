@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many jobs a controller does at once.
+"""Limits the number of concurrent jobs of a controller.
 
-Invariant: a job that only waits for somebody takes no hand away from those that could go on. Whoever has been in one
-step for longer than `STALL` counts as waiting: another job may begin in its place. What is tried again, having failed
-before, never takes more than half of the hands. So one black hole costs the others a hand for `STALL` seconds each time
-it is tried, and many of them never all hands.
+Invariant: a job that only waits for another machine does not block the others. A job that has spent more than
+`STALL_SECONDS` in one step counts as waiting, and another job may start in its place. Retries of failed jobs use at
+most half of the slots. An unreachable machine therefore costs a slot for `STALL_SECONDS` in each retry, and many of
+them never use all slots.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Turn
 
-# Seconds after which a step counts as waiting for somebody. Most steps take some 20 ms, a boot some hundreds.
-STALL = 1.0
-# How many jobs there are at the most for each hand, with those that wait.
-CROWD = 4
+# Seconds after which a step counts as waiting. Most steps take 20 ms, a boot takes hundreds of milliseconds.
+STALL_SECONDS = 1.0
+# Maximum number of jobs for each slot, including waiting ones.
+JOBS_PER_SLOT = 4
 
 
-class Hands:
-    """The jobs of this process; for any thread.
+class WorkerSlots:
+    """The jobs of this process. For any thread.
 
     Args:
-        number: how many work at once.
+        number: of jobs that may work at the same time.
     """
 
     def __init__(self, number: int) -> None:
-        self.most = number * CROWD
+        self.most = number * JOBS_PER_SLOT
         self._number = number
-        self._turns: set[Turn] = set()
+        self._jobs: set[Turn] = set()
         self._lock = threading.Lock()
 
-    def free(self) -> bool:
-        """Whether another job may begin."""
-        turns = self.turns()
-        return len(turns) < self.most and len(_working(turns)) < self._number
+    def has_free(self) -> bool:
+        """Whether another job may start."""
+        jobs = self.jobs()
+        return len(jobs) < self.most and len(_working(jobs)) < self._number
 
-    def only_fresh(self) -> bool:
-        """Whether the next job is to be one that has not failed before."""
-        failed = [turn for turn in self.turns() if turn.lease.attempts]
+    def excludes_retries(self) -> bool:
+        """Whether the next job must be one whose last attempt did not fail."""
+        failed = [job for job in self.jobs() if job.lease.attempts]
         return len(_working(failed)) >= max(self._number // 2, 1) or len(failed) >= self.most // 2
 
-    def take(self, turn: Turn) -> None:
-        """A job begins."""
+    def occupy(self, job: Turn) -> None:
+        """Add a job that starts."""
         with self._lock:
-            self._turns.add(turn)
+            self._jobs.add(job)
 
-    def lay_down(self, turn: Turn) -> None:
-        """A job has ended."""
+    def release(self, job: Turn) -> None:
+        """Remove a job that has ended."""
         with self._lock:
-            self._turns.discard(turn)
+            self._jobs.discard(job)
 
-    def turns(self) -> list[Turn]:
-        """All jobs there are now."""
+    def jobs(self) -> list[Turn]:
+        """Return all current jobs."""
         with self._lock:
-            return list(self._turns)
+            return list(self._jobs)
 
 
-def _working(turns: list[Turn]) -> list[Turn]:
+def _working(jobs: list[Turn]) -> list[Turn]:
     now = time.monotonic()
-    return [turn for turn in turns if now - turn.since < STALL]
+    return [job for job in jobs if now - job.since < STALL_SECONDS]

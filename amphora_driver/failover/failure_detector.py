@@ -50,7 +50,7 @@ from amphora_driver.failover.judged_amphora import (
 )
 from amphora_driver.failover.reachability_probe import ReachabilityProbe
 from amphora_driver.queue import local_socket
-from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
 from amphora_driver.store.amphorae import State
 from amphora_driver.store.failovers import Event
@@ -168,7 +168,7 @@ class FailureDetector:
         if self._holds_duty:
             self._suspend(reason)
             self._renew_at = 0.0
-            drop_duty(self._database, silent_amphorae.DUTY, self._owner)
+            release_duty(self._database, silent_amphorae.DUTY, self._owner)
 
     def run_once(self) -> None:
         """Read the rows once, and act.
@@ -177,7 +177,7 @@ class FailureDetector:
             StoreError: the database is not available.
         """
         if time.monotonic() >= self._renew_at:
-            held = hold_duty(self._database, silent_amphorae.DUTY, self._owner, _DUTY_LEASE)
+            held = acquire_duty(self._database, silent_amphorae.DUTY, self._owner, _DUTY_LEASE)
             self._renew_at = time.monotonic() + _RENEW_EVERY
             if not held:
                 self._suspend("another controller holds the duty")

@@ -75,7 +75,7 @@ class HealthManager:
             self._database,
             self._ledger,
             conf.health.interval,
-            lambda: notifier.tell(conf, local_socket.CONTROLLER),
+            lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
         )
         # Often enough that a pause is seen long before anybody is silent.
@@ -173,7 +173,7 @@ class HealthManager:
             self._hearing.written()
             self._written_at = time.monotonic()
             if news:
-                notifier.tell(self._conf, local_socket.REPORTER)
+                notifier.notify(self._conf, local_socket.REPORTER)
             self._note_strays()
         except StoreError as error:
             LOG.warning("could not write down what amphorae say, trying again: %s", error)

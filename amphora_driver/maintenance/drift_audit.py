@@ -29,7 +29,7 @@ from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import secrets_of_tree
-from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.desired_bundle import Recorded, bodies
 from amphora_driver.reconcile.omitted_objects import left_out_of
@@ -190,7 +190,7 @@ class Auditing:
             while not stopping.wait(self._round):
                 try:
                     if draining.is_set():
-                        drop_duty(self._database, DUTY, self._owner)
+                        release_duty(self._database, DUTY, self._owner)
                     elif self._holds(at_once=True):
                         self.audit(pool, self._while(stopping, draining))
                 except AmphoraDriverError as error:
@@ -201,7 +201,7 @@ class Auditing:
         finally:
             pool.shutdown(cancel_futures=True)
         try:
-            drop_duty(self._database, DUTY, self._owner)
+            release_duty(self._database, DUTY, self._owner)
         except AmphoraDriverError as error:
             LOG.info("the duty of auditing runs out: %s", error)
 
@@ -219,7 +219,7 @@ class Auditing:
         """Whether the duty is ours; it is renewed now and then."""
         begun = time.monotonic()
         if at_once or begun >= self._held_at + _RENEWED:
-            if not hold_duty(self._database, DUTY, self._owner, _HELD):
+            if not acquire_duty(self._database, DUTY, self._owner, _HELD):
                 return False
             self._held_at = begun
         return True

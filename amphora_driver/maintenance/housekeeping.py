@@ -15,7 +15,7 @@ from amphora_driver.certificates.renewal import attended
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.maintenance.orphan_cleanup import Sweeper
 from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
-from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import tls_tickets
 from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
 
@@ -74,7 +74,7 @@ class Housekeeping:
             try:
                 if draining.is_set():
                     self.rest()
-                elif hold_duty(self._database, _DUTY, self._owner, 2 * self._every):
+                elif acquire_duty(self._database, _DUTY, self._owner, 2 * self._every):
                     if self._certificates is not None:
                         # First: what goes wrong with a backend is not to let certificates expire.
                         attended(self._certificates)
@@ -94,7 +94,7 @@ class Housekeeping:
 
     def rest(self) -> None:
         """Let another controller do it."""
-        drop_duty(self._database, _DUTY, self._owner)
+        release_duty(self._database, _DUTY, self._owner)
 
     def sweep(self) -> None:
         """Release what has waited long enough, and not only by a clock that was set since."""

@@ -21,7 +21,7 @@ from amphora_driver.database.tables import amphora, status, work
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import image_rotation_plan as deciding
 from amphora_driver.maintenance.image_rotation_plan import AnyMove, Begin, End, Facts, Finish, Limits, Pause, Say, Seen
-from amphora_driver.queue.jobs import drop_duty, hold_duty
+from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
 from amphora_driver.store.requests import Op
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
@@ -183,14 +183,14 @@ class Rotator:
         if self._looked_at is not None:
             self._looked_at = None
             self._watch.forget()
-            drop_duty(self._database, DUTY, self._owner)
+            release_duty(self._database, DUTY, self._owner)
 
     def look(self) -> list[AnyMove]:
         """Have a look at the rotation that has not ended, if there is one, and do what is next; returns what."""
         if self._database.read(rotations.get_active_rotation) is None:
             self.rest()
             return []
-        if not hold_duty(self._database, DUTY, self._owner, _DUTY_SECONDS):
+        if not acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS):
             self._looked_at = None
             self._watch.forget()
             return []

@@ -155,7 +155,7 @@ class Auditor:
             # What came with them is found when the load balancer is compared.
             if self._database.write(lambda connection: sync_transactions.undo(connection, row, lost)):
                 self.changed([row.load_balancer_id])
-                notifier.tell(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
+                notifier.notify(self._conf, local_socket.CONTROLLER, row.load_balancer_id)
             return False
         passed = [(row.load_balancer_id, row.generation)]
         self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
@@ -188,7 +188,7 @@ class Auditor:
         if corrected:
             words = "; ".join(differing)
             LOG.warning("load balancer %s: Octavia has kept something else, which is wanted: %s", row[0], words)
-            notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)
+            notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return corrected
 
 

@@ -119,7 +119,7 @@ class Reader:
     def _beside(self, work: Callable[[], bool]) -> None:
         if work():
             # There may be something to say by now.
-            local_socket.ring(self._conf.queue.doorbell_dir, local_socket.REPORTER)
+            local_socket.wake_role(self._conf.queue.doorbell_dir, local_socket.REPORTER)
 
     # --- what Octavia has committed -----------------------------------------------------------------------------------
 
@@ -283,4 +283,4 @@ class Reader:
         return found
 
     def _wake(self, load_balancer_id: str | None = None) -> None:
-        notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)
+        notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)

@@ -289,8 +289,8 @@ class Resyncer:
         self._database.write(lambda connection: resyncs.finish_resync(connection, asked, outcome, now, detail))
 
     def _wake(self, load_balancer_id: str) -> None:
-        local_socket.ring(self._conf.queue.doorbell_dir, local_socket.REPORTER)
-        notifier.tell(self._conf, local_socket.CONTROLLER, load_balancer_id)
+        local_socket.wake_role(self._conf.queue.doorbell_dir, local_socket.REPORTER)
+        notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
 
 
 _ROW = sa.select(work.c.op, work.c.committed).where(work.c.load_balancer_id == sa.bindparam("of"))

@@ -120,8 +120,8 @@ class Reporter:
         counting.start()
         signing.start()
         with (
-            local_socket.Doorbell(self._conf.queue.doorbell_dir, local_socket.REPORTER) as bell,
-            notifier.heard(self._conf, bell.press),
+            local_socket.WakeupSocket(self._conf.queue.doorbell_dir, local_socket.REPORTER) as bell,
+            notifier.reporter_hints(self._conf, bell.wake),
         ):
             pause = 0.0
             while not ending.is_set():
@@ -131,7 +131,7 @@ class Reporter:
         self._ended.set()
         counting.join()
         signing.join()
-        jobs.drop_duty(self._database, _DUTY, self._name)
+        jobs.release_duty(self._database, _DUTY, self._name)
 
     def _count(self) -> None:
         while not self._ended.wait(self._conf.queue.poll_interval):
@@ -155,7 +155,7 @@ class Reporter:
             turns = self._turns
             try:
                 if self._telling:
-                    jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
+                    jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
                 registry.heartbeat(working=turns != before)
             except AmphoraDriverError as error:
                 LOG.warning("this process could not say that it lives: %s", error)
@@ -189,7 +189,7 @@ class Reporter:
         self._held_until = 0.0
         self._aside_until = time.monotonic() + _ASIDE * self._conf.queue.poll_interval
         with suppress(AmphoraDriverError):
-            jobs.drop_duty(self._database, _DUTY, self._name)
+            jobs.release_duty(self._database, _DUTY, self._name)
 
     def turn(self) -> float:
         """Do all that is due; returns after how many seconds to look again if nobody rings."""
@@ -224,7 +224,7 @@ class Reporter:
             return False
         # It ends as much later as it is renewed earlier.
         kept = now < self._held_until + _DUTY_SECONDS / 2
-        if not jobs.hold_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
+        if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
             return False
         if not kept:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hearing hints from other hosts.
+"""Consumers of hints from other hosts.
 
-Invariant: whoever hears does so in a thread that nothing else depends on. While the broker is away, hung or has lost
-everything, the thread tries again, and the work is found by looking at the rows.
+Invariant: each consumer has its own thread, and no other thread depends on it. While the broker is not available, hangs
+or has lost its queues, the thread retries, and processes find the work when they poll the rows.
 
-A controller runs a worker of Celery's in its own process, with Celery's solo pool: one hint after the other is taken,
-in the worker's own thread, and handed to the controller's threads. So a hint is taken only when a thread is free
-(work spreads to whoever has one), acknowledgements come from the thread that owns the connection, and a load balancer
-that takes long holds up no hint.
+A controller runs a Celery worker in its own process, with Celery's solo pool. The worker's thread consumes one hint at
+a time and passes it to the controller's worker pool. A hint is consumed only when a worker slot is free, so that hints
+go to controllers with free slots. Acknowledgements come from the thread that owns the connection. A slow load balancer
+delays no hint.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOG = logging.getLogger(__name__)
-# Two lines for each hint: what came of it is in the log anyway.
-_TALKATIVE = ("celery.worker.strategy", "celery.app.trace")
-# Seconds between two looks at whether to stop.
-_LOOK_EVERY = 0.5
-# Seconds before a connection is tried again, or a worker that failed as a whole begins anew.
-_PAUSE = 2.0
+# Celery loggers that write two lines for each hint; the job's own lines are enough.
+_VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
+# Seconds between two checks of the stop flag.
+_CHECK_EVERY = 0.5
+# Seconds before a failed connection or a failed worker is started again.
+_RETRY_AFTER = 2.0
 
 
 class HintConsumer(Consumer):
-    """Celery's consumer without what hints have no use for: 28 queues for delays, remote control, gossip."""
+    """Celery's consumer without the parts that hints do not need: 28 delay queues, remote control, gossip."""
 
     class Blueprint(Consumer.Blueprint):
-        """Its parts, in order."""
+        """Start-up steps, in order."""
 
         default_steps = (
             "celery.worker.consumer.connection:Connection",
@@ -50,43 +50,44 @@ class HintConsumer(Consumer):
     _tick: Any = None
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """The loop sleeps until something comes; it has to look now and then whether it should end."""
+        """Add a timer to the event loop, which otherwise does not check the stop flag while it is idle."""
         super().register_with_event_loop(hub)
         if self._tick is not None:
             self._tick.cancel()
-        self._tick = hub.timer.call_repeatedly(_LOOK_EVERY, lambda: None)
+        self._tick = hub.timer.call_repeatedly(_CHECK_EVERY, lambda: None)
 
 
-class Worker:
-    """Hears the hints for controllers.
+class ControllerConsumer:
+    """Consumes hints to controllers.
 
     Args:
         url: of the broker.
-        look: called for each, one at a time, with a load balancer or None; returns when the next one may come.
+        on_hint: called for each hint, one at a time, with a load balancer or None. The next hint is consumed after it
+            returns.
     """
 
-    def __init__(self, url: str, look: Callable[[str | None], None]) -> None:
-        self._app = rabbitmq.application(url)
+    def __init__(self, url: str, on_hint: Callable[[str | None], None]) -> None:
+        self._app = rabbitmq.create_celery_app(url)
         self._app.conf.worker_consumer = HintConsumer
-        for name in _TALKATIVE:
+        for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery wants a function with a name.
-        def look_at(load_balancer_id: str | None) -> None:
-            look(load_balancer_id)
+        # Celery requires a named function.
+        def handle_hint(load_balancer_id: str | None) -> None:
+            on_hint(load_balancer_id)
 
-        self._app.task(name=rabbitmq.TASK)(look_at)
+        self._app.task(name=rabbitmq.TASK)(handle_hint)
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hearing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hints", daemon=True)
 
     def start(self) -> None:
-        """Begin to hear; a broker that is away is waited for."""
+        """Start the thread; it retries until the broker is available."""
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Hear no more; what was taken has been handed over when this returns, if that takes no longer."""
+        """Stop the consumer, and wait for the current hint for this time at most."""
         self._ending.set()
-        # Celery's own way to have a worker end from outside of its thread: there is one in a process.
+        # Celery's way to stop a worker from another thread; a process has one worker.
         state.should_stop = 0
         self._thread.join(seconds)
         if not self._thread.is_alive():
@@ -104,30 +105,31 @@ class Worker:
                 )
                 worker.start()
             except Exception:
-                LOG.exception("the worker that hears hints failed, it begins anew")
-            self._ending.wait(_PAUSE)
+                # The library's, broker's and network's errors have no common base, and the consumer must survive.
+                LOG.exception("the consumer of hints failed, starting again in %g s", _RETRY_AFTER)
+            self._ending.wait(_RETRY_AFTER)
 
 
-class Ear:
-    """Hears the hints for reporters.
+class ReporterConsumer:
+    """Consumes hints to reporters.
 
     Args:
         url: of the broker.
-        heard: called for each.
+        on_hint: called for each hint.
     """
 
-    def __init__(self, url: str, heard: Callable[[], None]) -> None:
+    def __init__(self, url: str, on_hint: Callable[[], None]) -> None:
         self._url = url
-        self._heard = heard
+        self._on_hint = on_hint
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hearing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hints", daemon=True)
 
     def start(self) -> None:
-        """Begin to hear; a broker that is away is waited for."""
+        """Start the thread; it retries until the broker is available."""
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Hear no more."""
+        """Stop the consumer."""
         self._ending.set()
         self._thread.join(seconds)
 
@@ -137,22 +139,22 @@ class Ear:
                 self._url, connect_timeout=rabbitmq.CONNECT_SECONDS, heartbeat=rabbitmq.HEARTBEAT_SECONDS
             )
             try:
-                self._listen(connection)
-            except Exception as error:  # noqa: BLE001 - a library's, a broker's or the network's: try again
-                LOG.info("hints cannot be heard: %s", type(error).__name__)
+                self._consume(connection)
+            except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
+                LOG.info("cannot consume hints, trying again in %g s: %s", _RETRY_AFTER, type(error).__name__)
             finally:
                 connection.collect()
-            self._ending.wait(_PAUSE)
+            self._ending.wait(_RETRY_AFTER)
 
-    def _listen(self, connection: kombu.Connection) -> None:
-        # Its own, gone with the connection: what was said to one that was away need not be kept.
+    def _consume(self, connection: kombu.Connection) -> None:
+        # An exclusive queue ends with the connection: missed hints are worthless.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
-        with connection.Consumer(queue, callbacks=[self._take], no_ack=True):
+        with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):
             while not self._ending.is_set():
                 try:
-                    connection.drain_events(timeout=_LOOK_EVERY)
+                    connection.drain_events(timeout=_CHECK_EVERY)
                 except TimeoutError:
                     connection.heartbeat_check()
 
-    def _take(self, _body: Any, _message: Any) -> None:
-        self._heard()
+    def _handle(self, _body: Any, _message: Any) -> None:
+        self._on_hint()

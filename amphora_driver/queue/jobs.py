@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who works on which load balancer.
+"""Jobs of controllers: rows with leases and fencing.
 
-Invariant: at most one process holds the lease of a load balancer, and every lease has an *epoch* greater than all
-before it. A write made under a lease checks owner and epoch in the same transaction (`guard`), so that a process
-which was stopped, lost its lease and woke up again changes nothing. A job is "make load balancer X as recorded": it
-carries no arguments, may run any number of times, and runs again as long as a newer generation is wanted, or if it
-became urgent (`tables.URGENT`) while it ran: what a job has not seen is never forgotten by its end. Leases and
-pauses are measured by the database's clock, the same for all controllers (database/clock.py); what ends later than it
-could, because that clock was set back, is cut short (`cut_short`).
+Invariant: at most one process holds the lease of a load balancer, and the *epoch* of a lease is greater than the epochs
+of all earlier leases. A write under a lease checks owner and epoch in the same transaction (`guard_lease`). A process
+that was stopped, lost its lease and continues therefore changes nothing. A job is "make load balancer X as recorded":
+it has no arguments and may run any number of times. It runs again while a newer generation is recorded, or if it became
+urgent (`tables.URGENT`) while it ran: the end of a job never discards a change that the job has not seen. The
+database's clock measures leases and pauses for all controllers (database/clock.py). If that clock is set back,
+`clamp_due_times` shortens them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# A lease that has more than so many of its lengths left, and more than these seconds, was taken by another clock. The
-# same for a duty; hosts of one deployment need not have the same options at every moment.
+# A lease or duty with more than this multiple of its length left, and more than _LEAST seconds, dates from before the
+# clock was set back. The multiples allow for hosts with different options.
 _LEASES, _DUTIES, _LEAST = 4, 10, 60.0
-# Seconds more for each process in a row that has died of a load balancer, before the next one takes it up.
-_CAUTION = 0.5
+# Seconds of back-off for each process in a row that ended while it worked on a load balancer.
+_CRASH_BACKOFF = 0.5
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on one load balancer, and what is to be done.
+    """The right to work on one load balancer.
 
     Attributes:
-        attempts: how many have failed.
-        deaths: how many processes have ended, or lost their lease, since one of them has got somewhere.
+        attempts: number of failed attempts.
+        deaths: number of processes that ended or lost their lease since the last progress.
     """
 
     load_balancer_id: str
@@ -53,17 +53,17 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_name() -> str:
-    """A name no other process has or ever had."""
+    """Return a name that is unique among all processes, past ones included."""
     return f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
 
 
 class Jobs:
-    """The jobs of a database, as one process sees them.
+    """The jobs of a database, for one process.
 
     Args:
-        database: where they are.
+        database: of the jobs.
         owner: `process_name()` of this process.
-        seconds: how long a lease lasts without being renewed.
+        seconds: length of a lease.
     """
 
     def __init__(self, database: Database, owner: str, seconds: float) -> None:
@@ -72,11 +72,11 @@ class Jobs:
         self._seconds = seconds
 
     def claim(self, load_balancer_id: str | None = None, *, fresh: bool = False) -> Lease | None:
-        """The lease of the load balancer that has waited longest, or None if nothing is due.
+        """Claim the lease of the load balancer that has waited longest; None if no job is due.
 
         Args:
-            load_balancer_id: only this one's, if it is due.
-            fresh: only one whose last attempt has not failed.
+            load_balancer_id: claim only the lease of this load balancer.
+            fresh: claim only a job whose last attempt did not fail.
         """
 
         def write(connection: sa.Connection) -> Lease | None:
@@ -95,13 +95,13 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # Whoever had it has not given it back.
+                # The previous owner did not return the lease.
                 deaths=row.deaths + (row.owner is not None),
             )
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == row.load_balancer_id)
-                # What becomes urgent from now on is news to this job.
+                # A free_at that becomes urgent from now on is new to this job.
                 .values(
                     owner=self._owner,
                     epoch=lease.epoch,
@@ -112,12 +112,12 @@ class Jobs:
             )
             return lease
 
-        # Looking costs less than locking, and most looks find nothing.
+        # A read costs less than a lock, and most reads find no job.
         anything = self._database.read(lambda connection: self._anything_due(connection, load_balancer_id, fresh=fresh))
         return self._database.write(write) if anything else None
 
     def next_due(self) -> float | None:
-        """When the next job becomes due (on `Database.now()`'s clock), or None if none waits."""
+        """Return when the next job becomes due (on `Database.now()`'s clock); None if no job waits."""
         return self._database.read(
             lambda connection: connection.execute(
                 sa.select(
@@ -131,11 +131,11 @@ class Jobs:
             ).scalar()
         )
 
-    def renew(self, load_balancer_ids: Collection[str]) -> None:
-        """Keep the leases of these load balancers for another while, as far as they are this process's.
+    def renew_leases(self, load_balancer_ids: Collection[str]) -> None:
+        """Renew the leases of these load balancers that this process owns.
 
-        Only those really being worked on are named: a lease that could not be given back must run out. On a server,
-        one whose row somebody has locked is passed over until the next time, and costs the others nothing.
+        The caller names only jobs that are running: a lease that could not be returned must expire. On a database
+        server, this skips locked rows until the next call, so that one locked row does not delay the others.
         """
 
         def write(connection: sa.Connection) -> None:
@@ -147,14 +147,13 @@ class Jobs:
 
         self._database.write(write)
 
-    def finish(self, lease: Lease, generation: int, again_at: float | None = None) -> None:
-        """Give a lease back: the load balancer is as `generation` records it, or waits for somebody else.
+    def complete(self, lease: Lease, generation: int, again_at: float | None = None) -> None:
+        """Return a lease after a successful job.
 
         Args:
-            lease: whose.
-            generation: the newest one that was looked at.
-            again_at: when somebody is to look again (on `Database.now()`'s clock), whatever happens until then; None
-                if nothing is left to do.
+            lease: of the job.
+            generation: the newest one that the job has seen.
+            again_at: when the next job is due at the latest (on `Database.now()`'s clock); None if no work is left.
         """
         found: dict[str, Any] = {
             "of": lease.load_balancer_id,
@@ -162,33 +161,33 @@ class Jobs:
             "under": lease.epoch,
             "seen": generation,
         }
-        statement = _FINISH if again_at is None else _FINISH_FOR_NOW
+        statement = _COMPLETE if again_at is None else _COMPLETE_FOR_NOW
         bound = found if again_at is None else {**found, "again": again_at}
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A statement of its own. One that waits for a row looks at that row again, but at all others as they
-                # were before: it would not see what `take_back` did to an amphora, and undo that the job is due.
-                connection.execute(_HOLD, {"of": lease.load_balancer_id})
-            # What `guard` makes sure of, and the change, in one.
+                # A separate statement takes the lock. A PostgreSQL statement that waits for a row lock re-reads only
+                # that row: it would miss an amphora that lost its configuration meanwhile and clear `dirty`.
+                connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
+            # One statement checks the lease, as `guard_lease` does, and writes.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 
         self._database.write(write)
 
-    def wait(self, lease: Lease, generation: int, pause: float, *, readable: bool = True) -> None:
-        """Give a lease back because something outside has to happen first; this counts as no attempt.
+    def defer(self, lease: Lease, generation: int, pause: float, *, readable: bool = True) -> None:
+        """Return a lease because the job waits for an external event; this is not a failed attempt.
 
         Args:
-            lease: whose.
-            generation: the newest one that was looked at.
-            pause: seconds after which somebody is to look again, if nobody hastens it.
-            readable: what was looked at was complete; if not, it is due as soon as it is.
+            lease: of the job.
+            generation: the newest one that the job has seen.
+            pause: seconds after which the job is due, unless `make_due` is called before.
+            readable: the recorded load balancer was complete; if not, the job is due as soon as it is.
         """
 
         def write(connection: sa.Connection) -> None:
-            guard(connection, lease)
-            # Whoever asked for more meanwhile does not wait for it.
+            guard_lease(connection, lease)
+            # A newer request does not wait for the pause.
             came = sa.or_(work.c.generation > generation, _URGENT)
             if not readable:
                 came = sa.or_(came, sa.not_(work.c.read_back))
@@ -201,11 +200,11 @@ class Jobs:
 
         self._database.write(write)
 
-    def give_way(self, lease: Lease) -> None:
-        """Give a lease back with the load balancer due at once: something goes first. This counts as no attempt."""
+    def yield_lease(self, lease: Lease) -> None:
+        """Return the lease of a preempted job, due at once; this is not a failed attempt."""
 
         def write(connection: sa.Connection) -> None:
-            guard(connection, lease)
+            guard_lease(connection, lease)
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == lease.load_balancer_id)
@@ -214,8 +213,8 @@ class Jobs:
 
         self._database.write(write)
 
-    def hasten(self, load_balancer_ids: Collection[str]) -> None:
-        """What these load balancers wait for has come: they are due at once."""
+    def make_due(self, load_balancer_ids: Collection[str]) -> None:
+        """Make waiting jobs due at once."""
         self._database.write(
             lambda connection: connection.execute(
                 work.update()
@@ -224,26 +223,26 @@ class Jobs:
             )
         )
 
-    def postpone(
+    def retry_later(
         self, lease: Lease, pause: float, reason: str, generation: int | None = None, *, deaths: int = 0
     ) -> None:
-        """Give a lease back after a failure, to be tried again after `pause` seconds.
+        """Return a lease after a failure; the job is due again after `pause` seconds.
 
         Args:
-            lease: whose.
+            lease: of the job.
             pause: seconds.
-            reason: what went wrong.
-            generation: the newest one that was looked at. What was asked for after that is due at once.
-            deaths: of how many others the next one is to know.
+            reason: of the failure.
+            generation: the newest one that the job has seen; a newer request is due at once.
+            deaths: new value of `Lease.deaths`.
         """
         newer = _URGENT if generation is None else sa.or_(work.c.generation > generation, _URGENT)
 
         def write(connection: sa.Connection) -> None:
-            guard(connection, lease)
+            guard_lease(connection, lease)
             connection.execute(
                 work.update()
                 .where(work.c.load_balancer_id == lease.load_balancer_id)
-                # In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
+                # The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
                 .ordered_values(
                     (work.c.attempts, sa.case((newer, work.c.attempts), else_=lease.attempts + 1)),
                     (work.c.free_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -257,37 +256,37 @@ class Jobs:
 
         self._database.write(write)
 
-    def release_all(self, owner: str | None = None) -> int:
-        """Give every lease of this process back, at its end, or those of one that is known to be dead.
+    def release_leases(self, owner: str | None = None) -> int:
+        """Return all leases of this process at its end, or the leases of a dead process.
 
-        Whoever dies may have been killed by what it worked on: that is due at once, but after all that waits already,
-        and if others died of it before, after a pause in which who takes up the rest can get on with it.
+        A job may have crashed the dead process. Its load balancer is therefore due after all jobs that wait already,
+        and after a back-off if earlier processes crashed on it too.
 
         Returns:
-            How many there were.
+            The number of leases.
         """
 
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(work.c.owner, None), (work.c.leased_until, None)]
             if owner is not None:
-                # In this order: see `postpone`.
-                given.append((work.c.free_at, clock.now(connection) + _CAUTION * work.c.deaths))
+                # The order matters: see `retry_later`.
+                given.append((work.c.free_at, clock.now(connection) + _CRASH_BACKOFF * work.c.deaths))
                 given.append((work.c.deaths, work.c.deaths + 1))
             leases = work.update().where(work.c.owner == (owner or self._owner))
             return connection.execute(leases.ordered_values(*given)).rowcount
 
         return self._database.write(write)
 
-    def cut_short(self, longest: float) -> int:
-        """Bring forward what ends later than it could: the clock was set back since that was written.
+    def clamp_due_times(self, longest: float) -> int:
+        """Bring forward implausibly late due times and leases: the clock was set back after they were written.
 
-        Whoever has such a lease and lives renews it; from the dead others take it when it runs out.
+        A live owner renews such a lease. The lease of a dead owner expires.
 
         Args:
-            longest: seconds that no pause is longer than.
+            longest: seconds of the longest possible pause.
 
         Returns:
-            How many load balancers that were.
+            The number of changed load balancers.
         """
         lease = max(_LEASES * self._seconds, _LEAST)
         pauses, leases = work.c.free_at, work.c.leased_until
@@ -302,11 +301,11 @@ class Jobs:
 
         def write(connection: sa.Connection) -> int:
             paused, leased = late(connection)
-            hastened = connection.execute(work.update().where(paused).values(free_at=0.0)).rowcount
+            due = connection.execute(work.update().where(paused).values(free_at=0.0)).rowcount
             soon = clock.now(connection) + self._seconds
-            return hastened + connection.execute(work.update().where(leased).values(leased_until=soon)).rowcount
+            return due + connection.execute(work.update().where(leased).values(leased_until=soon)).rowcount
 
-        # Looking costs less than locking, and there is nothing to be found.
+        # A read costs less than a lock and almost never finds a row.
         return self._database.write(write) if self._database.read(look) else 0
 
     def _anything_due(self, connection: sa.Connection, load_balancer_id: str | None, *, fresh: bool) -> bool:
@@ -315,7 +314,7 @@ class Jobs:
 
 
 def _behind() -> sa.ColumnElement[bool]:
-    """An amphora lost what it had confirmed, perhaps while this job was looking elsewhere."""
+    """Return the condition that an amphora is behind: it lost its configuration, perhaps during this job."""
     return sa.exists().where(
         amphora.c.load_balancer_id == work.c.load_balancer_id,
         amphora.c.state == "ready",
@@ -324,14 +323,14 @@ def _behind() -> sa.ColumnElement[bool]:
 
 
 def _leaving() -> sa.ColumnElement[bool]:
-    """An amphora is to be replaced, and is there still."""
+    """Return the condition that an amphora is being replaced and still exists."""
     return sa.exists().where(amphora.c.load_balancer_id == work.c.load_balancer_id, amphora.c.state == "retiring")
 
 
 def _due(
     now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
 ) -> tuple[sa.ColumnElement[bool], ...]:
-    """What makes a load balancer's job due: there is something to do, its pause is over, and nobody works on it."""
+    """Return the conditions of a due job: work to do, no pause, and no live owner."""
     due = [work.c.dirty, work.c.free_at <= now, sa.or_(work.c.owner.is_(None), work.c.leased_until < now)]
     if fresh:
         due.append(work.c.attempts == 0)
@@ -340,7 +339,7 @@ def _due(
     return tuple(due)
 
 
-# Needed in every job, so built once: putting a statement together costs more than running it.
+# Every job needs these statements. They are built once, because building one costs more than running it.
 _MINE = (
     work.c.load_balancer_id == sa.bindparam("of"),
     work.c.owner == sa.bindparam("whose"),
@@ -348,13 +347,13 @@ _MINE = (
 )
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
 _URGENT = work.c.free_at < 0.0
-# Due again if more is wanted by now, or if what this job waited for has come meanwhile.
+# Due again if a newer generation is recorded, or the event that this job waited for has happened.
 _DUE_AGAIN = sa.or_(
     work.c.generation > _SEEN,
     _URGENT,
     sa.and_(sa.or_(work.c.applied < work.c.generation, _behind()), sa.not_(work.c.read_back)),
 )
-# Nothing is over while one is to go: a net below what is urgent. Whoever looks again by himself comes to that anyway.
+# A job with a retiring amphora is not over, even if the urgent mark was lost. A job with `again_at` runs again anyway.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_leaving(), sa.not_(work.c.read_back)))
 _RETURNED: list[tuple[Any, Any]] = [
     ("owner", None),
@@ -364,21 +363,21 @@ _RETURNED: list[tuple[Any, Any]] = [
     ("error", None),
 ]
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# In this order: MySQL and MariaDB assign from left to right, and go on with what was assigned.
-_FINISH = work.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
-_FINISH_FOR_NOW = (
+# The order matters: MySQL and MariaDB assign from left to right, with the values already assigned.
+_COMPLETE = work.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("free_at", 0.0), *_RETURNED)
+_COMPLETE_FOR_NOW = (
     work.update()
     .where(*_MINE)
     .ordered_values(("free_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# A process that writes is alive and has made progress. The count is what Galera certifies: see `tables.work`.
+# A write proves progress and resets `deaths`. Galera certifies the count: see `tables.work`.
 _GUARD = work.update().where(*_MINE).values(writes=work.c.writes + 1, deaths=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))
-_HOLD = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
+_LOCK_ROW = sa.select(work.c.epoch).where(work.c.load_balancer_id == sa.bindparam("of")).with_for_update()
 _CHECK = sa.select(work.c.owner, work.c.epoch, work.c.generation, work.c.op, work.c.free_at).where(
     work.c.load_balancer_id == sa.bindparam("of")
 )
-_NOTE_OUTCOME = (
+_RECORD_OUTCOME = (
     request.update()
     .where(
         request.c.load_balancer_id == sa.bindparam("of"),
@@ -388,13 +387,12 @@ _NOTE_OUTCOME = (
     .values(applied_at=sa.bindparam("now", type_=sa.Double), outcome=sa.bindparam("what", type_=sa.Text))
 )
 
-
-_OLDEST_UNANSWERED = sa.select(sa.func.min(request.c.accepted_at)).where(
+_OLDEST_OPEN_REQUEST = sa.select(sa.func.min(request.c.accepted_at)).where(
     request.c.load_balancer_id == sa.bindparam("of"),
     request.c.generation <= sa.bindparam("upto", type_=sa.BigInteger),
     request.c.applied_at.is_(None),
 )
-_UNANSWERED = (
+_OPEN_REQUEST = (
     sa.select(request.c.id)
     .where(
         request.c.load_balancer_id == sa.bindparam("of"),
@@ -405,16 +403,16 @@ _UNANSWERED = (
 )
 
 
-def guard(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
-    """Make sure the lease still holds, and that nobody takes it before this transaction ends.
+def guard_lease(connection: sa.Connection, lease: Lease, applied: int | None = None) -> None:
+    """Check that the lease is valid, and lock it until this transaction ends.
 
     Args:
         connection: of a writing transaction.
-        lease: whose.
-        applied: the generation that every amphora serves, if that is to be noted with it.
+        lease: of the caller's job.
+        applied: the generation that every amphora serves, to be recorded too; None to record none.
 
     Raises:
-        LeaseLost: somebody else owns the load balancer, or it is gone.
+        LeaseLost: another process owns the load balancer, or its row is deleted.
     """
     bound: dict[str, Any] = {"of": lease.load_balancer_id, "whose": lease.owner, "under": lease.epoch}
     if applied is None:
@@ -432,14 +430,14 @@ def _lost(lease: Lease) -> LeaseLost:
     )
 
 
-def check(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
-    """Make sure that the lease still holds, before an effect outside the database that no transaction can take back.
+def check_lease(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
+    """Check that the lease is valid; called before effects that no transaction can roll back.
 
     Returns:
-        The newest generation, what is wanted (`Op`), and whether it has become urgent since it was claimed.
+        The newest generation, the recorded `Op`, and whether the job has become urgent since the claim.
 
     Raises:
-        LeaseLost: somebody else owns the load balancer, or it is gone.
+        LeaseLost: another process owns the load balancer, or its row is deleted.
     """
     row = connection.execute(_CHECK, {"of": lease.load_balancer_id}).first()
     if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
@@ -450,25 +448,25 @@ def check(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool]:
     return int(row.generation), str(row.op), row.free_at < 0.0
 
 
-def unanswered(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:
-    """Whether a request up to a generation waits to hear what became of it."""
-    return connection.execute(_UNANSWERED, {"of": load_balancer_id, "upto": generation}).first() is not None
+def has_open_request(connection: sa.Connection, load_balancer_id: str, generation: int) -> bool:
+    """Whether a request up to a generation has no recorded outcome."""
+    return connection.execute(_OPEN_REQUEST, {"of": load_balancer_id, "upto": generation}).first() is not None
 
 
-def oldest_unanswered(connection: sa.Connection, load_balancer_id: str, generation: int) -> float | None:
-    """When the oldest call up to a generation was accepted of which nobody has said yet what became of it."""
-    found = connection.execute(_OLDEST_UNANSWERED, {"of": load_balancer_id, "upto": generation}).scalar()
+def oldest_open_request(connection: sa.Connection, load_balancer_id: str, generation: int) -> float | None:
+    """Return when the oldest request without a recorded outcome, up to a generation, was accepted."""
+    found = connection.execute(_OLDEST_OPEN_REQUEST, {"of": load_balancer_id, "upto": generation}).scalar()
     return None if found is None else float(found)
 
 
-def note_outcome(connection: sa.Connection, load_balancer_id: str, generation: int, outcome: str) -> None:
-    """Close the history of every request up to a generation."""
+def record_outcome(connection: sa.Connection, load_balancer_id: str, generation: int, outcome: str) -> None:
+    """Record the outcome of every open request up to a generation."""
     bound = {"of": load_balancer_id, "upto": generation, "now": time.time(), "what": outcome}
-    connection.execute(_NOTE_OUTCOME, bound)
+    connection.execute(_RECORD_OUTCOME, bound)
 
 
-def hold_duty(database: Database, name: str, owner: str, seconds: float) -> bool:
-    """Take or keep a duty that one process at a time performs; True if it is ours for another `seconds`."""
+def acquire_duty(database: Database, name: str, owner: str, seconds: float) -> bool:
+    """Acquire or renew a duty, a task of one process at a time; True if this process holds it."""
 
     def write(connection: sa.Connection) -> bool:
         now = clock.now(connection)
@@ -491,8 +489,8 @@ def hold_duty(database: Database, name: str, owner: str, seconds: float) -> bool
     return database.write(write)
 
 
-def drop_duty(database: Database, name: str, owner: str) -> None:
-    """Let the next process take a duty at once."""
+def release_duty(database: Database, name: str, owner: str) -> None:
+    """Release a duty, so that another process can acquire it at once."""
     database.write(
         lambda connection: connection.execute(
             duty.update().where(duty.c.name == name, duty.c.owner == owner).values(leased_until=0.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waking a process of this host without making it poll.
+"""Wake-up of processes on the same host through datagram sockets.
 
-Invariant: a ring is a hint and carries nothing. Whoever hears it looks at the database; whoever misses it finds the
-same there at the next look. So ringing never blocks, never fails loudly, and a full or dead socket is no trouble.
+Invariant: a wake-up is a hint without content. The receiver reads the database; a receiver that misses the wake-up
+finds the same work at its next poll. Sending therefore never blocks or raises, and a full or dead socket is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from amphora_driver.errors import ConfigurationError
 
-# The roles that can be woken.
+# Roles of processes that have a socket.
 CONTROLLER = "controller"
 REPORTER = "reporter"
 
@@ -23,8 +23,8 @@ REPORTER = "reporter"
 _LONGEST_PATH = 107
 
 
-def ring(directory: str, role: str) -> None:
-    """Wake every process of this role on this host."""
+def wake_role(directory: str, role: str) -> None:
+    """Wake up every process of this role on this host."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if not entry.name.startswith(f"{role}-"):
@@ -33,16 +33,16 @@ def ring(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # Its process died without hanging up.
+                    # The owner died without removing its socket.
                     with contextlib.suppress(OSError):
-                        os.unlink(entry.path)  # noqa: PTH108 - scandir speaks in paths
+                        os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # Full: it has been rung already.
+                    # The socket is full: a wake-up is already pending.
                     continue
 
 
-class Doorbell:
-    """One process's bell; a context manager, so that its socket does not outlive it."""
+class WakeupSocket:
+    """Receives the wake-ups of one process. A context manager that removes the socket at its end."""
 
     def __init__(self, directory: str, role: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Doorbell:
         self._path.chmod(0o660)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a ring, at most so long; True if there was one. Rings that came together count as one."""
+        """Wait for a wake-up; True if there was one. Several pending wake-ups count as one."""
         readable, _, _ = select.select([self._socket], [], [], max(seconds, 0))
         if not readable:
             return False
@@ -67,9 +67,9 @@ class Doorbell:
                 self._socket.recv(16)
         return True
 
-    def press(self) -> None:
-        """Ring this very bell, from another thread of the same process."""
-        # Also where no descriptor is left.
+    def wake(self) -> None:
+        """Wake up the waiting thread, from another thread of the same process."""
+        # An error is ignored: the process may have no free descriptor.
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
@@ -77,11 +77,11 @@ class Doorbell:
             sender.sendto(b"!", str(self._path))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close and remove the socket."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
-    def __enter__(self) -> Doorbell:
+    def __enter__(self) -> WakeupSocket:
         return self
 
     def __exit__(self, *_: object) -> None:

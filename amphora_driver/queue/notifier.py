@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling processes of this host and of others that there is something to look at.
+"""Notifies processes of this host and of other hosts of new work.
 
-Invariant: `tell` costs its caller next to nothing, whatever state the broker is in: it rings the doorbell of this host
-and, with engine "celery", leaves a note for a thread that publishes. What cannot be published soon is dropped. A hint
-is never needed: the rows say the same, and are looked at every `poll_interval`.
+Invariant: `notify` returns within microseconds in every state of the broker. It wakes the processes of this host and,
+with engine "celery", queues a hint for the publisher thread. Hints that cannot be published soon are dropped. No hint
+is necessary: the rows hold the same information, and every process polls them each `poll_interval`.
 """
 
 from __future__ import annotations
@@ -23,69 +23,70 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.queue.rabbitmq import Sender
+    from amphora_driver.queue.rabbitmq import HintSender
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# Hints that wait to be published; a thousand members set at once are one for each load balancer.
+# Hints in the queue; each load balancer has at most one.
 _MOST_WAITING = 1000
-# Seconds between tries to reach a broker that is away: the first, and the longest pause.
-_PAUSES = (0.2, 5.0)
-# Seconds an ending process waits for threads that hear.
-_GOODBYE_SECONDS = 5.0
+# Seconds of the first and the longest back-off while the broker is not available.
+_BACKOFF = (0.2, 5.0)
+# Seconds a stopping process waits for its consumer thread.
+_STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
 
 
-def tell(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> None:
-    """There is something to do, once the transaction that says what has been committed.
+def notify(conf: ConfigOpts, role: str, load_balancer_id: str | None = None) -> None:
+    """Notify processes of new work. Called after the commit of the transaction that records the work.
 
     Args:
         conf: our options.
-        role: whose work it is: `doorbell.CONTROLLER` or `doorbell.REPORTER`.
-        load_balancer_id: where, if it is one only.
+        role: of the processes: `local_socket.CONTROLLER` or `local_socket.REPORTER`.
+        load_balancer_id: of the work; None for several.
     """
-    local_socket.ring(conf.queue.doorbell_dir, role)
+    local_socket.wake_role(conf.queue.doorbell_dir, role)
     if conf.queue.engine == CELERY:
         url = conf.queue.broker_url
-        (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).put(role, load_balancer_id)
+        (_publishers.get(url) or _publishers.setdefault(url, Publisher(url))).enqueue(role, load_balancer_id)
 
 
 @contextlib.contextmanager
-def heard(conf: ConfigOpts, ring: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, call `ring` for every hint that reporters are given, of whatever host."""
+def reporter_hints(conf: ConfigOpts, on_hint: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, call `on_hint` for every hint to reporters, from all hosts."""
     if conf.queue.engine != CELERY:
         yield
         return
-    ear = _hearing().Ear(conf.queue.broker_url, ring)
-    ear.start()
+    consumer = _consumer_module().ReporterConsumer(conf.queue.broker_url, on_hint)
+    consumer.start()
     try:
         yield
     finally:
-        ear.stop(_GOODBYE_SECONDS)
+        consumer.stop(_STOP_SECONDS)
 
 
 @contextlib.contextmanager
-def taken(conf: ConfigOpts, look: Callable[[str | None], None]) -> Iterator[None]:
-    """While the block runs, take hints for controllers as one of them.
+def controller_hints(conf: ConfigOpts, on_hint: Callable[[str | None], None]) -> Iterator[None]:
+    """While the block runs, consume hints to controllers.
 
     Args:
         conf: our options.
-        look: called for each, one at a time, with a load balancer, or None for all; returns when the next may come.
+        on_hint: called for each hint, one at a time, with a load balancer, or None for all. The next hint is consumed
+            after it returns.
     """
     if conf.queue.engine != CELERY:
         yield
         return
-    worker = _hearing().Worker(conf.queue.broker_url, look)
-    worker.start()
+    consumer = _consumer_module().ControllerConsumer(conf.queue.broker_url, on_hint)
+    consumer.start()
     try:
         yield
     finally:
-        worker.stop(_GOODBYE_SECONDS)
+        consumer.stop(_STOP_SECONDS)
 
 
-def _hearing() -> ModuleType:
+def _consumer_module() -> ModuleType:
     try:
-        from amphora_driver.queue import consumer  # noqa: PLC0415 - only where it is used, as in `Publisher`
+        from amphora_driver.queue import consumer  # noqa: PLC0415 - only with engine celery, as in `Publisher`
     except ImportError as error:
         raise _not_installed(error) from error
     return consumer
@@ -98,24 +99,24 @@ def _not_installed(error: ImportError) -> ConfigurationError:
 
 
 class Publisher:
-    """Publishes hints from a thread of its own, which begins with the first one.
+    """Publishes hints from its own thread, which the first hint starts.
 
     Args:
         url: of the broker.
-        most: hints that may wait; more are dropped.
+        most: hints in the queue; further ones are dropped.
     """
 
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # In the order they came, each once.
+        # An ordered set.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def put(self, role: str, load_balancer_id: str | None) -> bool:
-        """Leave a hint to be published; False if it was dropped."""
+    def enqueue(self, role: str, load_balancer_id: str | None) -> bool:
+        """Queue a hint; False if it was dropped."""
         with self._news:
             if len(self._waiting) >= self._most or self._ending.is_set():
                 return False
@@ -127,7 +128,7 @@ class Publisher:
         return True
 
     def close(self, seconds: float = 10.0) -> None:
-        """End the thread; what waits is dropped."""
+        """Stop the thread and drop all queued hints."""
         with self._news:
             self._ending.set()
             self._news.notify()
@@ -136,21 +137,21 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # Only now, and only where it is used: it takes half a second to be imported.
-            from amphora_driver.queue.rabbitmq import Sender  # noqa: PLC0415
+            # Imported late and only with engine celery: the import takes half a second.
+            from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
-            LOG.error("no hint is published: %s", _not_installed(error))  # noqa: TRY400 - it says all there is
+            LOG.error("cannot publish hints: %s", _not_installed(error))  # noqa: TRY400 - the message is complete
             return
-        sender = Sender(self._url)
-        pause = _PAUSES[0]
+        sender = HintSender(self._url)
+        pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # A connection that has not been used for a while may be dead: that shows only now.
-            if self._sent(sender, hint) or self._sent(sender, hint):
-                pause = _PAUSES[0]
+            # A second attempt on a new connection: an idle connection may be dead, which only a write shows.
+            if self._send(sender, hint) or self._send(sender, hint):
+                pause = _BACKOFF[0]
             else:
-                LOG.warning("the broker is away: its hints are dropped, who polls finds the work")
+                LOG.warning("the broker is not available, dropping a hint: other hosts find the work when they poll")
                 self._ending.wait(pause)
-                pause = min(2 * pause, _PAUSES[1])
+                pause = min(2 * pause, _BACKOFF[1])
         sender.close()
 
     def _next(self) -> _Hint | None:
@@ -163,16 +164,16 @@ class Publisher:
             del self._waiting[hint]
             return hint
 
-    def _sent(self, sender: Sender, hint: _Hint) -> bool:
+    def _send(self, sender: HintSender, hint: _Hint) -> bool:
         try:
             sender.send(*hint)
-        except Exception as error:  # noqa: BLE001 - a library's, a broker's or the network's: all the same to a hint
-            LOG.info("a hint could not be published: %s", type(error).__name__)
-            sender.drop()
+        except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
+            LOG.info("could not publish a hint: %s", type(error).__name__)
+            sender.discard_connection()
             return False
         return True
 
 
 _publishers: dict[str, Publisher] = {}
-# A child has none of its parent's threads.
+# A forked child has no publisher threads.
 os.register_at_fork(after_in_child=_publishers.clear)

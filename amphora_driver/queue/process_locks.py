@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes of this host live.
+"""Lock files that show which processes of this host are alive.
 
-Invariant: a process holds the lock of a file that bears its name for as long as it lives, and the kernel takes the lock
-away with it, however it ends. So a name whose file can be locked is that of a dead one, and its leases are free before
-they run out. That is a hint only: what a process that was taken for dead may still write is for the leases' epochs.
+Invariant: a live process holds the lock of a file with its name. The kernel releases the lock when the process ends for
+any reason. A file that another process can lock belongs to a dead process, whose leases are released before they
+expire. This is only a hint: if the process is alive after all, the epochs of the leases refuse its writes.
 
-A name says which kernel its process runs under, and only names of one's own are looked at. Another host may have the
-same directory mounted, and its locks may not reach this one. What an earlier boot left stays: those leases run out.
+A file name includes the boot id of the kernel, and a process reads only files with its own boot id. Another host may
+mount the same directory without shared locks. Files of an earlier boot stay; those leases expire.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# So many of its digits: enough to tell the hosts of a deployment apart.
+# Digits of the boot id in a file name; enough to distinguish the hosts of a deployment.
 _BOOT_DIGITS = 13
 
 
-class Presence:
-    """One process's sign of life; a context manager.
+class ProcessLock:
+    """The lock file of one process; a context manager.
 
     Args:
-        directory: of this host, where all its processes have theirs.
-        name: `process_name()` of this one.
-        boot: what this kernel calls the time since it started; read from it if None.
+        directory: of the lock files of this host.
+        name: `process_name()` of this process.
+        boot: boot id of the kernel; None to read it.
     """
 
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        # Shared by all containers of a host, and by no two hosts.
+        # The boot id is the same in all containers of a host and differs between hosts.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # Locked before it has its name: nobody ever finds it free.
+        # The lock precedes the final name, so that no process finds the file unlocked.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         fresh.rename(self._path)
 
-    def bury(self, free: Callable[[str], object]) -> list[str]:
-        """Have `free` called with the name of each process of this host that is dead; returns the names.
+    def reap_dead(self, free: Callable[[str], object]) -> list[str]:
+        """Call `free` with the name of each dead process of this host; return the names.
 
-        One for which that fails is found again next time.
+        If `free` raises, the next call finds the process again.
         """
-        buried = []
+        reaped = []
         for path in sorted(Path(self._directory).glob(f"*{self._ours}")):
             if path != self._path and _is_free(path):
                 name = unquote(path.name.removesuffix(self._ours))
                 free(name)
                 path.unlink(missing_ok=True)
-                buried.append(name)
-        return buried
+                reaped.append(name)
+        return reaped
 
     def close(self) -> None:
-        """It ends well: nothing of it is left."""
+        """Remove the file and release the lock."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def __enter__(self) -> Presence:
+    def __enter__(self) -> ProcessLock:
         return self
 
     def __exit__(self, *_: object) -> None:

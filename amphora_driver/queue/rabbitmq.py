@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hints look like on the broker: a quorum queue for controllers, a fan-out for reporters.
+"""Hints on the broker: a quorum queue for controllers, a fan-out exchange for reporters.
 
-Invariant: a message names a load balancer, or nothing at all. No state, no secret, no argument of a user's call
-travels this way, so that a message that is lost, late, doubled or forged changes nothing but when somebody looks.
+Invariant: a message holds at most the id of a load balancer. It holds no state, no secret and no argument of a user's
+call. A lost, late, repeated or forged message changes only when a process reads the database.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import kombu
 
 from amphora_driver.queue import local_socket
 
-# One message goes to one controller, whichever has hands free.
+# Each message goes to one controller with a free worker slot.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# All provider agents hear that something is to be told; the one on duty does it.
+# Every provider agent receives the message; the one with the reporter duty acts.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
-# Seconds for a connection, and for every answer on it.
+# Time-outs of a connection and of every response, in seconds.
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
-# Seconds between signs of life; a peer that misses two is taken for dead.
+# Seconds between heartbeats; a peer that misses two counts as dead.
 HEARTBEAT_SECONDS = 10
 
 
-def application(url: str) -> celery.Celery:
-    """Celery's application: both who publishes and who consumes describe the queue in the same words.
+def create_celery_app(url: str) -> celery.Celery:
+    """Return the Celery application; publisher and consumer share this definition of the queue.
 
     Args:
-        url: of the broker; several, separated by semicolons, are tried one after the other.
+        url: of the broker; several URLs, separated by semicolons, are tried in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
     app.conf.update(
@@ -40,14 +40,14 @@ def application(url: str) -> celery.Celery:
                 kombu.Exchange(""),
                 routing_key=CONTROLLERS,
                 durable=True,
-                # Hints that nobody wants any more shall not pile up while there is no controller.
+                # Limits for the time without a controller: old hints are worthless.
                 queue_arguments={"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000},
             )
         ],
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # Early: a hint that dies with its controller is no loss, the row is due when the lease has run out.
+        # Acknowledged early: if the controller dies, the job is due after the lease expires.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,
@@ -62,21 +62,20 @@ def application(url: str) -> celery.Celery:
     return app
 
 
-class Sender:
-    """One connection to publish hints on; made when it is needed, and anew after `drop`.
+class HintSender:
+    """One connection for hints, opened at the first hint and again after `discard_connection`.
 
-    Publishing waits for no confirmation: while the broker does not read, the kernel takes what fits, and the rest
-    fails after a few seconds.
+    Publishing waits for no confirmation. If the broker does not read, the socket buffer fills and the write times out.
     """
 
     def __init__(self, url: str) -> None:
-        self._app = application(url)
+        self._app = create_celery_app(url)
         self._app.conf.broker_transport_options = {"read_timeout": _ANSWER_SECONDS, "write_timeout": _ANSWER_SECONDS}
         self._connection: Any = None
         self._producer: Any = None
 
     def send(self, role: str, load_balancer_id: str | None) -> None:
-        """Publish one hint; raises whatever keeps it from being published."""
+        """Publish one hint; raises every error of the library and the connection."""
         if self._producer is None:
             self._connection = self._app.connection_for_write()
             self._producer = self._app.amqp.Producer(self._connection)
@@ -85,12 +84,12 @@ class Sender:
         else:
             self._app.send_task(TASK, args=(load_balancer_id,), producer=self._producer, retry=False)
 
-    def drop(self) -> None:
-        """Forget the connection without a word: who does not listen cannot be told goodbye."""
+    def discard_connection(self) -> None:
+        """Drop the connection without a closing handshake, which could block."""
         if self._connection is not None:
             self._connection.collect()
         self._connection = self._producer = None
 
     def close(self) -> None:
-        """End the connection."""
-        self.drop()
+        """Close the connection."""
+        self.discard_connection()

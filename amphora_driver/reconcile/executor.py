@@ -21,7 +21,7 @@ from amphora_driver.compute.interface import BootOrder, Compute, MachineState
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.queue.jobs import guard
+from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.drain import Leaving
 from amphora_driver.reconcile.push import Pushing
@@ -170,7 +170,7 @@ class Steps:
 
     def _write(self, change: Callable[[sa.Connection], object], applied: int | None = None) -> None:
         def write(connection: sa.Connection) -> None:
-            guard(connection, self._lease, applied)
+            guard_lease(connection, self._lease, applied)
             change(connection)
 
         failpoints.reach_in(self._doing, failpoints.Moment.DONE)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import request, work
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import Superseded
-from amphora_driver.queue.jobs import Lease, check
+from amphora_driver.queue.jobs import Lease, check_lease
 from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Turn:
         return self._gives_way is not None
 
     def _goes_first(self, connection: sa.Connection) -> str | None:
-        generation, op, urgent = check(connection, self.lease)
+        generation, op, urgent = check_lease(connection, self.lease)
         return self.beaten_by(connection, generation, op, urgent=urgent)
 
     def beaten_by(self, connection: sa.Connection, generation: int, op: str, *, urgent: bool) -> str | None:

@@ -22,7 +22,7 @@ from amphora_driver.errors import AgentError, AgentRefused, ModelError, StoreErr
 from amphora_driver.health.initial_status import Unmeasured, unmeasured
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import ticket_secret_name
-from amphora_driver.queue.jobs import note_outcome, oldest_unanswered
+from amphora_driver.queue.jobs import oldest_open_request, record_outcome
 from amphora_driver.reconcile import desired_bundle, omitted_objects, secret_files, vrrp_peers
 from amphora_driver.reconcile.defaults import advert_interval, defaults, limited
 from amphora_driver.reconcile.tls_tickets import begun, ticket_keys
@@ -263,8 +263,8 @@ class Pushing:
         if wanted.replacing and not wanted.gone:
             failovers.record_served(connection, of, self._database.now(), but=self._turn.staying)
         outcome = "served" if not failed else "served without " + ", ".join(sorted(failed))
-        self._accepted = oldest_unanswered(connection, of, wanted.generation)
-        note_outcome(connection, of, wanted.generation, outcome)
+        self._accepted = oldest_open_request(connection, of, wanted.generation)
+        record_outcome(connection, of, wanted.generation, outcome)
         if failed:
             omitted_objects.forget(connection, of)
 

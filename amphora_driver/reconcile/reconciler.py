@@ -27,7 +27,7 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model.secret_refs import secrets_of_tree
-from amphora_driver.queue.jobs import Jobs, Lease, guard, note_outcome, unanswered
+from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.boot_wait import Awaited, WaitingRoom
@@ -153,18 +153,18 @@ class Reconciler:
             self._database.write(lambda connection: _note_end(connection, turn, now))
         until = None if step is None else step.until
         if step is None or until is None:
-            self._jobs.finish(turn.lease, seen.generation)
+            self._jobs.complete(turn.lease, seen.generation)
             return
         # The steps before it may have taken longer than that.
         pause = max(until - self._database.now(), min(_REST, until - seen.now))
         if step.amphorae and self._room is not None:
             pause = max(pause, _CROWD * len(self._room))
-        # Looking once more costs little; nothing waits longer than for the next attempt (`Jobs.cut_short`).
+        # Looking once more costs little; nothing waits longer than for the next attempt (`Jobs.clamp_due_times`).
         pause = min(pause, max(self._backends.conf.controller.retry_most, _MOST_REST))
         if seen.applied >= seen.generation:
-            self._jobs.finish(turn.lease, seen.generation, self._database.now() + pause)
+            self._jobs.complete(turn.lease, seen.generation, self._database.now() + pause)
         else:
-            self._jobs.wait(turn.lease, seen.generation, pause, readable=seen.readable)
+            self._jobs.defer(turn.lease, seen.generation, pause, readable=seen.readable)
         # Only now: before, whoever listens already would be told of in vain.
         awaited = [
             Awaited(one.id, one.management_address, turn.lease.load_balancer_id, pause)
@@ -282,7 +282,7 @@ class Reconciler:
             if isinstance(error, Superseded) or turn.gives_way:
                 # What else went wrong is because of that.
                 LOG.info("load balancer %s: %s", lease.load_balancer_id, turn.superseded())
-                self._jobs.give_way(lease)
+                self._jobs.yield_lease(lease)
                 return
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
@@ -297,7 +297,7 @@ class Reconciler:
                     self._reported()
             # Whoever lives to say so has not died of it; but of what others have died, one more is enough to tell.
             deaths = lease.deaths - 1 if isinstance(error, Deadly) else 0
-            self._jobs.postpone(lease, pause, str(error), turn.generation or None, deaths=deaths)
+            self._jobs.retry_later(lease, pause, str(error), turn.generation or None, deaths=deaths)
         except (AmphoraDriverError, OSError) as trouble:
             # The lease runs out by itself, and somebody takes the load balancer up again.
             LOG.warning("load balancer %s: could not give the lease back: %s", lease.load_balancer_id, trouble)
@@ -363,13 +363,13 @@ def networks(
 
 def _note_failure(connection: sa.Connection, turn: Turn, reason: str, now: float) -> None:
     """Write into the time lines of fail-overs that one of their steps failed."""
-    guard(connection, turn.lease)
+    guard_lease(connection, turn.lease)
     failovers.record_failure(connection, turn.lease.load_balancer_id, now, reason)
 
 
 def _note_end(connection: sa.Connection, turn: Turn, now: float) -> None:
     """Nothing is left to do, so nothing is left to do of fail-overs either, whatever became of their events."""
-    guard(connection, turn.lease)
+    guard_lease(connection, turn.lease)
     failovers.finish_settled_failovers(connection, turn.lease.load_balancer_id, now)
 
 
@@ -386,12 +386,12 @@ def _give_up(connection: sa.Connection, turn: Turn, reason: str, *, always: bool
         Whether it was said.
     """
     of = turn.lease.load_balancer_id
-    guard(connection, turn.lease)
+    guard_lease(connection, turn.lease)
     generation = turn.generation or _generation(connection, of)
-    if not always and not unanswered(connection, of, generation):
+    if not always and not has_open_request(connection, of, generation):
         return False
     status_outbox.fail_generation(connection, of, generation, reason)
-    note_outcome(connection, of, generation, f"failed: {reason}")
+    record_outcome(connection, of, generation, f"failed: {reason}")
     return True
 
 

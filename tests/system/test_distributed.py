@@ -22,7 +22,7 @@ from sandbox_of_a_test import running
 from amphora_driver.database import tables
 from amphora_driver.database.engine import Database
 from amphora_driver.queue import local_socket
-from amphora_driver.queue.rabbitmq import Sender
+from amphora_driver.queue.rabbitmq import HintSender
 from sandbox import demo, topology
 from sandbox.processes import Program
 
@@ -155,7 +155,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
         while not worked_on(stack, OTHER) or not worked_on(stack, FIRST, log):
             assert len(made) < 20, "one of the two never took any"
             made += [create(cloud, f"shared-{len(made) + number}") for number in range(4)]
-            sender = Sender(broker.url)
+            sender = HintSender(broker.url)
             for one in made:
                 for _ in range(3):
                     sender.send(local_socket.CONTROLLER, one.id)

@@ -19,7 +19,7 @@ from amphora_driver.database.tables import amphora, request, work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.queue.jobs import Jobs, guard
+from amphora_driver.queue.jobs import Jobs, guard_lease
 from amphora_driver.store import amphorae
 from amphora_driver.store.requests import RequestRecorder
 
@@ -79,7 +79,7 @@ class Workers:
             )
             with self._lock:
                 self.at_work.discard(one)
-            jobs.finish(lease, seen)
+            jobs.complete(lease, seen)
             self.done[name] += 1
 
 
@@ -179,7 +179,7 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
     seen = []
 
     def late(connection):
-        guard(connection, former)
+        guard_lease(connection, former)
         seen.append(waiting_write_sets(here))
         connection.execute(amphora.update().where(amphora.c.id == "late-amphora").values(reason="late"))
 

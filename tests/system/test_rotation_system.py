@@ -271,11 +271,11 @@ def test_one_that_drains_leaves_everything_to_the_other(fleet, balancers, stack,
     assert rows[drained]["Jobs"] == 0
 
     # What is drained as a host stays so whatever is said of one of them, and whoever starts there.
-    host, before = rows[drained]["Host"], said(stack, "it was asked to drain")
+    host, before = rows[drained]["Host"], said(stack, "drains on request")
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=False))
-    Cloud.until(lambda: said(stack, "takes up work again") == 1, "it goes on", 30)
+    Cloud.until(lambda: said(stack, "starts jobs again") == 1, "it goes on", 30)
     fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=True))
-    Cloud.until(lambda: said(stack, "it was asked to drain") == before + 2, "both have heard of it", 30)
+    Cloud.until(lambda: said(stack, "drains on request") == before + 2, "both have heard of it", 30)
     again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
     Cloud.until(lambda: rotating(fleet) is None, "nobody has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}

@@ -69,8 +69,8 @@ def intents(cloud, settings, database):
 
     def ask(call, load_balancer_id):
         getattr(made, call)(load_balancer_id)
-        local_socket.ring(bells, local_socket.CONTROLLER)
-        local_socket.ring(bells, local_socket.REPORTER)
+        local_socket.wake_role(bells, local_socket.CONTROLLER)
+        local_socket.wake_role(bells, local_socket.REPORTER)
 
     return ask
 

@@ -10,7 +10,7 @@ import pytest
 
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, work
-from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.store import rotations
 from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
 from amphora_driver.store.rotations import ItemState
@@ -122,7 +122,7 @@ def test_controllers(run, database):
     one = ProcessRegistration(database, "here:1:aa", ProcessKind.CONTROLLER)
     one.heartbeat(jobs=3)
     ProcessRegistration(database, "here:2:bb", ProcessKind.HEALTH_MANAGER).heartbeat()
-    hold_duty(database, "housekeeping", "here:1:aa", 60)
+    acquire_duty(database, "housekeeping", "here:1:aa", 60)
     (row,) = run("controller", "list", "-f", "json")
     assert (row["Name"], row["Host"], row["Jobs"], row["Duties"], row["Draining"]) == (
         "here:1:aa",

@@ -14,7 +14,7 @@ from amphora_driver.database.tables import amphora, duty, work
 from amphora_driver.errors import AgentUnreachable, StoreError
 from amphora_driver.maintenance import drift_audit
 from amphora_driver.maintenance.drift_audit import DUTY, Auditing
-from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.topology import SingleTopology
 
 MANY = 6
@@ -187,7 +187,7 @@ def test_a_round_ends_with_its_time_its_duty_or_its_controller(control, audits, 
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
     goes_on = audits._while(stopping, draining)
     assert goes_on()
-    assert not hold_duty(control.database, DUTY, "another", 60.0)
+    assert not acquire_duty(control.database, DUTY, "another", 60.0)
     control.database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
-    assert hold_duty(control.database, DUTY, "another", 60.0)
+    assert acquire_duty(control.database, DUTY, "another", 60.0)
     assert not goes_on()

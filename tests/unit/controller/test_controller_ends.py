@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from amphora_driver.controller.service import Controller
-from amphora_driver.controller.worker_slots import Hands
+from amphora_driver.controller.worker_slots import WorkerSlots
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile.job import Turn
 
@@ -31,10 +31,10 @@ class Jobs:
         self.claimed.append(load_balancer_id)
         return lease(load_balancer_id)
 
-    def give_way(self, one):
+    def yield_lease(self, one):
         self.given.append(one.load_balancer_id)
 
-    def renew(self, running):
+    def renew_leases(self, running):
         if self.trouble:
             raise self.trouble.pop()
         self.renewed.append(running)
@@ -48,7 +48,7 @@ def controller():
     one = Controller.__new__(Controller)
     one._conf = SimpleNamespace(controller=SimpleNamespace(lease=SECONDS))
     one._jobs = Jobs()
-    one._hands = Hands(2)
+    one._slots = WorkerSlots(2)
     one._hung = set()
     one._stopping = threading.Event()
     one._draining = threading.Event()
@@ -59,7 +59,7 @@ def controller():
 def test_a_hint_that_comes_at_the_end_is_left_to_others(controller):
     with ThreadPoolExecutor(1) as pool:
         controller._stopping.set()
-        controller._look(pool, "lb")
+        controller._handle_hint(pool, "lb")
     assert controller._jobs.claimed == []
 
 
@@ -67,37 +67,37 @@ def test_one_that_drains_takes_up_nothing(controller):
     controller._draining.set()
     controller._conf.queue = SimpleNamespace(poll_interval=1.0)
     with ThreadPoolExecutor(1) as pool:
-        controller._look(pool, "lb")
-        assert controller._dispatch(pool) == 1.0
+        controller._handle_hint(pool, "lb")
+        assert controller._claim_jobs(pool) == 1.0
         assert controller._jobs.claimed == []
         controller._draining.clear()
-        controller._look(pool, "lb")
+        controller._handle_hint(pool, "lb")
     assert controller._jobs.claimed == ["lb"]
 
 
 def test_what_was_claimed_when_the_hands_were_laid_down_is_given_back(controller):
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
-    controller._look(pool, "lb")
+    controller._handle_hint(pool, "lb")
     assert controller._jobs.given == ["lb"]
-    assert controller._hands.turns() == [], "nobody waits for it"
+    assert controller._slots.jobs() == [], "nobody waits for it"
 
 
 def test_leases_are_renewed_whatever_goes_wrong_but_not_of_calls_that_hang(controller, caplog):
     jobs = controller._jobs
     well, hung = Turn(lease("well"), None, 60.0), Turn(lease("hung"), None, 0.0)
     for one in (well, hung):
-        controller._hands.take(one)
+        controller._slots.occupy(one)
     time.sleep(2 * SECONDS)
     jobs.trouble = [OSError("the lock file cannot be opened"), RuntimeError("a fault of ours")]
-    thread = threading.Thread(target=controller._renew)
+    thread = threading.Thread(target=controller._renew_leases)
     thread.start()
     try:
         assert jobs.often.wait(20)
     finally:
         controller._stopping.set()
         for one in (well, hung):
-            controller._hands.lay_down(one)
+            controller._slots.release(one)
         thread.join(20)
     assert not thread.is_alive()
     assert {frozenset(one) for one in jobs.renewed} == {frozenset({"well"})}

@@ -48,7 +48,7 @@ def somebody_dies(control):
     try:
         control.reconciler.reconcile(lease)
     except KeyboardInterrupt:
-        return jobs.release_all("mortal") == 1
+        return jobs.release_leases("mortal") == 1
     return False
 
 

@@ -10,7 +10,7 @@ from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.errors import StoreError
 from amphora_driver.failover import failure_detector as detecting
 from amphora_driver.failover.failure_rules import ProbeOutcome
-from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, silent_amphorae
 
 pytestmark = pytest.mark.usefixtures("detector_database")
@@ -98,7 +98,7 @@ def test_who_has_lost_the_duty_begins_nothing(scene):
         lambda c: silent_amphorae.lock_still_silent(c, "lb4", {"a4": (1, scene.sequence)}, "me")
     )
     assert held == set()
-    assert not hold_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
+    assert not acquire_duty(scene.database, silent_amphorae.DUTY, "me", 1.0)
 
 
 def test_who_was_heard_in_the_last_moment_is_not_replaced(scene):

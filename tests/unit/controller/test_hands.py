@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from amphora_driver.controller.worker_slots import CROWD, STALL, Hands
+from amphora_driver.controller.worker_slots import JOBS_PER_SLOT, STALL_SECONDS, WorkerSlots
 from amphora_driver.queue.jobs import Lease
 from amphora_driver.reconcile.job import Turn
 
@@ -13,24 +13,24 @@ from amphora_driver.reconcile.job import Turn
 def turn(number, *, stalled=False, attempts=0):
     one = Turn(Lease(load_balancer_id=f"lb{number}", owner="me", epoch=1, attempts=attempts), None, 60.0)
     if stalled:
-        one.since = time.monotonic() - STALL - 1
+        one.since = time.monotonic() - STALL_SECONDS - 1
     return one
 
 
 def hands(number, turns):
-    made = Hands(number)
+    made = WorkerSlots(number)
     for one in turns:
-        made.take(one)
+        made.occupy(one)
     return made
 
 
 @pytest.mark.parametrize(
     ("working", "stalled", "free"),
-    [(0, 0, True), (3, 0, True), (4, 0, False), (3, 9, True), (4, 9, False), (0, 4 * CROWD, False)],
+    [(0, 0, True), (3, 0, True), (4, 0, False), (3, 9, True), (4, 9, False), (0, 4 * JOBS_PER_SLOT, False)],
 )
 def test_who_waits_takes_no_hand_but_there_is_an_end(working, stalled, free):
     turns = [turn(number) for number in range(working)] + [turn(n, stalled=True) for n in range(stalled)]
-    assert hands(4, turns).free() is free
+    assert hands(4, turns).has_free() is free
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,22 @@ def test_who_waits_takes_no_hand_but_there_is_an_end(working, stalled, free):
 def test_what_failed_before_takes_half_of_them(failed, stalled, only):
     turns = [turn(number, attempts=1) for number in range(failed)]
     turns += [turn(number, attempts=1, stalled=True) for number in range(stalled)]
-    assert hands(4, turns).only_fresh() is only
+    assert hands(4, turns).excludes_retries() is only
 
 
 def test_one_hand_is_enough():
     one = hands(1, [turn(1, attempts=3)])
-    assert one.only_fresh()
-    assert not one.free()
+    assert one.excludes_retries()
+    assert not one.has_free()
     one = hands(1, [turn(1, attempts=3, stalled=True)])
-    assert one.free()
-    assert not one.only_fresh()
+    assert one.has_free()
+    assert not one.excludes_retries()
 
 
 def test_a_job_that_has_ended_counts_no_more():
     first = turn(1)
     made = hands(1, [first])
-    made.lay_down(first)
-    made.lay_down(first)
-    assert made.free()
-    assert made.turns() == []
+    made.release(first)
+    made.release(first)
+    assert made.has_free()
+    assert made.jobs() == []

@@ -97,7 +97,7 @@ def test_nobody_works_on_what_boots(control):
     ]
 
     control.world.listens = True
-    control.jobs.hasten([LB])
+    control.jobs.make_due([LB])
     assert control.work() == 1
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert not control.row().dirty

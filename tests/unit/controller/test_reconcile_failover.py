@@ -312,7 +312,7 @@ def test_nothing_is_over_while_one_is_to_go(alone):
     (old,) = alone.observed()
     begin(alone, [old])
     alone.database.write(lambda c: c.execute(work.update().values(free_at=0.0)))
-    alone.jobs.finish(lease, generation)
+    alone.jobs.complete(lease, generation)
     assert alone.row().dirty
 
 
@@ -327,13 +327,13 @@ def test_a_fail_over_that_begins_while_somebody_works(alone, end):
     assert begin(alone, [old]) == 1
     later = alone.database.now() + 100
     if end == "finish":
-        alone.jobs.finish(lease, generation)
+        alone.jobs.complete(lease, generation)
     elif end == "finish for now":
-        alone.jobs.finish(lease, generation, later)
+        alone.jobs.complete(lease, generation, later)
     elif end == "wait":
-        alone.jobs.wait(lease, generation, 100)
+        alone.jobs.defer(lease, generation, 100)
     else:
-        alone.jobs.postpone(lease, 100, "it failed", generation)
+        alone.jobs.retry_later(lease, 100, "it failed", generation)
     row = alone.row()
     assert (row.dirty, row.owner, row.free_at) == (True, None, 0.0)
     assert alone.work() == 1
@@ -360,7 +360,7 @@ def test_a_job_gives_way_to_a_fail_over(alone):
 def test_what_is_urgent_stays_so_whoever_else_wakes_it(alone):
     (old,) = alone.observed()
     begin(alone, [old])
-    alone.jobs.hasten([LB])
+    alone.jobs.make_due([LB])
     assert alone.row().free_at == URGENT
 
 

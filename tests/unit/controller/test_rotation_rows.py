@@ -214,7 +214,7 @@ def test_the_next_controller_goes_on_from_the_rows(fleet):
 
 
 def test_two_that_both_believe_it_is_their_duty_exceed_nothing(fleet, monkeypatch):
-    monkeypatch.setattr(module, "hold_duty", lambda *_: True)
+    monkeypatch.setattr(module, "acquire_duty", lambda *_: True)
     for name in "abcdef":
         fleet.add(name)
     number = fleet.ask(most=2)

@@ -12,7 +12,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import work
 from amphora_driver.errors import LeaseLost
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.queue.jobs import Jobs, guard
+from amphora_driver.queue.jobs import Jobs, guard_lease
 from amphora_driver.store.requests import RequestRecorder
 
 LB = "lb"
@@ -43,7 +43,7 @@ def row(database):
 def test_who_waits_is_due_later_and_has_not_tried_in_vain(database, jobs):
     database.write(lambda c: c.execute(work.update().values(attempts=3, error="before")))
     before = time.time()
-    jobs.wait(jobs.claim(), 1, 30.0)
+    jobs.defer(jobs.claim(), 1, 30.0)
     found = row(database)
     assert (found.owner, found.dirty, found.attempts, found.error) == (None, True, 3, "before")
     assert before + 29 < found.free_at < time.time() + 31
@@ -51,74 +51,74 @@ def test_who_waits_is_due_later_and_has_not_tried_in_vain(database, jobs):
 
 
 def test_what_is_waited_for_comes(database, jobs):
-    jobs.wait(jobs.claim(), 1, 30.0)
-    jobs.hasten(["another"])
+    jobs.defer(jobs.claim(), 1, 30.0)
+    jobs.make_due(["another"])
     assert jobs.claim() is None
-    jobs.hasten([LB])
+    jobs.make_due([LB])
     assert jobs.claim() is not None
 
 
 def test_more_is_wanted_meanwhile(database, jobs):
     lease = jobs.claim()
     RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
-    jobs.wait(lease, 1, 30.0)
+    jobs.defer(lease, 1, 30.0)
     assert jobs.claim() is not None
 
 
 def test_the_rest_of_the_tree_has_come_meanwhile(database, jobs):
     lease = jobs.claim()
     database.write(lambda c: c.execute(work.update().values(read_back=False)))
-    jobs.wait(lease, 1, 30.0, readable=False)
+    jobs.defer(lease, 1, 30.0, readable=False)
     assert jobs.claim() is not None
 
 
 def test_who_gives_way_is_due_at_once(database, jobs):
     database.write(lambda c: c.execute(work.update().values(attempts=3)))
-    jobs.give_way(jobs.claim())
+    jobs.yield_lease(jobs.claim())
     lease = jobs.claim()
     assert lease.attempts == 3
 
 
 def test_a_failure_does_not_keep_what_was_asked_for_meanwhile_waiting(database, jobs):
     lease = jobs.claim()
-    jobs.postpone(lease, 30.0, "no", 1)
+    jobs.retry_later(lease, 30.0, "no", 1)
     assert (row(database).attempts, jobs.claim()) == (1, None)
-    jobs.hasten([LB])
+    jobs.make_due([LB])
     lease = jobs.claim()
     RequestRecorder(database, lambda node: None).delete_load_balancer(LB)
-    jobs.postpone(lease, 30.0, "no", 1)
+    jobs.retry_later(lease, 30.0, "no", 1)
     assert row(database).attempts == 0, "nobody has tried the deletion"
     assert jobs.claim() is not None
 
 
 def test_what_failed_before_may_be_left_for_later(database, jobs):
-    jobs.postpone(jobs.claim(), 0.0, "no")
+    jobs.retry_later(jobs.claim(), 0.0, "no")
     assert jobs.claim(fresh=True) is None
     assert jobs.claim() is not None
 
 
 def test_the_leases_of_one_that_died_are_free(database, jobs):
     lease = Jobs(database, "dead", 60.0).claim()
-    assert jobs.release_all("dead") == 1
+    assert jobs.release_leases("dead") == 1
     assert jobs.claim().epoch == lease.epoch + 1
     with pytest.raises(LeaseLost):
-        Jobs(database, "dead", 60.0).give_way(lease)
+        Jobs(database, "dead", 60.0).yield_lease(lease)
 
 
 def test_what_kills_whoever_takes_it_up_comes_after_all_that_waits(database, jobs):
     Jobs(database, "dead", 60.0).claim()
     another = msgspec.structs.replace(TREE, id="another")
     RequestRecorder(database, lambda node: None).create_load_balancer(another, read_back=True)
-    assert jobs.release_all("dead") == 1
+    assert jobs.release_leases("dead") == 1
     assert [jobs.claim(fresh=True).load_balancer_id for _ in range(2)] == ["another", LB]
 
 
 def test_what_has_killed_several_leaves_time_for_the_rest(database, jobs):
     for died in range(3):
-        jobs.hasten([LB])
+        jobs.make_due([LB])
         Jobs(database, "dead", 60.0).claim()
         before = database.now()
-        jobs.release_all("dead")
+        jobs.release_leases("dead")
         assert before + 0.5 * died <= row(database).free_at <= database.now() + 0.5 * died
 
 
@@ -128,7 +128,7 @@ def deaths(database):
 
 def test_deaths_are_counted_however_they_are_noticed(database, jobs):
     Jobs(database, "dead", 60.0).claim()
-    jobs.release_all("dead")
+    jobs.release_leases("dead")
     assert deaths(database) == 1
     late = Jobs(database, "late", 0.0).claim()
     assert late.deaths == 1
@@ -139,12 +139,12 @@ def test_deaths_are_counted_however_they_are_noticed(database, jobs):
 @pytest.mark.parametrize(
     "lives",
     [
-        lambda j, one, _: j.finish(one, 1),
-        lambda j, one, _: j.wait(one, 1, 0.0),
-        lambda j, one, _: j.give_way(one),
-        lambda j, one, _: j.postpone(one, 0.0, "no"),
-        lambda j, one, database: database.write(lambda c: guard(c, one)),
-        lambda j, one, database: database.write(lambda c: guard(c, one, applied=1)),
+        lambda j, one, _: j.complete(one, 1),
+        lambda j, one, _: j.defer(one, 1, 0.0),
+        lambda j, one, _: j.yield_lease(one),
+        lambda j, one, _: j.retry_later(one, 0.0, "no"),
+        lambda j, one, database: database.write(lambda c: guard_lease(c, one)),
+        lambda j, one, database: database.write(lambda c: guard_lease(c, one, applied=1)),
     ],
     ids=["finished", "waits", "gives way", "failed", "marked", "applied"],
 )
@@ -156,11 +156,11 @@ def test_who_lives_to_say_anything_has_not_died_of_it(database, jobs, lives):
 
 def test_who_ends_well_has_tried_nothing_in_vain(database, jobs):
     jobs.claim()
-    assert jobs.release_all() == 1
+    assert jobs.release_leases() == 1
     assert (row(database).attempts, deaths(database)) == (0, 0)
 
 
-@pytest.mark.parametrize("give_back", [lambda j, one: j.wait(one, 1, 1.0), lambda j, one: j.give_way(one)])
+@pytest.mark.parametrize("give_back", [lambda j, one: j.defer(one, 1, 1.0), lambda j, one: j.yield_lease(one)])
 def test_a_late_one_gives_nothing_back(database, jobs, give_back):
     lease = jobs.claim()
     database.write(lambda c: c.execute(work.update().values(owner="another", epoch=9)))

@@ -39,7 +39,7 @@ def publisher(deaf_broker):
 
 def test_what_cannot_be_published_is_dropped_and_nobody_waits(publisher):
     begun = time.monotonic()
-    left = [publisher.put(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
+    left = [publisher.enqueue(local_socket.CONTROLLER, f"lb{number}") for number in range(1000)]
     # Nothing of the network is in this way: a thousand are some milliseconds. The bound is for a busy machine.
     assert time.monotonic() - begun < 2
     # One may be on its way already.
@@ -47,30 +47,30 @@ def test_what_cannot_be_published_is_dropped_and_nobody_waits(publisher):
 
 
 def test_one_load_balancer_waits_once(publisher):
-    publisher.put(local_socket.CONTROLLER, "first")
-    assert all(publisher.put(local_socket.CONTROLLER, "lb") for _ in range(100))
+    publisher.enqueue(local_socket.CONTROLLER, "first")
+    assert all(publisher.enqueue(local_socket.CONTROLLER, "lb") for _ in range(100))
     assert len(publisher._waiting) <= 2
 
 
 def test_the_host_is_woken_whatever_the_broker_does(tmp_path, deaf_broker):
     conf = configured(tmp_path, deaf_broker)
-    with local_socket.Doorbell(conf.queue.doorbell_dir, local_socket.CONTROLLER) as bell:
-        notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    with local_socket.WakeupSocket(conf.queue.doorbell_dir, local_socket.CONTROLLER) as bell:
+        notifier.notify(conf, local_socket.CONTROLLER, "lb")
         assert bell.wait(5)
     notifier._publishers.pop(deaf_broker).close()
 
 
 def test_the_embedded_engine_needs_no_broker(tmp_path):
     conf = configured(tmp_path, "amqp://nowhere", engine="embedded")
-    notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
     assert "amqp://nowhere" not in notifier._publishers
-    with notifier.heard(conf, lambda: None), notifier.taken(conf, lambda _: None):
+    with notifier.reporter_hints(conf, lambda: None), notifier.controller_hints(conf, lambda _: None):
         pass
 
 
 def test_a_forked_process_has_a_publisher_of_its_own(tmp_path, deaf_broker):
     conf = configured(tmp_path, deaf_broker)
-    notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_tells, args=(conf, deaf_broker))
     child.start()
@@ -81,7 +81,7 @@ def test_a_forked_process_has_a_publisher_of_its_own(tmp_path, deaf_broker):
 
 def _tells(conf, url):
     assert url not in notifier._publishers
-    notifier.tell(conf, local_socket.CONTROLLER, "lb")
+    notifier.notify(conf, local_socket.CONTROLLER, "lb")
     assert notifier._publishers[url]._thread.is_alive()
 
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from amphora_driver.queue.process_locks import Presence
+from amphora_driver.queue.process_locks import ProcessLock
 
 LIVE = """
 import sys, signal
-from amphora_driver.queue.process_locks import Presence
-with Presence(*sys.argv[1:]):
+from amphora_driver.queue.process_locks import ProcessLock
+with ProcessLock(*sys.argv[1:]):
     print("here", flush=True)
     signal.pause()
 """
@@ -32,13 +32,13 @@ def other(tmp_path):
 def test_who_lives_is_left_alone_and_who_was_killed_is_found(tmp_path, other):
     process, name = other
     freed = []
-    with Presence(str(tmp_path), "me") as presence:
-        assert presence.bury(freed.append) == []
+    with ProcessLock(str(tmp_path), "me") as presence:
+        assert presence.reap_dead(freed.append) == []
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
-        assert presence.bury(freed.append) == [name]
+        assert presence.reap_dead(freed.append) == [name]
         assert freed == [name]
-        assert presence.bury(freed.append) == [], "once"
+        assert presence.reap_dead(freed.append) == [], "once"
     assert list(tmp_path.iterdir()) == [], "and nothing is left of those that end"
 
 
@@ -50,10 +50,10 @@ def test_one_that_could_not_be_buried_is_found_again(tmp_path, other):
     def away(_name):
         raise OSError("the database is away")
 
-    with Presence(str(tmp_path), "me") as presence:
+    with ProcessLock(str(tmp_path), "me") as presence:
         with pytest.raises(OSError, match="away"):
-            presence.bury(away)
-        assert presence.bury(lambda _: None) == [name]
+            presence.reap_dead(away)
+        assert presence.reap_dead(lambda _: None) == [name]
 
 
 def test_who_runs_under_another_kernel_is_nobodys_business(tmp_path):
@@ -62,8 +62,8 @@ def test_who_runs_under_another_kernel_is_nobodys_business(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"here\n"
         process.kill()
-    with Presence(str(tmp_path), "me") as presence:
-        assert presence.bury(pytest.fail) == []
+    with ProcessLock(str(tmp_path), "me") as presence:
+        assert presence.reap_dead(pytest.fail) == []
     assert [path.name for path in tmp_path.iterdir()] == ["far.0b9d1c52-7f0e.lives"]
-    with Presence(str(tmp_path), "me", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11") as presence:
-        assert presence.bury(lambda _: None) == ["far"]
+    with ProcessLock(str(tmp_path), "me", "0b9d1c52-7f0e-4a55-9f0c-2f6f3a1f9c11") as presence:
+        assert presence.reap_dead(lambda _: None) == ["far"]

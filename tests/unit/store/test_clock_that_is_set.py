@@ -37,7 +37,7 @@ def test_pauses_and_leases_of_a_clock_that_was_ahead_end_at_once(database):
     add(database, "leased", free_at=0.0, owner="dead", leased_until=now + HOUR)
     one = jobs.Jobs(database, "one", 15.0)
     assert one.claim() is None
-    assert one.cut_short(LONGEST) == 2
+    assert one.clamp_due_times(LONGEST) == 2
     assert one.claim().load_balancer_id == "paused"
     left = rows(database)["leased"]
     assert (left.owner, left.epoch) == ("dead", 4), "who has it, if he lives, goes on"
@@ -50,13 +50,13 @@ def test_what_may_end_so_late_is_left_alone(database):
     add(database, "leased", free_at=0.0, owner="another", leased_until=now + 55)
     add(database, "settled", free_at=0.0, dirty=False)
     before = rows(database)
-    assert jobs.Jobs(database, "one", 15.0).cut_short(LONGEST) == 0
+    assert jobs.Jobs(database, "one", 15.0).clamp_due_times(LONGEST) == 0
     assert rows(database) == before
 
 
 def test_a_duty_that_is_held_by_a_clock_that_was_ahead_is_free(database):
     def hold(owner):
-        return jobs.hold_duty(database, "x", owner, 10.0)
+        return jobs.acquire_duty(database, "x", owner, 10.0)
 
     assert hold("one")
     assert not hold("two")

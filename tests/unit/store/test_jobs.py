@@ -34,7 +34,7 @@ def test_two_controllers_never_own_the_same_load_balancer(database):
     assert (lease.load_balancer_id, lease.epoch) == ("lb", 1)
     assert two.claim() is None
     assert one.claim() is None
-    one.finish(lease, 1)
+    one.complete(lease, 1)
     assert two.claim() is not None, "what is wanted and not yet applied is due again"
 
 
@@ -46,10 +46,10 @@ def test_a_lease_that_ran_out_is_taken_over_and_its_former_owner_writes_nothing(
     new = two.claim()
     assert new.epoch == old.epoch + 1
     for late in (
-        lambda: one.finish(old, 1),
-        lambda: one.postpone(old, 1, "late"),
-        lambda: database.write(lambda c: jobs.guard(c, old)),
-        lambda: database.read(lambda c: jobs.check(c, old)),
+        lambda: one.complete(old, 1),
+        lambda: one.retry_later(old, 1, "late"),
+        lambda: database.write(lambda c: jobs.guard_lease(c, old)),
+        lambda: database.read(lambda c: jobs.check_lease(c, old)),
     ):
         with pytest.raises(LeaseLost):
             late()
@@ -61,11 +61,11 @@ def test_a_newer_generation_accepted_meanwhile_makes_the_job_due_again(database)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
     database.write(lambda c: c.execute(work.update().values(generation=2, applied=1)))
-    one.finish(lease, 1)
+    one.complete(lease, 1)
     assert one.claim() is not None
     lease = jobs.Lease(load_balancer_id="lb", owner="one", epoch=row(database).epoch, attempts=0)
     database.write(lambda c: c.execute(work.update().values(applied=2)))
-    one.finish(lease, 2)
+    one.complete(lease, 2)
     assert one.claim() is None
 
 
@@ -76,18 +76,18 @@ def test_what_becomes_urgent_while_somebody_works_is_not_forgotten_by_the_end_of
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
     assert row(database).free_at == 0.0, "what is urgent from now on is news"
-    assert not database.read(lambda c: jobs.check(c, lease))[2]
+    assert not database.read(lambda c: jobs.check_lease(c, lease))[2]
     now = database.now()
     why = failovers.FailoverTrigger(cause=failovers.Cause.SILENT, reason="silent")
     values = {"id": "a1", "load_balancer_id": "lb", "role": "STANDALONE", "state": "ready", "heartbeat_key": b""}
     database.write(lambda c: c.execute(amphora.insert().values(**values, confirmed=1, created_at=0.0)))
     assert database.write(lambda c: failovers.open_failovers(c, "lb", None, why, now)) == 1
-    assert database.read(lambda c: jobs.check(c, lease))[2]
+    assert database.read(lambda c: jobs.check_lease(c, lease))[2]
     {
-        "finish": lambda: one.finish(lease, 1),
-        "finish for now": lambda: one.finish(lease, 1, now + 100),
-        "wait": lambda: one.wait(lease, 1, 100),
-        "postpone": lambda: one.postpone(lease, 100, "it failed", 1),
+        "finish": lambda: one.complete(lease, 1),
+        "finish for now": lambda: one.complete(lease, 1, now + 100),
+        "wait": lambda: one.defer(lease, 1, 100),
+        "postpone": lambda: one.retry_later(lease, 100, "it failed", 1),
     }[end]()
     found = row(database)
     assert (found.dirty, found.owner, found.free_at, found.attempts) == (True, None, 0.0, 0)
@@ -97,12 +97,12 @@ def test_what_becomes_urgent_while_somebody_works_is_not_forgotten_by_the_end_of
 def test_a_job_that_waits_for_the_tree_is_not_lost_when_it_comes_first(database):
     add(database, read_back=True)
     one = jobs.Jobs(database, "one", 30)
-    one.finish(one.claim(), 1)
+    one.complete(one.claim(), 1)
     assert one.claim() is None, "somebody else moves next"
     database.write(lambda c: c.execute(work.update().values(read_back=True, dirty=True)))
     lease = one.claim()
     database.write(lambda c: c.execute(work.update().values(read_back=False, dirty=True)))
-    one.finish(lease, 1)
+    one.complete(lease, 1)
     assert one.claim() is not None, "it came while the job was ending"
 
 
@@ -113,11 +113,11 @@ def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
     database.write(lambda c: amphorae.record(c, "am", "lb", "STANDALONE", b"key"))
     database.write(lambda c: amphorae.change(c, "am", confirmed=1, state=amphorae.State.READY))
     assert database.write(lambda c: amphorae.take_back(c, "am", 1, 0))
-    one.finish(lease, 1)
+    one.complete(lease, 1)
     again = one.claim()
     assert again is not None
     database.write(lambda c: amphorae.change(c, "am", confirmed=1))
-    one.finish(again, 1)
+    one.complete(again, 1)
     assert one.claim() is None
 
 
@@ -125,11 +125,11 @@ def test_somebody_looks_again_at_the_time_that_was_said(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     later = time.time() + 60
-    one.finish(one.claim(), 1, later)
+    one.complete(one.claim(), 1, later)
     assert one.claim() is None
     assert one.next_due() == later
     database.write(lambda c: c.execute(work.update().values(free_at=time.time() - 1)))
-    one.finish(one.claim(), 1)
+    one.complete(one.claim(), 1)
     assert one.claim() is None, "and not for ever"
 
 
@@ -138,7 +138,7 @@ def test_what_users_want_meanwhile_does_not_wait_for_that_time(database):
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
     database.write(lambda c: c.execute(work.update().values(generation=2)))
-    one.finish(lease, 1, time.time() + 60)
+    one.complete(lease, 1, time.time() + 60)
     assert one.claim() is not None
 
 
@@ -148,7 +148,7 @@ def test_only_what_is_worked_on_is_renewed(database):
     one = jobs.Jobs(database, "one", 30)
     one.claim(), one.claim()
     database.write(lambda c: c.execute(work.update().values(leased_until=1.0)))
-    one.renew({"lb"})
+    one.renew_leases({"lb"})
     two = jobs.Jobs(database, "two", 30)
     assert two.claim().load_balancer_id == "forgotten", "a lease that could not be given back runs out"
     assert two.claim() is None
@@ -188,30 +188,30 @@ def test_one_row_that_is_locked_does_not_cost_the_other_leases(database):
 
     def hold(connection):
         connection.execute(work.update().where(work.c.load_balancer_id == "held").values(error="busy"))
-        one.renew({"held", "free"})
+        one.renew_leases({"held", "free"})
 
     database.write(hold)
     two = jobs.Jobs(database, "two", 30)
     assert two.claim().load_balancer_id == "held", "it was passed over"
     assert two.claim() is None, "and the other one renewed"
     database.write(lambda c: c.execute(work.update().values(owner="one", leased_until=1.0)))
-    one.renew({"held", "free"})
+    one.renew_leases({"held", "free"})
     assert two.claim() is None, "next time it is free"
 
 
 def test_a_failed_job_waits_its_pause(database):
     add(database)
     one = jobs.Jobs(database, "one", 30)
-    one.postpone(one.claim(), 60, "no answer")
+    one.retry_later(one.claim(), 60, "no answer")
     assert one.claim() is None
     assert (row(database).attempts, row(database).error) == (1, "no answer")
     assert one.next_due() == pytest.approx(time.time() + 60, abs=5)
 
 
 def test_a_duty_has_one_holder_and_moves_when_it_is_dropped(database):
-    assert jobs.hold_duty(database, "reporter", "one", 30)
-    assert not jobs.hold_duty(database, "reporter", "two", 30)
-    assert jobs.hold_duty(database, "reporter", "one", 30)
-    jobs.drop_duty(database, "reporter", "one")
-    assert jobs.hold_duty(database, "reporter", "two", 30)
-    assert not jobs.hold_duty(database, "reporter", "one", 30)
+    assert jobs.acquire_duty(database, "reporter", "one", 30)
+    assert not jobs.acquire_duty(database, "reporter", "two", 30)
+    assert jobs.acquire_duty(database, "reporter", "one", 30)
+    jobs.release_duty(database, "reporter", "one")
+    assert jobs.acquire_duty(database, "reporter", "two", 30)
+    assert not jobs.acquire_duty(database, "reporter", "one", 30)

@@ -154,7 +154,7 @@ def test_all_processes_with_a_server_have_its_clock(request, name):
         lease = jobs.claim("lb")
         until = database.read(lambda c: c.execute(sa.select(work.c.leased_until)).scalar_one())
         assert 20 < until - time.time() < 40
-        jobs.finish(lease, 1)
+        jobs.complete(lease, 1)
     finally:
         database.write(lambda c: c.execute(work.delete()))
         database.dispose()

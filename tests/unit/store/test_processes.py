@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import process
-from amphora_driver.queue.jobs import hold_duty
+from amphora_driver.queue.jobs import acquire_duty
 from amphora_driver.store import process_registry
 from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
 
@@ -65,8 +65,8 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
 
 def test_duties_by_who_has_them(any_database):
     for name in ("b", "a"):
-        hold_duty(any_database, name, "one", 60)
-    hold_duty(any_database, "over", "two", -1)
+        acquire_duty(any_database, name, "one", 60)
+    acquire_duty(any_database, "over", "two", -1)
     assert any_database.read(process_registry.list_duties) == {"one": ["a", "b"]}
 
 
@@ -78,9 +78,9 @@ def test_the_dead_are_forgotten(database, way):
         database.write(lambda c: c.execute(sa.update(process).where(process.c.name == "dead").values(seen_at=1.0)))
         database.write(lambda c: process_registry.purge_silent_processes(c, time.time()))
     else:
-        hold_duty(database, "a duty", "dead", 60)
+        acquire_duty(database, "a duty", "dead", 60)
         database.write(lambda c: process_registry.remove_dead_process(c, "dead"))
-        assert hold_duty(database, "a duty", "alive", 60), "it is free before it runs out"
+        assert acquire_duty(database, "a duty", "alive", 60), "it is free before it runs out"
     assert set(rows(database)) == {"alive"}
 
 

@@ -24,7 +24,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.maintenance import reencryption
 from amphora_driver.model.enums import Kind
-from amphora_driver.queue.jobs import Jobs, hold_duty
+from amphora_driver.queue.jobs import Jobs, acquire_duty
 from amphora_driver.secret import Secret
 from amphora_driver.store import (
     amphorae,
@@ -375,7 +375,7 @@ def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
         database = Database(empty)
         database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
         assert Jobs(database, "one", 60.0).claim() is not None
-        assert hold_duty(database, "housekeeping", "two", 60.0)
+        assert acquire_duty(database, "housekeeping", "two", 60.0)
         process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).sign()
         database.dispose()
         assert migrate.active_processes(empty) == (), "they have the schema of this version, and keep it"
