@@ -146,7 +146,7 @@ class _Watch:
     def _run(self):
         settings, address, wanted = self._arguments
         # One thread stays in the client's namespace: entering it for each request would cost more than the request.
-        namespaces.inside(namespaces.path(settings.host(topology.CLIENT)), lambda: self._ask(address, wanted))
+        namespaces.run_inside(namespaces.path(settings.host(topology.CLIENT)), lambda: self._ask(address, wanted))
 
     def _ask(self, address, wanted):
         deadline = time.monotonic() + _PATIENCE

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.compute import kvm_probe
-from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architecture, of_image
-from amphora_driver.compute.config_drive import config_drive
-from amphora_driver.compute.qemu_command import DRIVE, Hardware, hand_command
-from amphora_driver.compute.state_dirs import write
+from amphora_driver.compute.architecture import AMD64, ARCHITECTURES, Architecture, image_architecture
+from amphora_driver.compute.config_drive import build_config_drive
+from amphora_driver.compute.qemu_command import DRIVE, Hardware, manual_boot_command
+from amphora_driver.compute.state_dirs import write_private
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 
 _AGENT_PORT = 9443
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for file in (chosen.image, chosen.firmware):
         if file is not None and not file.is_file():
             parser.error(f"there is no {file}")
-    kind = of_image(chosen.image) if chosen.arch is None else ARCHITECTURES[chosen.arch]
+    kind = image_architecture(chosen.image) if chosen.arch is None else ARCHITECTURES[chosen.arch]
     if shutil.which(kind.program) is None:
         parser.error(f"{kind.program} is not there. apt-get install {kind.package}")
     if chosen.firmware is None and kind.firmware is not None:
@@ -90,7 +90,7 @@ def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
         processors=1,
         memory=chosen.memory,
     )
-    argv = hand_command(
+    argv = manual_boot_command(
         hardware,
         str(chosen.image.absolute()),
         disk_format="qcow2" if _begins(chosen.image, _QCOW2) else "raw",
@@ -160,9 +160,9 @@ def _write_drive(folder: Path, amphora_id: str) -> None:
     }
     fixed = (FixedAddress(subnet_id=_SUBNET.id, address=_ADDRESS),)
     port = Port(id="management", network_id=_SUBNET.network_id, mac=_MAC, mtu=1500, addresses=fixed)
-    write(folder / DRIVE, config_drive(amphora_id, f"amphora-{amphora_id}", files, port, (_SUBNET,)))
-    write(folder / "amphora_ca.pem", amphorae[0])
-    write(folder / "controller.pem", Authority(*controllers).issue_client("by hand", _DAYS).bundle().reveal())
+    write_private(folder / DRIVE, build_config_drive(amphora_id, f"amphora-{amphora_id}", files, port, (_SUBNET,)))
+    write_private(folder / "amphora_ca.pem", amphorae[0])
+    write_private(folder / "controller.pem", Authority(*controllers).issue_client("by hand", _DAYS).bundle().reveal())
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def get(
         finally:
             connection.close()
 
-    return namespaces.inside(namespaces.path(settings.host(host)), request)
+    return namespaces.run_inside(namespaces.path(settings.host(host)), request)
 
 
 def await_answer(settings: Settings, address: str, note: Report) -> None:

@@ -93,7 +93,7 @@ class Answers:
                 ],
                 **_PROJECT,
             }
-            for group in self._network.guards.groups()
+            for group in self._network.port_security.groups()
         ]  # fmt: skip
 
     def policies(self) -> list[_Row]:
@@ -108,7 +108,7 @@ class Answers:
                 ],
                 **_PROJECT,
             }
-            for policy in self._network.guards.policies()
+            for policy in self._network.port_security.policies()
         ]  # fmt: skip
 
     def create_port(self, body: _Row) -> _Row:

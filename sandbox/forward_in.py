@@ -38,7 +38,7 @@ async def _serve(place: Path, port: int) -> None:
 
 async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     # A socket stays in the namespace it was made in, whoever uses it.
-    inside = await asyncio.to_thread(namespaces.inside, place, socket.socket)
+    inside = await asyncio.to_thread(namespaces.run_inside, place, socket.socket)
     inside.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(inside, (_HERE, port))

@@ -51,7 +51,7 @@ def ports(*urls: str | None) -> tuple[int, ...]:
 
 def listening(namespace: str, wanted: tuple[int, ...]) -> bool:
     """Whether it does, as the kernel has it (proc(5), /proc/net/tcp)."""
-    text = namespaces.inside(namespaces.path(namespace), Path("/proc/thread-self/net/tcp").read_text)
+    text = namespaces.run_inside(namespaces.path(namespace), Path("/proc/thread-self/net/tcp").read_text)
     return all(f":{port:04X} 00000000:0000 0A" in text for port in wanted)
 
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     """Forward until killed."""
     namespace, *numbers = arguments
     place = namespaces.path(namespace)
-    listeners = {int(port): namespaces.inside(place, functools.partial(_listener, int(port))) for port in numbers}
+    listeners = {int(port): namespaces.run_inside(place, functools.partial(_listener, int(port))) for port in numbers}
     asyncio.run(_serve(listeners))
     return 0
 

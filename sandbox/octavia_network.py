@@ -69,11 +69,11 @@ class SandboxNetworkDriver(base.AbstractNetworkDriver):
         return None
 
     def get_security_group_by_id(self, sg_id: str, **_context: Any) -> Any:
-        group = _one(local_network().guards.groups(), sg_id, base.SecurityGroupNotFound, "id")
+        group = _one(local_network().port_security.groups(), sg_id, base.SecurityGroupNotFound, "id")
         return shown.SecurityGroup(id=group.id, name=group.name)
 
     def get_qos_policy(self, qos_policy_id: str, **_context: Any) -> Any:
-        policy = _one(local_network().guards.policies(), qos_policy_id, base.QosPolicyNotFound, "id")
+        policy = _one(local_network().port_security.policies(), qos_policy_id, base.QosPolicyNotFound, "id")
         return shown.QosPolicy(id=policy.id)
 
     def qos_enabled(self) -> bool:

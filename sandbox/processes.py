@@ -19,7 +19,7 @@ import msgspec
 
 from amphora_driver import failpoints
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import Process, end, spawn
+from amphora_driver.host.detached_process import Process, signal_and_wait, spawn
 from sandbox.settings import SandboxError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Supervision:
     def _stop(self, names: list[str]) -> list[str]:
         known = {name: process for name in names if (process := self._known(name)) is not None}
         ran = [name for name, process in known.items() if process.alive()]
-        end([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
+        signal_and_wait([known[name] for name in ran], signal.SIGTERM, _STOP_SECONDS)
         for name in ran:
             # It led a session of its own: what is left of that is its children.
             with suppress(ProcessLookupError):

@@ -24,7 +24,7 @@ from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import Process, end
+from amphora_driver.host.detached_process import Process, signal_and_wait
 from amphora_driver.network.local import LocalNetwork
 from sandbox import config_files, demo_hosts, forward_in, forward_out, topology, vm_wait
 from sandbox.processes import Program, Supervision
@@ -208,7 +208,7 @@ class Stack:
 
     def _remove(self, name: str) -> bool:
         """Remove a namespace and whatever still runs in it, of which no record is left."""
-        if not end(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
+        if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
             raise SandboxError(f"remove the namespace {name}", "a process in it does not end")
         namespaces.remove(name)
         return True

@@ -74,15 +74,15 @@ def define(network: LocalNetwork) -> None:
                 last=last,
             )
         )
-    network.guards.define_group(SecurityGroup(id=identifier("web"), name="web", rules=_WEB))
-    network.guards.define_policy(QosPolicy(id=identifier("ten-megabit"), name="ten-megabit", egress_kbps=10_000))
+    network.port_security.define_group(SecurityGroup(id=identifier("web"), name="web", rules=_WEB))
+    network.port_security.define_policy(QosPolicy(id=identifier("ten-megabit"), name="ten-megabit", egress_kbps=10_000))
 
 
 def build(settings: Settings, network: LocalNetwork) -> None:
     """Make the switch, and the namespaces of control plane, witness, client and members, as far as they are missing."""
     switch = bridges.Switch(settings.switch, MANAGEMENT_NETWORK)
     switch.ensure(network.networks(), network.subnets())
-    network.guards.enforce()
+    network.port_security.enforce()
     _host(settings, network, switch, "control", MANAGEMENT_NETWORK, {"management-subnet": CONTROL_ADDRESS})
     _host(settings, network, switch, "witness", MANAGEMENT_NETWORK, {"management-subnet": WITNESS_ADDRESS})
     client = {"vip-subnet": "198.51.100.2", "vip-subnet-v6": "2001:db8:1::2"}
@@ -106,5 +106,5 @@ def _host(
     place = namespaces.path(settings.host(name))
     namespaces.ensure(settings.host(name))
     switch.connect(port, segment, name, place, "eth0")
-    bridges.configure(place, "eth0", port, network.subnets(network_id))
+    bridges.configure_interface(place, "eth0", port, network.subnets(network_id))
     return port

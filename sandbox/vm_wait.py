@@ -62,4 +62,4 @@ def _answers(settings: Settings, amphora_id: str, place: tuple[str, int]) -> boo
         except OSError:
             return False
 
-    return namespaces.inside(namespaces.path(settings.control), greet)
+    return namespaces.run_inside(namespaces.path(settings.control), greet)

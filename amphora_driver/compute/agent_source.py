@@ -24,7 +24,7 @@ _WHERE = (
 _DIGITS = 16
 
 
-class AgentCode:
+class AgentSource:
     """The agent's package, as one Python finds it.
 
     Args:

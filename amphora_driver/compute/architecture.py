@@ -66,12 +66,12 @@ def _beside(image: Path) -> _Manifest:
         return _Manifest()
 
 
-def of_image(image: Path) -> Architecture:
+def image_architecture(image: Path) -> Architecture:
     """What the manifest beside an image says; amd64 where there is none that can be read."""
     return ARCHITECTURES.get(_beside(image).architecture, AMD64)
 
 
-def built(image: Path) -> dt.date | None:
+def build_date(image: Path) -> dt.date | None:
     """The day on which an image was built, by the manifest beside it; None where there is none that can be read."""
     time = _beside(image).built
     return None if time is None else time.date()

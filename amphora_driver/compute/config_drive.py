@@ -17,7 +17,7 @@ from amphora_driver.compute import iso9660
 from amphora_driver.model.network import Port, Subnet
 
 LABEL = "config-2"
-PLACE = "/etc/amphora-agent"
+AGENT_DIRECTORY = "/etc/amphora-agent"
 
 
 class InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class NetworkData(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[str, ...] = ()
 
 
-def config_drive(
+def build_config_drive(
     amphora_id: str, hostname: str, files: Mapping[str, bytes], port: Port, subnets: Sequence[Subnet]
 ) -> bytes:
     """The drive of one amphora.
@@ -90,7 +90,8 @@ def config_drive(
     """
     names = sorted(files)
     injected = tuple(
-        InjectedFile(content_path=f"/content/{number:04}", path=f"{PLACE}/{name}") for number, name in enumerate(names)
+        InjectedFile(content_path=f"/content/{number:04}", path=f"{AGENT_DIRECTORY}/{name}")
+        for number, name in enumerate(names)
     )
     meta = MetaData(
         uuid=amphora_id,
@@ -103,14 +104,14 @@ def config_drive(
     )
     written = {
         "openstack/latest/meta_data.json": msgspec.json.encode(meta),
-        "openstack/latest/network_data.json": msgspec.json.encode(network_data(port, subnets)),
+        "openstack/latest/network_data.json": msgspec.json.encode(build_network_data(port, subnets)),
         "openstack/latest/user_data": b"",
         **{f"openstack/content/{number:04}": files[name] for number, name in enumerate(names)},
     }
-    return iso9660.image(LABEL, written)
+    return iso9660.build_image(LABEL, written)
 
 
-def network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
+def build_network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
     """The management interface: all its addresses, and the routes of their subnets."""
     known = {subnet.id: subnet for subnet in subnets}
     networks = []

@@ -18,7 +18,7 @@ MOST = 1 << 20
 _PIECE = 1 << 16
 
 
-def write(source: int, file: int, most: int = MOST) -> None:
+def copy_console(source: int, file: int, most: int = MOST) -> None:
     """Copy until the source ends.
 
     Args:
@@ -46,4 +46,4 @@ def _end(file: int, size: int, length: int) -> bytes:
 
 
 if __name__ == "__main__":
-    write(0, 1, *map(int, sys.argv[1:]))
+    copy_console(0, 1, *map(int, sys.argv[1:]))

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import msgspec
 
-from amphora_driver.compute.architecture import built
+from amphora_driver.compute.architecture import build_date
 from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
 # What a kernel is told that has no file of arguments: the file system is the whole disk, and a machine that dies starts
 # again.
-ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
+DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
 
@@ -67,7 +67,7 @@ class Images:
             raise ComputeError(wanted, f"there is no {place}", "docs/image.md says how to make one.", final=True)
         if kernel is None:
             return Image(tag=tag, disk=disk)
-        words = ARGUMENTS if arguments is None else " ".join(arguments.read_text(encoding="ascii").split())
+        words = DEFAULT_ARGUMENTS if arguments is None else " ".join(arguments.read_text(encoding="ascii").split())
         return Image(tag=tag, disk=disk, kernel=kernel, initrd=initrd, arguments=words)
 
     def digest(self, image: Image) -> str:
@@ -76,7 +76,7 @@ class Images:
         Raises:
             OSError: a file cannot be read.
         """
-        day = built(image.disk)
+        day = build_date(image.disk)
         seen = (day, image.arguments, *((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, image.files)))
         with self._lock:
             known = self._known.get(image.tag)
@@ -95,7 +95,7 @@ class Images:
         return path if path.is_file() else None
 
 
-def keep(image: Image, folder: Path) -> None:
+def link_image_files(image: Image, folder: Path) -> None:
     """Give a machine its own names for an image's files."""
     for name, path in ((BASE, image.disk), (KERNEL, image.kernel), (INITRD, image.initrd)):
         place = folder / name

@@ -39,7 +39,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     image: str | None = None
 
 
-class BootOrder(msgspec.Struct, frozen=True, kw_only=True):
+class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed to boot an amphora.
 
     Args:
@@ -75,7 +75,7 @@ class Compute(Protocol):
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
 
-    def boot(self, order: BootOrder) -> Machine:
+    def boot(self, request: BootRequest) -> Machine:
         """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""
 
     def image(self, tag: str | None) -> str | None:

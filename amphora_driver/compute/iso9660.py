@@ -36,7 +36,7 @@ class _Folder:
     files: dict[str, bytes] = field(default_factory=dict)
 
 
-def image(label: str, files: Mapping[str, bytes]) -> bytes:
+def build_image(label: str, files: Mapping[str, bytes]) -> bytes:
     """A file system with these files.
 
     Args:

@@ -33,7 +33,7 @@ _HELP_SECONDS = 30.0
 
 
 @lru_cache(maxsize=4)
-def runs_with_user(program: str) -> bool:
+def supports_run_with_user(program: str) -> bool:
     """Whether a qemu has the option ``-run-with user=``; older ones have ``-runas``.
 
     Args:
@@ -58,10 +58,10 @@ def usable(program: str) -> bool:
     """
     if not Path("/dev/kvm").exists():
         return False
-    return counts(program, "kvm", _SECONDS)
+    return guest_finishes(program, "kvm", _SECONDS)
 
 
-def counts(program: str, accelerator: str, seconds: float) -> bool:
+def guest_finishes(program: str, accelerator: str, seconds: float) -> bool:
     """Whether a guest gets its sum done in so many seconds."""
     with tempfile.NamedTemporaryFile() as disk:
         disk.write(_SECTOR)

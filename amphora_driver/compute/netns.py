@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from amphora_driver.compute.agent_source import AgentCode
-from amphora_driver.compute.interface import BootOrder, Machine, MachineState
+from amphora_driver.compute.agent_source import AgentSource
+from amphora_driver.compute.interface import BootRequest, Machine, MachineState
 from amphora_driver.compute.state_dirs import (
-    Folders,
-    explained,
-    files_of,
-    image_of,
-    last_words,
-    remove,
-    write,
-    write_image,
+    StateDirs,
+    agent_files,
+    compute_errors,
+    console_tail,
+    read_image_name,
+    remove_directory,
+    write_image_name,
+    write_private,
 )
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import Process, end, find, spawn
+from amphora_driver.host.detached_process import Process, find_by_last_argument, signal_and_wait, spawn
 from amphora_driver.network import bridges
 from amphora_driver.network.bridges import Switch
 
@@ -61,31 +61,31 @@ class NetnsCompute:
         options = conf.compute_netns
         self._network = network
         self._prefix: str = options.prefix
-        self._folders = Folders(Path(options.directory).absolute(), self._prefix)
+        self._state_dirs = StateDirs(Path(options.directory).absolute(), self._prefix)
         self._python: str = options.agent_python
         self._management: str = options.management_network
-        self._code = AgentCode(self._python)
+        self._agent_source = AgentSource(self._python)
         self._switch = Switch(conf.network_local.switch, options.management_network)
 
     # --- the backend's interface ---------------------------------------------------------------------------
 
-    def boot(self, order: BootOrder) -> Machine:
+    def boot(self, request: BootRequest) -> Machine:
         """Boot the amphora, or find the one already booted under this id."""
         with (
-            self._folders.locked(order.amphora_id, make=True) as folder,
-            explained(f"boot amphora {order.amphora_id}"),
+            self._state_dirs.locked(request.amphora_id, make=True) as folder,
+            compute_errors(f"boot amphora {request.amphora_id}"),
         ):
-            machine = self._machine(order.amphora_id)
+            machine = self._machine(request.amphora_id)
             if machine is not None and machine.state is MachineState.RUNNING:
                 return machine
-            self._folders.mark(folder)
-            address = self._prepare_network(order.amphora_id)
-            _write_files(folder, order, address)
-            image = self.image(order.image_tag)
-            write_image(folder, image)
-            self._start(order.amphora_id, folder)
+            self._state_dirs.mark_owner(folder)
+            address = self._prepare_network(request.amphora_id)
+            _write_files(folder, request, address)
+            image = self.image(request.image_tag)
+            write_image_name(folder, image)
+            self._start(request.amphora_id, folder)
             return Machine(
-                compute_id=self.namespace(order.amphora_id),
+                compute_id=self.namespace(request.amphora_id),
                 state=MachineState.RUNNING,
                 management_address=address,
                 image=image,
@@ -93,23 +93,23 @@ class NetnsCompute:
 
     def image(self, tag: str | None) -> str | None:  # noqa: ARG002 - one machine has no images to choose from
         """The digest of the agent's code: a machine that is booted now runs that."""
-        with explained("look at the agent's code"):
-            return self._code.digest()
+        with compute_errors("look at the agent's code"):
+            return self._agent_source.digest()
 
     def machines(self) -> frozenset[str]:
         """The ids of all amphorae of this deployment of which something is left."""
-        with explained("list amphorae"):
-            return self._folders.ours()
+        with compute_errors("list amphorae"):
+            return self._state_dirs.own_amphorae()
 
     def get(self, amphora_id: str) -> Machine | None:
         """The amphora's machine, or None if there is none."""
-        with explained(f"look up amphora {amphora_id}"):
+        with compute_errors(f"look up amphora {amphora_id}"):
             return self._machine(amphora_id)
 
     def attach(self, amphora_id: str, port: Port) -> None:
         """Give the machine an interface with the port's MAC address, joined to the port's network."""
         wanted = f"attach port {port.id} to amphora {amphora_id}"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(amphora_id) if folder.is_dir() else None
             if process is None or not process.alive():
                 raise ComputeError(wanted, "the amphora does not run")
@@ -119,29 +119,29 @@ class NetnsCompute:
 
     def detach(self, amphora_id: str, port: Port) -> None:
         """Take that interface away again; no error if it is not there."""
-        with self._folders.locked(amphora_id), explained(f"detach port {port.id} from amphora {amphora_id}"):
+        with self._state_dirs.locked(amphora_id), compute_errors(f"detach port {port.id} from amphora {amphora_id}"):
             self._switch.disconnect(port.id)
 
     def destroy(self, amphora_id: str) -> None:
         """Stop the machine and remove all that `boot` made; no error if nothing is there."""
-        with self._folders.locked(amphora_id) as folder, explained(f"destroy amphora {amphora_id}"):
-            self._vanish(amphora_id)
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"destroy amphora {amphora_id}"):
+            self._remove_machine(amphora_id)
             for port in self._network.ports(amphora_id):
                 if port.network_id == self._management:
                     self._network.delete_port(port.id)
             if folder.is_dir():
-                remove(folder)
+                remove_directory(folder)
 
     # --- what the sandbox and tests ask besides ------------------------------------------------------------
 
     def power_off(self, amphora_id: str) -> None:
         """Stop the machine and remove its namespaces; its files and ports stay for `power_on`."""
-        with self._folders.locked(amphora_id), explained(f"power amphora {amphora_id} off"):
-            self._vanish(amphora_id)
+        with self._state_dirs.locked(amphora_id), compute_errors(f"power amphora {amphora_id} off"):
+            self._remove_machine(amphora_id)
 
     def power_on(self, amphora_id: str) -> bool:
         """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
-        with self._folders.locked(amphora_id) as folder, explained(f"power amphora {amphora_id} on"):
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
             # Without its specification its boot never came to the end: whoever began it boots it again.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / "spec.json").exists():
@@ -160,12 +160,12 @@ class NetnsCompute:
 
     def booted(self) -> list[str]:
         """The ids of all amphorae that have a folder, running or not, whoever's they are."""
-        return self._folders.all()
+        return self._state_dirs.all_amphorae()
 
     # --- steps ---------------------------------------------------------------------------------------------
 
     def _machine(self, amphora_id: str) -> Machine | None:
-        folder = self._folders.path(amphora_id)
+        folder = self._state_dirs.path(amphora_id)
         if not folder.is_dir():
             return None
         name = self.namespace(amphora_id)
@@ -175,9 +175,9 @@ class NetnsCompute:
             return Machine(compute_id=name, state=MachineState.BUILDING, reason=reason)
         address = self._address(amphora_id)
         if process.alive() and address is not None:
-            image = image_of(folder)
+            image = read_image_name(folder)
             return Machine(compute_id=name, state=MachineState.RUNNING, management_address=address, image=image)
-        reason = f"it ended: {last_words(folder / 'console.log')}"
+        reason = f"it ended: {console_tail(folder / 'console.log')}"
         return Machine(compute_id=name, state=MachineState.FAILED, management_address=address, reason=reason)
 
     def _address(self, amphora_id: str) -> str | None:
@@ -188,12 +188,12 @@ class NetnsCompute:
         subnets = self._network.subnets(self._management)
         segment = self._segment(self._management, f"boot amphora {amphora_id}")
         port = self._network.ensure_port(amphora_id, self._management, [subnet.id for subnet in subnets])
-        place = self._place(amphora_id)
+        place = self._namespace_path(amphora_id)
         namespaces.ensure(self.namespace(amphora_id))
         if not bridges.has_mac(place, port.mac):
             self._switch.disconnect(port.id)
         self._switch.connect(port, segment, amphora_id, place, MANAGEMENT_INTERFACE)
-        bridges.configure(place, MANAGEMENT_INTERFACE, port, subnets)
+        bridges.configure_interface(place, MANAGEMENT_INTERFACE, port, subnets)
         return port.addresses[0].address
 
     def _segment(self, network_id: str, wanted: str) -> Any:
@@ -211,9 +211,9 @@ class NetnsCompute:
             "var": str(folder / "var"),
             "python": self._python,
         }
-        write(spec, msgspec.json.encode(parts))
+        write_private(spec, msgspec.json.encode(parts))
         argv = [
-            *("nsenter", f"--net={self._place(amphora_id)}", "--"),
+            *("nsenter", f"--net={self._namespace_path(amphora_id)}", "--"),
             *("unshare", "--fork", "--kill-child=KILL", "--pid", "--mount", "--uts", "--ipc"),
             *("--propagation", "private", "--mount-proc", "--wd=/", "--"),
             *(self._python, "-m", "amphora_agent.services.supervisor", str(spec)),
@@ -221,17 +221,17 @@ class NetnsCompute:
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         process = spawn(argv, {**environment, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}, folder / "console.log")
-        write(folder / "process.json", msgspec.json.encode(process))
+        write_private(folder / "process.json", msgspec.json.encode(process))
 
     def _process(self, amphora_id: str) -> Process | None:
         """The outermost process, from its record or, where the record was never written, by its arguments."""
-        folder = self._folders.path(amphora_id)
+        folder = self._state_dirs.path(amphora_id)
         try:
             return msgspec.json.decode((folder / "process.json").read_bytes(), type=Process)
         except FileNotFoundError:
             # The outermost was started before its child. Whoever boots this amphora just now writes the
             # record soon.
-            found = sorted(find(str(folder / "spec.json")), key=lambda process: process.started)
+            found = sorted(find_by_last_argument(str(folder / "spec.json")), key=lambda process: process.started)
             return found[0] if found else None
 
     def _stop(self, amphora_id: str) -> None:
@@ -239,13 +239,13 @@ class NetnsCompute:
         # The first process of a process-id namespace takes all others with it, and is gone only after them.
         known = [] if process is None else [*process.children(), process]
         # Started a moment ago, the outermost may have no child yet, or one that does not follow it into death yet.
-        if not end(known, signal.SIGKILL, least(_KILL_SECONDS)) or not end(
+        if not signal_and_wait(known, signal.SIGKILL, least(_KILL_SECONDS)) or not signal_and_wait(
             namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, least(_KILL_SECONDS)
         ):
             raise ComputeError(f"stop amphora {amphora_id}", "one of its processes does not end")
-        (self._folders.path(amphora_id) / "process.json").unlink(missing_ok=True)
+        (self._state_dirs.path(amphora_id) / "process.json").unlink(missing_ok=True)
 
-    def _vanish(self, amphora_id: str) -> None:
+    def _remove_machine(self, amphora_id: str) -> None:
         self._stop(amphora_id)
         self._switch.disconnect_owner(amphora_id)
         namespaces.remove(self.namespace(amphora_id))
@@ -257,23 +257,23 @@ class NetnsCompute:
         amphora may take some milliseconds to go.
         """
         segment = self._segment(port.network_id, f"connect port {port.id}")
-        self._switch.connect(port, segment, amphora_id, self._place(amphora_id), None)
+        self._switch.connect(port, segment, amphora_id, self._namespace_path(amphora_id), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
         """Whether it is there, still outside or (the agent moves it in this direction only) inside."""
-        if bridges.has_mac(self._place(amphora_id), mac):
+        if bridges.has_mac(self._namespace_path(amphora_id), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())
 
     # --- folders -------------------------------------------------------------------------------------------
 
-    def _place(self, amphora_id: str) -> Path:
+    def _namespace_path(self, amphora_id: str) -> Path:
         return namespaces.path(self.namespace(amphora_id))
 
 
-def _write_files(folder: Path, order: BootOrder, address: str) -> None:
+def _write_files(folder: Path, request: BootRequest, address: str) -> None:
     etc = folder / "etc"
     for place in (etc, folder / "var"):
         place.mkdir(mode=0o700, exist_ok=True)
-    for name, content in files_of(order, address).items():
-        write(etc / name, content)
+    for name, content in agent_files(request, address).items():
+        write_private(etc / name, content)

@@ -20,36 +20,36 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from amphora_driver.compute import kvm_probe
-from amphora_driver.compute.config_drive import config_drive
-from amphora_driver.compute.images import BASE, Images, keep
-from amphora_driver.compute.interface import BootOrder, Machine, MachineState
+from amphora_driver.compute.config_drive import build_config_drive
+from amphora_driver.compute.images import BASE, Images, link_image_files
+from amphora_driver.compute.interface import BootRequest, Machine, MachineState
 from amphora_driver.compute.qemu_command import (
     CONSOLE,
     DISK,
     DRIVE,
     PID,
     Hardware,
-    command,
+    bounded_console_command,
+    build_command,
     device_id,
-    interface,
-    limited,
-    tap,
+    interface_options,
+    tap_options,
 )
-from amphora_driver.compute.qmp import Monitor, talking
+from amphora_driver.compute.qmp import Monitor, open_monitor
 from amphora_driver.compute.state_dirs import (
-    Folders,
-    explained,
-    files_of,
-    image_of,
-    last_words,
-    remove,
-    write,
-    write_image,
+    StateDirs,
+    agent_files,
+    compute_errors,
+    console_tail,
+    read_image_name,
+    remove_directory,
+    write_image_name,
+    write_private,
 )
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import Process, end, find, spawn
+from amphora_driver.host.detached_process import Process, find_by_last_argument, signal_and_wait, spawn
 from amphora_driver.model.network import Subnet
 from amphora_driver.network import taps
 from amphora_driver.network.bridges import Switch
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
-_RECORD, _HARDWARE = "process.json", "hardware.json"
+_PROCESS_FILE, _HARDWARE_FILE = "process.json", "hardware.json"
 # Seconds for a process to end, for an overlay to be made, and for a guest to let go of an interface.
 _KILL_SECONDS, _OVERLAY_SECONDS, _RELEASE_SECONDS = 10.0, 60.0, 10.0
 
@@ -81,7 +81,7 @@ class QemuCompute:
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
         self._options = conf.compute_qemu
         self._network = network
-        self._folders = Folders(Path(self._options.directory).absolute(), self._options.prefix)
+        self._state_dirs = StateDirs(Path(self._options.directory).absolute(), self._options.prefix)
         self._images = Images(Path(self._options.image_directory).absolute())
         self._management: str = self._options.management_network
         self._switch_name: str = conf.network_local.switch
@@ -89,33 +89,35 @@ class QemuCompute:
 
     # --- the backend's interface ---------------------------------------------------------------------------
 
-    def boot(self, order: BootOrder) -> Machine:
+    def boot(self, request: BootRequest) -> Machine:
         """Boot the amphora, or find the one already booted under this id. One that has ended begins with a new disk."""
-        wanted = f"boot amphora {order.amphora_id}"
-        with self._folders.locked(order.amphora_id, make=True) as folder, explained(wanted):
-            machine = self._machine(order.amphora_id)
+        wanted = f"boot amphora {request.amphora_id}"
+        with self._state_dirs.locked(request.amphora_id, make=True) as folder, compute_errors(wanted):
+            machine = self._machine(request.amphora_id)
             if machine is not None and machine.state is MachineState.RUNNING:
                 return machine
-            self._folders.mark(folder)
+            self._state_dirs.mark_owner(folder)
             self._stop(folder, wanted)
-            image = self._images.find(order.image_tag or self._options.image_tag)
+            image = self._images.find(request.image_tag or self._options.image_tag)
             digest = self._images.digest(image)
-            port = self._management_port(order.amphora_id)
+            port = self._management_port(request.amphora_id)
             address = port.addresses[0].address
-            name = f"amphora-{order.amphora_id}"
-            drive = config_drive(order.amphora_id, name, files_of(order, address), port, self._subnets(port))
-            write(folder / DRIVE, drive)
-            keep(image, folder)
+            name = f"amphora-{request.amphora_id}"
+            drive = build_config_drive(
+                request.amphora_id, name, agent_files(request, address), port, self._subnets(port)
+            )
+            write_private(folder / DRIVE, drive)
+            link_image_files(image, folder)
             _make_overlay(folder, wanted)
             hardware = self._hardware(name, image.arguments, initrd=image.initrd is not None)
-            write_image(folder, digest)
-            write(folder / _HARDWARE, msgspec.json.encode(hardware))
-            self._start(order.amphora_id, folder, hardware, (port,))
-            return self._running(order.amphora_id, address, digest)
+            write_image_name(folder, digest)
+            write_private(folder / _HARDWARE_FILE, msgspec.json.encode(hardware))
+            self._start(request.amphora_id, folder, hardware, (port,))
+            return self._running(request.amphora_id, address, digest)
 
     def image(self, tag: str | None) -> str | None:
         """Tag and digest of the image with this tag; None where there is none."""
-        with explained("look at the images"):
+        with compute_errors("look at the images"):
             try:
                 return self._images.digest(self._images.find(tag or self._options.image_tag))
             except ComputeError as error:
@@ -124,63 +126,63 @@ class QemuCompute:
 
     def machines(self) -> frozenset[str]:
         """The ids of all amphorae of this deployment of which something is left."""
-        with explained("list amphorae"):
-            return self._folders.ours()
+        with compute_errors("list amphorae"):
+            return self._state_dirs.own_amphorae()
 
     def get(self, amphora_id: str) -> Machine | None:
         """The amphora's machine, or None if there is none."""
-        with explained(f"look up amphora {amphora_id}"):
+        with compute_errors(f"look up amphora {amphora_id}"):
             return self._machine(amphora_id)
 
     def attach(self, amphora_id: str, port: Port) -> None:
         """Give the machine an interface with the port's MAC address, joined to the port's network."""
         wanted = f"attach port {port.id} to amphora {amphora_id}"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(folder) if folder.is_dir() else None
             if process is None or not process.alive():
                 raise ComputeError(wanted, "the amphora does not run")
             self._connect(amphora_id, port)
-            with talking(folder, wanted) as monitor:
-                _plug(monitor, port, self._switch_name)
+            with open_monitor(folder, wanted) as monitor:
+                _add_interface(monitor, port, self._switch_name)
 
     def detach(self, amphora_id: str, port: Port) -> None:
         """Take that interface away again; no error if it is not there."""
         wanted = f"detach port {port.id} from amphora {amphora_id}"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(folder) if folder.is_dir() else None
             if process is not None and process.alive():
-                with talking(folder, wanted) as monitor:
-                    _unplug(monitor, port)
+                with open_monitor(folder, wanted) as monitor:
+                    _remove_interface(monitor, port)
             self._switch.disconnect(port.id)
 
     def destroy(self, amphora_id: str) -> None:
         """Stop the machine and remove all that `boot` made; no error if nothing is there."""
         wanted = f"destroy amphora {amphora_id}"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
-            self._vanish(amphora_id, folder, wanted)
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
+            self._stop_and_disconnect(amphora_id, folder, wanted)
             for port in self._network.ports(amphora_id):
                 if port.network_id == self._management:
                     self._network.delete_port(port.id)
             if folder.is_dir():
-                remove(folder)
+                remove_directory(folder)
 
     # --- what the sandbox and tests ask besides ------------------------------------------------------------
 
     def power_off(self, amphora_id: str) -> None:
         """Stop the machine as a power cut does; its disk and ports stay for `power_on`."""
         wanted = f"power amphora {amphora_id} off"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
-            self._vanish(amphora_id, folder, wanted)
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
+            self._stop_and_disconnect(amphora_id, folder, wanted)
 
     def power_on(self, amphora_id: str) -> bool:
         """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
         wanted = f"power amphora {amphora_id} on"
-        with self._folders.locked(amphora_id) as folder, explained(wanted):
+        with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             machine = self._machine(amphora_id)
             # Without its hardware its boot never came to the end: whoever began it boots it again.
-            if machine is None or machine.state is MachineState.RUNNING or not (folder / _HARDWARE).exists():
+            if machine is None or machine.state is MachineState.RUNNING or not (folder / _HARDWARE_FILE).exists():
                 return False
-            hardware = msgspec.json.decode((folder / _HARDWARE).read_bytes(), type=Hardware)
+            hardware = msgspec.json.decode((folder / _HARDWARE_FILE).read_bytes(), type=Hardware)
             first = self._management_port(amphora_id)
             others = [port for port in self._network.ports(amphora_id) if port.id != first.id]
             self._start(amphora_id, folder, hardware, (first, *others))
@@ -188,12 +190,12 @@ class QemuCompute:
 
     def booted(self) -> list[str]:
         """The ids of all amphorae that have a folder, running or not, whoever's they are."""
-        return self._folders.all()
+        return self._state_dirs.all_amphorae()
 
     # --- steps ---------------------------------------------------------------------------------------------
 
     def _machine(self, amphora_id: str) -> Machine | None:
-        folder = self._folders.path(amphora_id)
+        folder = self._state_dirs.path(amphora_id)
         if not folder.is_dir():
             return None
         process = self._process(folder)
@@ -202,8 +204,8 @@ class QemuCompute:
             return Machine(compute_id=amphora_id, state=MachineState.BUILDING, reason=reason)
         address = self._address(amphora_id)
         if process.alive() and address is not None:
-            return self._running(amphora_id, address, image_of(folder))
-        reason = f"it ended: {last_words(folder / CONSOLE)}"
+            return self._running(amphora_id, address, read_image_name(folder))
+        reason = f"it ended: {console_tail(folder / CONSOLE)}"
         return Machine(compute_id=amphora_id, state=MachineState.FAILED, management_address=address, reason=reason)
 
     @staticmethod
@@ -235,26 +237,26 @@ class QemuCompute:
             kernel_arguments=arguments,
             initrd=initrd,
             # qemu refuses to change to the user that it has.
-            user=None if _number(options.user, "start a machine") == os.geteuid() else options.user,
-            runs_with=kvm_probe.runs_with_user(options.program),
+            user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
+            runs_with=kvm_probe.supports_run_with_user(options.program),
         )
 
     def _start(self, amphora_id: str, folder: Path, hardware: Hardware, ports: tuple[Port, ...]) -> None:
         for port in ports:
             self._connect(amphora_id, port)
-        self._spawn(folder, command(hardware, folder, ports))
+        self._spawn(folder, build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
         # What it said before is of no use any more, and would only grow from boot to boot.
-        write(folder / CONSOLE, b"")
+        write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
-        process = spawn([*inside, *limited(argv)], {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
-        write(folder / _RECORD, msgspec.json.encode(process))
+        process = spawn([*inside, *bounded_console_command(argv)], {**environment, "LANG": "C.UTF-8"}, folder / CONSOLE)
+        write_private(folder / _PROCESS_FILE, msgspec.json.encode(process))
 
     def _connect(self, amphora_id: str, port: Port) -> None:
         wanted = f"connect port {port.id}"
-        taps.connect(self._switch_name, port, self._segment(port.network_id, wanted), amphora_id)
+        taps.ensure_tap(self._switch_name, port, self._segment(port.network_id, wanted), amphora_id)
 
     def _segment(self, network_id: str, wanted: str) -> Segment:
         for segment in self._network.networks():
@@ -266,23 +268,23 @@ class QemuCompute:
     def _process(self, folder: Path) -> Process | None:
         """Its process, from its record or, where the record was never written, by its arguments."""
         try:
-            return msgspec.json.decode((folder / _RECORD).read_bytes(), type=Process)
+            return msgspec.json.decode((folder / _PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            found = find(str(folder / PID))
+            found = find_by_last_argument(str(folder / PID))
             return found[0] if found else None
 
     def _stop(self, folder: Path, wanted: str) -> None:
         process = self._process(folder)
-        if process is not None and not end([process], signal.SIGKILL, least(_KILL_SECONDS)):
+        if process is not None and not signal_and_wait([process], signal.SIGKILL, least(_KILL_SECONDS)):
             raise ComputeError(wanted, "its process does not end")
-        (folder / _RECORD).unlink(missing_ok=True)
+        (folder / _PROCESS_FILE).unlink(missing_ok=True)
 
-    def _vanish(self, amphora_id: str, folder: Path, wanted: str) -> None:
+    def _stop_and_disconnect(self, amphora_id: str, folder: Path, wanted: str) -> None:
         self._stop(folder, wanted)
         self._switch.disconnect_owner(amphora_id)
 
 
-def _number(user: str, wanted: str) -> int:
+def _uid_of(user: str, wanted: str) -> int:
     """The number of a user.
 
     Raises:
@@ -295,27 +297,27 @@ def _number(user: str, wanted: str) -> int:
         raise ComputeError(wanted, f"this machine has no user {user}", remedy, final=True) from None
 
 
-def _plug(monitor: Monitor, port: Port, switch: str) -> None:
+def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
     """Add the interface, unless it is there. An attempt that ended early may have left its netdev or descriptor."""
-    if device_id(port) in monitor.devices():
+    if device_id(port) in monitor.device_ids():
         return
-    name = tap(port)["id"]
-    monitor.attempt("netdev_del", id=name)
-    monitor.attempt("closefd", fdname=name)
-    with taps.opened(switch, port) as descriptor:
-        monitor.give(descriptor, name)
-    monitor.ask("netdev_add", type="tap", id=name, fd=name)
-    monitor.ask("device_add", **interface(port))
+    name = tap_options(port)["id"]
+    monitor.try_execute("netdev_del", id=name)
+    monitor.try_execute("closefd", fdname=name)
+    with taps.open_tap(switch, port) as descriptor:
+        monitor.send_descriptor(descriptor, name)
+    monitor.execute("netdev_add", type="tap", id=name, fd=name)
+    monitor.execute("device_add", **interface_options(port))
 
 
-def _unplug(monitor: Monitor, port: Port) -> None:
+def _remove_interface(monitor: Monitor, port: Port) -> None:
     """Remove the interface. A guest that does not let it go keeps one that leads nowhere."""
-    if device_id(port) in monitor.devices():
+    if device_id(port) in monitor.device_ids():
         # Refused only while an earlier request waits for the guest.
-        monitor.attempt("device_del", id=device_id(port))
-        if not monitor.await_gone(device_id(port), _RELEASE_SECONDS):
+        monitor.try_execute("device_del", id=device_id(port))
+        if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             LOG.warning("the guest does not let go of the interface of port %s: its cable is pulled", port.id)
-    monitor.attempt("netdev_del", id=tap(port)["id"])
+    monitor.try_execute("netdev_del", id=tap_options(port)["id"])
 
 
 def _make_overlay(folder: Path, wanted: str) -> None:

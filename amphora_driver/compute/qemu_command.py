@@ -18,16 +18,16 @@ from amphora_driver.compute import console
 from amphora_driver.compute.architecture import AMD64, Architecture
 from amphora_driver.compute.qmp import SOCKET
 from amphora_driver.model.network import Port
-from amphora_driver.network.bridges import far_end, near_end
+from amphora_driver.network.bridges import peer_interface_name, switch_interface_name
 
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
 # MiB of translated code that qemu keeps.
-_TRANSLATED = 128
+_TCG_CACHE_MIB = 128
 # MiB of address space for all of qemu that is not the guest's memory (0.7 GiB were measured).
-_OWN = 2048
+_QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
 # The shell becomes qemu; what qemu says goes through its only child.
-_LIMITED = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
+_BOUNDED_CONSOLE = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     runs_with: bool = False
 
 
-def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
+def build_command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
     """Program and arguments.
 
     Args:
@@ -62,32 +62,33 @@ def command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[s
         folder: where its files are.
         ports: what it has interfaces for, the management port first; their taps are there.
     """
+    address_space = (hardware.memory + _QEMU_OVERHEAD_MIB) * _MIB
     argv = [
-        *("prlimit", f"--as={(hardware.memory + _OWN) * _MIB}", "--core=0", "--", "setpriv", "--no-new-privs", "--"),
-        *_machine(hardware),
-        *_user(hardware),
+        *("prlimit", f"--as={address_space}", "--core=0", "--", "setpriv", "--no-new-privs", "--"),
+        *_machine_options(hardware),
+        *_user_options(hardware),
         *("-qmp", f"unix:{SOCKET},server=on,wait=off"),
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
         *("-drive", f"file={DISK},format=qcow2,if=none,id=disk,discard=unmap"),
     ]
     for port in ports:
-        backend, device = tap(port), interface(port)
-        argv += ["-netdev", _words(backend), "-device", _words(device)]
+        backend, device = tap_options(port), interface_options(port)
+        argv += ["-netdev", _option_string(backend), "-device", _option_string(device)]
     if hardware.kernel_arguments is not None:
         argv += ["-kernel", KERNEL, *(("-initrd", INITRD) if hardware.initrd else ())]
         argv += ["-append", hardware.kernel_arguments]
     return [*argv, "-pidfile", str(folder / PID)]
 
 
-def limited(argv: Sequence[str]) -> list[str]:
+def bounded_console_command(argv: Sequence[str]) -> list[str]:
     """The same command, with what it says cut to the size of a console (`console`).
 
     Its standard output has to be the console's file, opened for appending.
     """
-    return ["bash", "-c", _LIMITED, sys.executable, console.__file__, *argv]
+    return ["bash", "-c", _BOUNDED_CONSOLE, sys.executable, console.__file__, *argv]
 
 
-def _user(hardware: Hardware) -> list[str]:
+def _user_options(hardware: Hardware) -> list[str]:
     """The options for the user of qemu.
 
     It opens disk, taps and /dev/kvm before it changes to that user. Its filter of system calls begins even earlier.
@@ -101,7 +102,7 @@ def _user(hardware: Hardware) -> list[str]:
     return ["-sandbox", filtered.format("allow"), *become]
 
 
-def hand_command(
+def manual_boot_command(
     hardware: Hardware, image: str, *, disk_format: str, forward: str, mac: str, firmware: str | None = None
 ) -> list[str]:
     """The same machine for somebody who looks at its console: qemu's own network, and a disk that is not kept.
@@ -116,7 +117,7 @@ def hand_command(
     """
     file = image.replace(",", ",,")
     return [
-        *_machine(hardware),
+        *_machine_options(hardware),
         *(("-bios", firmware) if firmware is not None else ()),
         *("-chardev", "stdio,id=console,signal=on", "-serial", "chardev:console"),
         *("-drive", f"file={file},format={disk_format},if=none,id=disk,snapshot=on"),
@@ -124,9 +125,9 @@ def hand_command(
     ]
 
 
-def _machine(hardware: Hardware) -> list[str]:
+def _machine_options(hardware: Hardware) -> list[str]:
     """What both have: all but who has their console, their disk and their network."""
-    accelerator = "kvm" if hardware.accelerated else f"tcg,tb-size={_TRANSLATED}"
+    accelerator = "kvm" if hardware.accelerated else f"tcg,tb-size={_TCG_CACHE_MIB}"
     return [
         *(hardware.program, "-name", hardware.name, "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", f"{hardware.machine},usb=off", "-accel", accelerator),
@@ -138,18 +139,18 @@ def _machine(hardware: Hardware) -> list[str]:
     ]
 
 
-def tap(port: Port) -> dict[str, str]:
+def tap_options(port: Port) -> dict[str, str]:
     """What joins an interface to the port's network; the words of ``-netdev`` and `netdev_add`."""
-    name = near_end(port.id)
+    name = switch_interface_name(port.id)
     return {"type": "tap", "id": name, "ifname": name, "script": "no", "downscript": "no"}
 
 
-def interface(port: Port) -> dict[str, str | int]:
+def interface_options(port: Port) -> dict[str, str | int]:
     """The interface of a port; the words of ``-device`` and `device_add`."""
     return {
         "driver": "virtio-net-pci",
         "id": device_id(port),
-        "netdev": near_end(port.id),
+        "netdev": switch_interface_name(port.id),
         "mac": port.mac,
         "host_mtu": port.mtu,
         "romfile": "",
@@ -158,9 +159,9 @@ def interface(port: Port) -> dict[str, str | int]:
 
 def device_id(port: Port) -> str:
     """What qemu calls the interface of a port."""
-    return far_end(port.id)
+    return peer_interface_name(port.id)
 
 
-def _words(options: dict[str, str] | dict[str, str | int]) -> str:
+def _option_string(options: dict[str, str] | dict[str, str | int]) -> str:
     first, *others = options.items()
     return ",".join((str(first[1]), *(f"{name}={value}" for name, value in others)))

@@ -28,59 +28,59 @@ _PAUSE = 0.05
 
 
 class Monitor:
-    """An open conversation; made by `talking`."""
+    """An open conversation; made by `open_monitor`."""
 
     def __init__(self, connection: socket.socket, wanted: str) -> None:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._wanted = wanted
-        self._next()  # the greeting
-        self.ask("qmp_capabilities")
+        self._read_message()  # the greeting
+        self.execute("qmp_capabilities")
 
-    def ask(self, command: str, **arguments: Any) -> Any:
+    def execute(self, command: str, **arguments: Any) -> Any:
         """What qemu answers.
 
         Raises:
             ComputeError: it says no.
         """
         self._connection.sendall(_line(command, arguments))
-        return self._answer(command)
+        return self._read_response(command)
 
-    def give(self, descriptor: int, name: str) -> None:
+    def send_descriptor(self, descriptor: int, name: str) -> None:
         """Pass a file descriptor to qemu under a name (QMP `getfd`; unix(7), SCM_RIGHTS).
 
         Raises:
             ComputeError: qemu refuses it.
         """
         socket.send_fds(self._connection, [_line("getfd", {"fdname": name})], [descriptor])
-        self._answer("getfd")
+        self._read_response("getfd")
 
-    def _answer(self, command: str) -> Any:
+    def _read_response(self, command: str) -> Any:
         while True:
-            answer = self._next()
+            answer = self._read_message()
             if "error" in answer:
                 raise ComputeError(self._wanted, f"qemu refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
             # Anything else is an event; whoever waits for something asks for it.
 
-    def devices(self) -> frozenset[str]:
+    def device_ids(self) -> frozenset[str]:
         """The ids of all devices that were given one."""
-        found = self.ask("qom-list", path="/machine/peripheral")
+        found = self.execute("qom-list", path="/machine/peripheral")
         return frozenset(one["name"] for one in found if one["type"].startswith("child<"))
 
-    def attempt(self, command: str, **arguments: Any) -> bool:
+    def try_execute(self, command: str, **arguments: Any) -> bool:
         """Ask for what may be done already, or be impossible; whether qemu did it."""
         try:
-            self.ask(command, **arguments)
+            self.execute(command, **arguments)
         except ComputeError:
             return False
         return True
 
-    def await_gone(self, device: str, seconds: float) -> bool:
+    def wait_until_removed(self, device: str, seconds: float) -> bool:
         """Wait until a device is gone, which takes the guest's consent; False if it is still there then."""
         deadline = time.monotonic() + seconds
-        while device in self.devices():
+        while device in self.device_ids():
             if time.monotonic() > deadline:
                 return False
             time.sleep(least(_PAUSE))
@@ -89,7 +89,7 @@ class Monitor:
     def close(self) -> None:
         self._lines.close()
 
-    def _next(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         line = self._lines.readline()
         if not line:
             raise ConnectionResetError("qemu has ended the conversation")
@@ -102,7 +102,7 @@ def _line(command: str, arguments: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def talking(folder: Path, wanted: str) -> Iterator[Monitor]:
+def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
     """A conversation with the qemu whose monitor lies in this folder.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from amphora_driver.compute.interface import BootOrder
+from amphora_driver.compute.interface import BootRequest
 from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 
@@ -27,12 +27,12 @@ _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
 # Characters of a log that are shown, and the most bytes of its end that are read: blanks may follow the last word.
 _LOG_TAIL, _MOST_READ = 400, 64 * 1024
 # The file in an amphora's folder that holds the prefix of the deployment that booted it.
-_MARK = "deployment"
+_OWNER_FILE = "deployment"
 # The file in it that says what it was booted from.
-_IMAGE = "image"
+_IMAGE_FILE = "image"
 
 
-class Folders:
+class StateDirs:
     """One directory of amphorae.
 
     Args:
@@ -54,23 +54,23 @@ class Folders:
             raise ComputeError(f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora")
         return self._directory / amphora_id
 
-    def all(self) -> list[str]:
+    def all_amphorae(self) -> list[str]:
         """The ids of all amphorae that have a folder, whoever's they are."""
         if not self._directory.is_dir():
             return []
         return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
 
-    def ours(self) -> frozenset[str]:
+    def own_amphorae(self) -> frozenset[str]:
         """The ids of all amphorae of this deployment of which something is left."""
-        return frozenset(one for one in self.all() if self._is_ours(self.path(one)))
+        return frozenset(one for one in self.all_amphorae() if self._is_own(self.path(one)))
 
-    def mark(self, folder: Path) -> None:
+    def mark_owner(self, folder: Path) -> None:
         """Write down whose it is: before anything else is made, because what an interrupted boot leaves is ours."""
-        write(folder / _MARK, self._prefix.encode())
+        write_private(folder / _OWNER_FILE, self._prefix.encode())
 
-    def _is_ours(self, folder: Path) -> bool:
+    def _is_own(self, folder: Path) -> bool:
         with suppress(FileNotFoundError):
-            return (folder / _MARK).read_bytes() == self._prefix.encode()
+            return (folder / _OWNER_FILE).read_bytes() == self._prefix.encode()
         return False
 
     @contextmanager
@@ -96,7 +96,7 @@ def _lock(folder: Path, *, make: bool) -> int | None:
                 continue
             return None
         try:
-            _take(descriptor, folder)
+            _wait_for_lock(descriptor, folder)
         except BaseException:
             os.close(descriptor)
             raise
@@ -106,7 +106,7 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         os.close(descriptor)
 
 
-def _take(descriptor: int, folder: Path) -> None:
+def _wait_for_lock(descriptor: int, folder: Path) -> None:
     """Lock it for this thread, as soon as nobody else has it and in the time this operation has."""
     end_at = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -118,22 +118,22 @@ def _take(descriptor: int, folder: Path) -> None:
         time.sleep(least(_LOCK_PAUSE))
 
 
-def files_of(order: BootOrder, address: str) -> dict[str, bytes]:
+def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:
     """What lies in ``/etc/amphora-agent`` of the amphora, by file name, with its management address filled in.
 
     Raises:
         ComputeError: a name would lead out of that folder.
     """
     found = {}
-    for name, content in order.files.items():
+    for name, content in request.files.items():
         if Path(name).name != name:
-            raise ComputeError(f"boot amphora {order.amphora_id}", f"{name} is not the name of a file", final=True)
+            raise ComputeError(f"boot amphora {request.amphora_id}", f"{name} is not the name of a file", final=True)
         text = content.reveal()
         found[name] = text.replace(b"{management_address}", address.encode()) if name == "agent.conf" else text
     return found
 
 
-def write(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Whole or not at all, and readable by root only: there are keys among these files."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -142,29 +142,29 @@ def write(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def remove(folder: Path) -> None:
+def remove_directory(folder: Path) -> None:
     """Remove it, and its mark last: what is left of it when this is interrupted is still ours."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name != _MARK:
+        elif entry.name != _OWNER_FILE:
             entry.unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
-def write_image(folder: Path, image: str | None) -> None:
+def write_image_name(folder: Path, image: str | None) -> None:
     """Write down what it is booted from."""
-    write(folder / _IMAGE, (image or "").encode())
+    write_private(folder / _IMAGE_FILE, (image or "").encode())
 
 
-def image_of(folder: Path) -> str | None:
+def read_image_name(folder: Path) -> str | None:
     """What it was booted from, if that was written down."""
     with suppress(FileNotFoundError):
-        return (folder / _IMAGE).read_text(encoding="ascii") or None
+        return (folder / _IMAGE_FILE).read_text(encoding="ascii") or None
     return None
 
 
-def last_words(log: Path) -> str:
+def console_tail(log: Path) -> str:
     """The end of what it said. No more of it is read: how long it is, is up to whoever said it."""
     try:
         with log.open("rb") as file:
@@ -176,7 +176,7 @@ def last_words(log: Path) -> str:
 
 
 @contextmanager
-def explained(wanted: str) -> Iterator[None]:
+def compute_errors(wanted: str) -> Iterator[None]:
     """Say of an error of the operating system what it kept from happening."""
     try:
         yield

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -31,8 +31,8 @@ class Process(msgspec.Struct, frozen=True):
     def alive(self) -> bool:
         """Whether it runs; a zombie does not."""
         _reap(self.pid)
-        found = _stat(self.pid)
-        return found is not None and found[0] not in {"Z", "X"} and self._is(found)
+        found = _read_stat(self.pid)
+        return found is not None and found[0] not in {"Z", "X"} and self._matches(found)
 
     def children(self) -> list[Process]:
         """The processes it started itself, whichever of its threads did: the kernel keeps a list for each."""
@@ -47,7 +47,7 @@ class Process(msgspec.Struct, frozen=True):
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal; False if the process has ended."""
-        descriptor = self._open()
+        descriptor = self._open_pidfd()
         if descriptor is None:
             return False
         try:
@@ -60,7 +60,7 @@ class Process(msgspec.Struct, frozen=True):
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, woken by the kernel; False if it still runs after so many seconds."""
-        descriptor = self._open()
+        descriptor = self._open_pidfd()
         if descriptor is None:
             return True
         with closing(select.epoll()) as events:
@@ -70,10 +70,10 @@ class Process(msgspec.Struct, frozen=True):
         _reap(self.pid)
         return ended
 
-    def _is(self, found: tuple[str, int]) -> bool:
-        return found[1] == self.started and _boot() == self.boot
+    def _matches(self, found: tuple[str, int]) -> bool:
+        return found[1] == self.started and _read_boot_id() == self.boot
 
-    def _open(self) -> int | None:
+    def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
         except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
@@ -86,8 +86,8 @@ class Process(msgspec.Struct, frozen=True):
 
 def identify(pid: int) -> Process | None:
     """The process that has this number now."""
-    found = _stat(pid)
-    return None if found is None else Process(pid, found[1], _boot())
+    found = _read_stat(pid)
+    return None if found is None else Process(pid, found[1], _read_boot_id())
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None) -> Process:
@@ -113,7 +113,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_a
     return process
 
 
-def find(last_argument: str) -> list[Process]:
+def find_by_last_argument(last_argument: str) -> list[Process]:
     """Every process with this last argument, for one who could not write down what was started."""
     wanted = last_argument.encode()
     found = []
@@ -126,7 +126,7 @@ def find(last_argument: str) -> list[Process]:
     return [process for process in found if process is not None]
 
 
-def end(processes: Sequence[Process], number: signal.Signals, seconds: float) -> bool:
+def signal_and_wait(processes: Sequence[Process], number: signal.Signals, seconds: float) -> bool:
     """Signal them and wait for all of them; False if one still runs after so many seconds."""
     deadline = time.monotonic() + seconds
     for process in processes:
@@ -136,7 +136,7 @@ def end(processes: Sequence[Process], number: signal.Signals, seconds: float) ->
     return all(ended)
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
+def _read_stat(pid: int) -> tuple[str, int] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -146,8 +146,8 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-def _boot() -> str:
-    return _BOOT.read_text(encoding="ascii").strip()
+def _read_boot_id() -> str:
+    return _BOOT_ID_FILE.read_text(encoding="ascii").strip()
 
 
 def _reap(pid: int) -> None:

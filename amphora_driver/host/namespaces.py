@@ -58,9 +58,9 @@ def ensure(name: str) -> bool:
     with _making:
         if exists(name):
             return False
-        _share_directory()
+        _make_mounts_shared()
         path(name).touch(mode=0o444)
-        _in_thread(lambda: _make(path(name)), f"make the network namespace {name}")
+        _in_thread(lambda: _create_and_mount(path(name)), f"make the network namespace {name}")
     return True
 
 
@@ -68,7 +68,7 @@ def remove(name: str) -> None:
     """Take the name away: the namespace ends with the last process in it. No error if it is not there."""
     place = path(name)
     while exists(name):
-        _call(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
+        _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
     # Unlinking also detaches the copies of the mount that other mount namespaces (amphorae) took with them.
     place.unlink(missing_ok=True)
 
@@ -87,7 +87,7 @@ def processes(name: str) -> list[Process]:
     return [process for process in found if process is not None]
 
 
-def inside(place: str | Path, work: Callable[[], T]) -> T:
+def run_inside(place: str | Path, work: Callable[[], T]) -> T:
     """Run a function in the namespace mounted at (or linked from) this path; returns its result.
 
     Raises:
@@ -99,7 +99,7 @@ def inside(place: str | Path, work: Callable[[], T]) -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
             if ctypes.get_errno() == errno.EINVAL:  # setns(2): not a namespace of this kind
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
-            _call(-1, f"enter the network namespace {place}")
+            _check_result(-1, f"enter the network namespace {place}")
         return work()
 
     try:
@@ -108,14 +108,14 @@ def inside(place: str | Path, work: Callable[[], T]) -> T:
         os.close(descriptor)
 
 
-def routing(place: str | Path, work: Callable[[Any], T]) -> T:
-    """`inside`, with a netlink socket of the namespace as the function's argument."""
+def run_with_netlink(place: str | Path, work: Callable[[Any], T]) -> T:
+    """`run_inside`, with a netlink socket of the namespace as the function's argument."""
 
     def with_socket() -> T:
         with IPRoute() as kernel:
             return work(kernel)
 
-    return inside(place, with_socket)
+    return run_inside(place, with_socket)
 
 
 def write_sysctl(name: str, value: int) -> None:
@@ -124,8 +124,8 @@ def write_sysctl(name: str, value: int) -> None:
         Path("/proc/sys", name).write_text(str(value), encoding="ascii")
 
 
-def _make(place: Path) -> None:
-    _call(_LIBC.unshare(_CLONE_NEWNET), "leave the present network namespace")
+def _create_and_mount(place: Path) -> None:
+    _check_result(_LIBC.unshare(_CLONE_NEWNET), "leave the present network namespace")
     # Duplicate address detection would keep every IPv6 address unusable for a second or two.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
@@ -133,10 +133,10 @@ def _make(place: Path) -> None:
     with IPRoute() as kernel:
         kernel.link("set", index=1, state="up")
     source = b"/proc/thread-self/ns/net"
-    _call(_LIBC.mount(source, os.fsencode(place), b"none", ctypes.c_ulong(_MS_BIND), None), f"mount {place}")
+    _check_result(_LIBC.mount(source, os.fsencode(place), b"none", ctypes.c_ulong(_MS_BIND), None), f"mount {place}")
 
 
-def _share_directory() -> None:
+def _make_mounts_shared() -> None:
     """As iproute2 does: a shared mount, so that a namespace made or removed here is so for everybody."""
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     place = os.fsencode(DIRECTORY)
@@ -144,10 +144,10 @@ def _share_directory() -> None:
     if _LIBC.mount(b"", place, b"none", shared, None) == 0:
         return
     if ctypes.get_errno() != errno.EINVAL:
-        _call(-1, f"share {DIRECTORY}")
+        _check_result(-1, f"share {DIRECTORY}")
     bind = ctypes.c_ulong(_MS_BIND | _MS_REC)
-    _call(_LIBC.mount(place, place, b"none", bind, None), f"mount {DIRECTORY}")
-    _call(_LIBC.mount(b"", place, b"none", shared, None), f"share {DIRECTORY}")
+    _check_result(_LIBC.mount(place, place, b"none", bind, None), f"mount {DIRECTORY}")
+    _check_result(_LIBC.mount(b"", place, b"none", shared, None), f"share {DIRECTORY}")
 
 
 def _in_thread(work: Callable[[], T], wanted: str) -> T:
@@ -168,7 +168,7 @@ def _in_thread(work: Callable[[], T], wanted: str) -> T:
     return results[0]
 
 
-def _call(result: int, wanted: str) -> None:
+def _check_result(result: int, wanted: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         remedy = "Network namespaces need root." if number == errno.EPERM else ""

@@ -23,7 +23,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from amphora_driver.errors import NetworkError
 from amphora_driver.host import namespaces
 from amphora_driver.model.network import Port
-from amphora_driver.network.ip_allocation import AddressRange, Segment, mac_for
+from amphora_driver.network.ip_allocation import AddressRange, Segment, derive_mac
 
 # Usable at once, no duplicate address detection: the database has made sure of that.
 _NO_DAD = 0x02
@@ -53,7 +53,7 @@ class Switch:
                 own = tuple(subnet for subnet in subnets if subnet.network_id == segment.id)
                 self._ensure_bridge(kernel, segment, own)
 
-        namespaces.routing(namespaces.path(self._name), work)
+        namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def connect(self, port: Port, segment: Segment, owner: str, place: str | Path, interface: str | None) -> None:
         """Lay a cable from the port's bridge into the namespace at `place`, unless it is there.
@@ -65,11 +65,11 @@ class Switch:
             place: path of the namespace.
             interface: name of the far end; None for one made from the port's id.
         """
-        near, far = near_end(port.id), interface or far_end(port.id)
+        near, far = switch_interface_name(port.id), interface or peer_interface_name(port.id)
 
         def work(kernel: Any) -> None:
             if not kernel.link_lookup(ifname=near):
-                self._lay(kernel, near, port, far, namespace.fileno())
+                self._create_cable(kernel, near, port, far, namespace.fileno())
             bridge = kernel.link_lookup(ifname=segment.bridge)
             if not bridge:
                 raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {self._name}")
@@ -77,11 +77,11 @@ class Switch:
             kernel.link("set", index=index, master=bridge[0], ifalias=owner, state="up")
 
         with Path(place).open("rb") as namespace:
-            namespaces.routing(namespaces.path(self._name), work)
+            namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def disconnect(self, port_id: str) -> None:
         """Remove a port's cable; no error if it is not there."""
-        self._delete(lambda kernel: kernel.link_lookup(ifname=near_end(port_id)))
+        self._delete(lambda kernel: kernel.link_lookup(ifname=switch_interface_name(port_id)))
 
     def disconnect_owner(self, owner: str) -> None:
         """Remove every cable of this owner, also of ports nobody remembers."""
@@ -94,18 +94,18 @@ class Switch:
     def _delete(self, choose: Callable[[Any], list[int]]) -> None:
         def work(kernel: Any) -> None:
             for index in choose(kernel):
-                with _tolerating(errno.ENODEV):
+                with _ignoring(errno.ENODEV):
                     kernel.link("del", index=index)
 
         if namespaces.exists(self._name):
-            namespaces.routing(namespaces.path(self._name), work)
+            namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
-        with _tolerating(errno.EEXIST):
+        with _ignoring(errno.EEXIST):
             # A MAC address of its own: a bridge without one takes its lowest port's, and then every
             # neighbour's memory of the gateway is wrong when that port goes. Without a querier on the
             # network, snooping could only lose multicast (VRRP, neighbour discovery).
-            mac = mac_for(segment.id, "bridge")
+            mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)
         index = kernel.link_lookup(ifname=segment.bridge)[0]
         kernel.link("set", index=index, mtu=segment.mtu, state="up")
@@ -118,7 +118,7 @@ class Switch:
             if subnet.gateway is not None:
                 add_address(kernel, index, subnet.gateway, subnet.prefix_length)
 
-    def _lay(self, kernel: Any, near: str, port: Port, far: str, namespace: int) -> None:
+    def _create_cable(self, kernel: Any, near: str, port: Port, far: str, namespace: int) -> None:
         peer = {"ifname": far, "address": port.mac, "mtu": port.mtu, "net_ns_fd": namespace}
         deadline = time.monotonic() + _NAME_FREE_AFTER
         while not _try_add_veth(kernel, near, port.mtu, peer):
@@ -137,12 +137,12 @@ def _try_add_veth(kernel: Any, near: str, mtu: int, peer: dict[str, Any]) -> boo
     return True
 
 
-def near_end(port_id: str) -> str:
+def switch_interface_name(port_id: str) -> str:
     """The name of a cable's end in the switch."""
     return f"p{port_id.replace('-', '')[:13]}"
 
 
-def far_end(port_id: str) -> str:
+def peer_interface_name(port_id: str) -> str:
     """The name of the other end, where nobody gave it one."""
     return f"n{port_id.replace('-', '')[:13]}"
 
@@ -150,12 +150,12 @@ def far_end(port_id: str) -> str:
 def has_mac(place: str | Path, mac: str) -> bool:
     """Whether an interface with this MAC address is in the namespace at `place`; False if there is none."""
     try:
-        return bool(namespaces.routing(place, lambda kernel: kernel.link_lookup(address=mac.lower())))
+        return bool(namespaces.run_with_netlink(place, lambda kernel: kernel.link_lookup(address=mac.lower())))
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def configure(place: str | Path, interface: str, port: Port, subnets: tuple[AddressRange, ...]) -> None:
+def configure_interface(place: str | Path, interface: str, port: Port, subnets: tuple[AddressRange, ...]) -> None:
     """Give an interface its port's addresses and default routes."""
     known = {subnet.id: subnet for subnet in subnets}
 
@@ -169,18 +169,18 @@ def configure(place: str | Path, interface: str, port: Port, subnets: tuple[Addr
                 default = "default" if subnet.version == 4 else "::/0"
                 kernel.route("replace", dst=default, gateway=subnet.gateway, oif=index)
 
-    namespaces.routing(place, work)
+    namespaces.run_with_netlink(place, work)
 
 
 def add_address(kernel: Any, index: int, address: str, prefix_length: int) -> None:
     """Give an interface an address it may have already."""
     options = {"flags": _NO_DAD} if ip_address(address).version == 6 else {}
-    with _tolerating(errno.EEXIST):
+    with _ignoring(errno.EEXIST):
         kernel.addr("add", index=index, address=address, prefixlen=prefix_length, **options)
 
 
 @contextmanager
-def _tolerating(code: int) -> Iterator[None]:
+def _ignoring(code: int) -> Iterator[None]:
     """Take this answer of the kernel for a yes."""
     try:
         yield

@@ -55,7 +55,7 @@ class AddressRange(msgspec.Struct, frozen=True, kw_only=True):
         return f"subnet {self.name} ({self.cidr})"
 
 
-def read(text: str, wanted: str) -> Address:
+def parse_address(text: str, wanted: str) -> Address:
     """The address a user wrote.
 
     Raises:
@@ -70,7 +70,7 @@ def read(text: str, wanted: str) -> Address:
     return address
 
 
-def check(address: Address, subnet: AddressRange, wanted: str) -> str:
+def validate_address(address: Address, subnet: AddressRange, wanted: str) -> str:
     """The address as it is written down, if a port on this subnet may have it.
 
     Raises:
@@ -89,7 +89,7 @@ def check(address: Address, subnet: AddressRange, wanted: str) -> str:
     return str(address)
 
 
-def lowest_free(subnet: AddressRange, taken: Collection[str], wanted: str) -> str:
+def find_free_address(subnet: AddressRange, taken: Collection[str], wanted: str) -> str:
     """The lowest address of the range that nobody has.
 
     Raises:
@@ -111,7 +111,7 @@ def lowest_free(subnet: AddressRange, taken: Collection[str], wanted: str) -> st
     )
 
 
-def mac_for(network_id: str, address: str, attempt: int = 0) -> str:
+def derive_mac(network_id: str, address: str, attempt: int = 0) -> str:
     """A MAC address made from the address it stands for.
 
     An address that is given to another port soon after its release then keeps its MAC address, and neighbours

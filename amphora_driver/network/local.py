@@ -23,7 +23,7 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet, VipOptions,
 from amphora_driver.network import ip_allocation, local_db
 from amphora_driver.network.interface import NotYet, Owners
 from amphora_driver.network.ip_allocation import AddressRange, Segment
-from amphora_driver.network.port_security import Guards
+from amphora_driver.network.port_security import PortSecurity
 
 if TYPE_CHECKING:
     from oslo_config import cfg
@@ -54,7 +54,7 @@ class LocalNetwork:
     def __init__(self, conf: cfg.ConfigOpts, database: Database) -> None:
         self._database = database
         self._management: str = conf.compute_netns.management_network
-        self.guards = Guards(database, conf.network_local.switch)
+        self.port_security = PortSecurity(database, conf.network_local.switch)
 
     # --- the backend's interface ---------------------------------------------------------------------------
 
@@ -73,8 +73,8 @@ class LocalNetwork:
             if row is not None and row.ours:
                 return local_db.to_vips(local_db.read_port(connection, row))
             if row is not None or any(request.port_id for request in wanted):
-                return self._adopt(connection, load_balancer_id, wanted, attempt)
-            return self._take(connection, load_balancer_id, wanted, attempt)
+                return self._use_own_port(connection, load_balancer_id, wanted, attempt)
+            return self._allocate(connection, load_balancer_id, wanted, attempt)
 
         return self._database.write(work)
 
@@ -91,12 +91,12 @@ class LocalNetwork:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
         # While the addresses are still ours: whoever has them next obeys nothing of this load balancer's.
-        self.guards.forget(load_balancer_id)
+        self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
     def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
         """Have the VIPs obey exactly these options from now on."""
-        self.guards.apply(load_balancer_id, options, port_ids)
+        self.port_security.apply_options(load_balancer_id, options, port_ids)
 
     def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
         """The port of this owner on this network with an address on each subnet; made if missing."""
@@ -116,7 +116,7 @@ class LocalNetwork:
                 if subnet_id not in have
             ]
             for subnet in missing:
-                local_db.same_network(subnet, network_id, attempt)
+                local_db.require_same_network(subnet, network_id, attempt)
             fixed = [
                 FixedAddress(subnet_id=s.id, address=local_db.free_address(connection, s, attempt)) for s in missing
             ]
@@ -177,7 +177,7 @@ class LocalNetwork:
         """
         wanted = f"define {subnet}"
         for text in (subnet.first, subnet.last, *([subnet.gateway] if subnet.gateway else [])):
-            if ip_allocation.read(text, wanted) not in subnet:
+            if ip_allocation.parse_address(text, wanted) not in subnet:
                 raise NetworkError(wanted, f"{text} lies outside of it")
         values = {
             "network_id": subnet.network_id,
@@ -276,7 +276,7 @@ class LocalNetwork:
         query = local_db.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
         return self._database.read(lambda c: tuple(local_db.read_port(c, row) for row in c.execute(query).all()))
 
-    def _take(
+    def _allocate(
         self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
     ) -> tuple[Vip, ...]:
         subnets = [local_db.choose_subnet(connection, request, attempt) for request in wanted]
@@ -296,7 +296,7 @@ class LocalNetwork:
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 
-    def _adopt(
+    def _use_own_port(
         self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
     ) -> tuple[Vip, ...]:
         """Use the port a user brought as it is: its addresses are the user's to choose."""
@@ -311,7 +311,7 @@ class LocalNetwork:
             raise Conflict(attempt, f"port {row.id} is in use by {row.owner}")
         self._refuse_management({row.network_id}, attempt)
         port = local_db.read_port(connection, row)
-        vips = tuple(local_db.matching_vip(connection, port, request, attempt) for request in wanted)
+        vips = tuple(local_db.match_vip(connection, port, request, attempt) for request in wanted)
         local_db.set_owner(connection, row.id, owner)
         return vips
 

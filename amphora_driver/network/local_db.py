@@ -70,7 +70,7 @@ def subnet_ranges(connection: sa.Connection, network_id: str | None) -> tuple[Ad
     return tuple(sorted((to_range(row) for row in connection.execute(query)), key=lambda found: found.version))
 
 
-def same_network(subnet: AddressRange, network_id: str, attempt: str) -> None:
+def require_same_network(subnet: AddressRange, network_id: str, attempt: str) -> None:
     """Refuse a subnet of another network."""
     if subnet.network_id != network_id:
         raise UnsupportedOption(attempt, f"{subnet} is not a subnet of network {network_id}")
@@ -81,14 +81,14 @@ def choose_subnet(connection: sa.Connection, request: VipRequest, attempt: str) 
     if request.subnet_id:
         subnet = subnet_range(connection, request.subnet_id, attempt)
         if request.network_id:
-            same_network(subnet, request.network_id, attempt)
+            require_same_network(subnet, request.network_id, attempt)
         return subnet
     if not request.network_id:
         raise UnsupportedOption(attempt, "neither a subnet nor a network nor a port was given for it")
     segment = lock_network(connection, request.network_id, attempt)
     subnets = subnet_ranges(connection, request.network_id)
     if request.address:
-        address = ip_allocation.read(request.address, attempt)
+        address = ip_allocation.parse_address(request.address, attempt)
         subnets = tuple(subnet for subnet in subnets if address in subnet)
     if not subnets:
         suited = f" that contains {request.address}" if request.address else ""
@@ -106,7 +106,7 @@ def choose_address(
     """The address asked for, if it can be had, or a free one."""
     if not address:
         return FixedAddress(subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken))
-    text = ip_allocation.check(ip_allocation.read(address, attempt), subnet, attempt)
+    text = ip_allocation.validate_address(ip_allocation.parse_address(address, attempt), subnet, attempt)
     if text in {*taken_addresses(connection, subnet), *also_taken}:
         raise Conflict(attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider.")
     return FixedAddress(subnet_id=subnet.id, address=text)
@@ -119,7 +119,7 @@ def checked_addresses(
     fixed: list[FixedAddress] = []
     for one in wanted:
         subnet = subnet_range(connection, one.subnet_id, attempt)
-        same_network(subnet, network_id, attempt)
+        require_same_network(subnet, network_id, attempt)
         fixed.append(choose_address(connection, subnet, one.address, attempt, [have.address for have in fixed]))
     return fixed
 
@@ -132,7 +132,7 @@ def taken_addresses(connection: sa.Connection, subnet: AddressRange) -> set[str]
 
 def free_address(connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()) -> str:
     """An address nobody has."""
-    return ip_allocation.lowest_free(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
+    return ip_allocation.find_free_address(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
 
 
 def port_row(connection: sa.Connection, *conditions: Any) -> Any:
@@ -180,7 +180,7 @@ def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAd
     stands_for = fixed[0].address if fixed else str(uuid.uuid4())
     attempt = 0
     while True:
-        mac = ip_allocation.mac_for(network_id, stands_for, attempt)
+        mac = ip_allocation.derive_mac(network_id, stands_for, attempt)
         if connection.execute(sa.select(local_port.c.id).where(local_port.c.mac == mac)).first() is None:
             return mac
         attempt += 1
@@ -212,9 +212,9 @@ def set_owner(connection: sa.Connection, port_id: str, owner: str) -> None:
     connection.execute(sa.update(local_port).where(local_port.c.id == port_id).values(owner=owner))
 
 
-def matching_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
+def match_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
     """The address of a user's port that this request means."""
-    wanted = str(ip_allocation.read(request.address, attempt)) if request.address else None
+    wanted = str(ip_allocation.parse_address(request.address, attempt)) if request.address else None
     found = [
         fixed
         for fixed in port.addresses

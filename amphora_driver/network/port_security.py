@@ -28,8 +28,8 @@ from amphora_driver.errors import NetworkError, UnsupportedOption
 from amphora_driver.host import namespaces
 from amphora_driver.model.network import VipOptions
 from amphora_driver.network import local_db, port_security_rules
-from amphora_driver.network.bridges import near_end
-from amphora_driver.network.port_security_rules import Guarded, QosPolicy, Rule, SecurityGroup
+from amphora_driver.network.bridges import switch_interface_name
+from amphora_driver.network.port_security_rules import ProtectedVips, QosPolicy, Rule, SecurityGroup
 
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SECONDS = 30
 
 
-class Guards:
+class PortSecurity:
     """Security groups and QoS policies of one machine.
 
     Args:
@@ -63,7 +63,7 @@ class Guards:
         Raises:
             NetworkError: one of its rules means nothing.
         """
-        port_security_rules.check(group)
+        port_security_rules.validate_group(group)
         values = {"name": group.name, "rules": msgspec.json.encode(group.rules).decode()}
         self._database.write(lambda c: local_db.upsert(c, local_security_group, group.id, values))
         self._enforce_if_any()
@@ -78,7 +78,7 @@ class Guards:
 
     # --- what load balancers want ------------------------------------------------------------------------------------
 
-    def apply(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
+    def apply_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
         """Have the VIPs of a load balancer obey exactly this.
 
         Raises:
@@ -100,7 +100,7 @@ class Guards:
         self._database.write(write)
         self.enforce()
 
-    def forget(self, load_balancer_id: str) -> None:
+    def remove_options(self, load_balancer_id: str) -> None:
         """The VIPs of a load balancer go; whoever has their addresses next obeys nothing of theirs."""
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
@@ -126,13 +126,13 @@ class Guards:
         descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            guarded = [one for one in self._database.read(_guarded) if one.load_balancer_id != without]
-            _execute(str(place), port_security_rules.ruleset(guarded))
+            protected = [one for one in self._database.read(_read_protected) if one.load_balancer_id != without]
+            _run_nft(str(place), port_security_rules.render_ruleset(protected))
         finally:
             os.close(descriptor)
 
 
-def _execute(place: str, commands: str) -> None:
+def _run_nft(place: str, commands: str) -> None:
     argv = ["nsenter", f"--net={place}", "--", "nft", "-f", "-"]
     wanted = "restrict the VIPs of this machine"
     try:
@@ -168,13 +168,15 @@ def _rules(text: str) -> tuple[Rule, ...]:
     return msgspec.json.decode(text, type=tuple[Rule, ...])
 
 
-def _guarded(connection: sa.Connection) -> list[Guarded]:
+def _read_protected(connection: sa.Connection) -> list[ProtectedVips]:
     asked = connection.execute(sa.select(local_vip_option).order_by(local_vip_option.c.load_balancer_id)).all()
     known, limits = _groups(connection), _policies(connection)
-    return [_of(connection, row, known, limits) for row in asked]
+    return [_protected_vips(connection, row, known, limits) for row in asked]
 
 
-def _of(connection: sa.Connection, row: Any, known: dict[str, SecurityGroup], limits: dict[str, QosPolicy]) -> Guarded:
+def _protected_vips(
+    connection: sa.Connection, row: Any, known: dict[str, SecurityGroup], limits: dict[str, QosPolicy]
+) -> ProtectedVips:
     vips = (
         sa.select(local_address.c.address)
         .join(local_port, local_port.c.id == local_address.c.port_id)
@@ -184,10 +186,10 @@ def _of(connection: sa.Connection, row: Any, known: dict[str, SecurityGroup], li
     ids = msgspec.json.decode(row.security_group_ids, type=list[str])
     # A group nobody knows any more lets nobody in.
     groups = tuple(known.get(one, SecurityGroup(id=one, name=one)) for one in ids) if ids else None
-    return Guarded(
+    return ProtectedVips(
         load_balancer_id=row.load_balancer_id,
         addresses=tuple(connection.execute(vips).scalars()),
-        interfaces=tuple(near_end(one) for one in msgspec.json.decode(row.port_ids, type=list[str])),
+        interfaces=tuple(switch_interface_name(one) for one in msgspec.json.decode(row.port_ids, type=list[str])),
         groups=groups,
         policy=limits.get(row.qos_policy_id),
     )

@@ -63,7 +63,7 @@ class QosPolicy(msgspec.Struct, frozen=True, kw_only=True):
     ingress_kbps: int | None = None
 
 
-class Guarded(msgspec.Struct, frozen=True, kw_only=True):
+class ProtectedVips(msgspec.Struct, frozen=True, kw_only=True):
     """The VIPs of one load balancer and what they obey.
 
     Attributes:
@@ -80,7 +80,7 @@ class Guarded(msgspec.Struct, frozen=True, kw_only=True):
     policy: QosPolicy | None = None
 
 
-def check(group: SecurityGroup) -> None:
+def validate_group(group: SecurityGroup) -> None:
     """Refuse rules that say nothing or two things at once.
 
     Raises:
@@ -101,30 +101,30 @@ def check(group: SecurityGroup) -> None:
             raise NetworkError(wanted, f"{rule.remote} is not a network") from None
 
 
-def ruleset(guarded: Sequence[Guarded]) -> str:
-    """The commands that make the switch's table exactly this; it is gone where nothing is guarded."""
+def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
+    """The commands that make the switch's table exactly this; it is gone where nothing is protected."""
     lines = [f"table {FAMILY} {TABLE}", f"delete table {FAMILY} {TABLE}"]
-    if not guarded:
+    if not protected:
         return "\n".join([*lines, ""])
     lines += [f"table {FAMILY} {TABLE} {{"]
-    for number, one in enumerate(guarded):
+    for number, one in enumerate(protected):
         if one.groups is not None:
-            lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission(one, one.groups)), "  }"]
+            lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
     # Frames between two ports pass the first hook, what the switch routes from other networks the second.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
-        for number, one in enumerate(guarded):
+        for number, one in enumerate(protected):
             if one.groups is not None and one.interfaces:
                 lines += [f"    oifname {_set(one.interfaces)} jump vip{number}"]
         lines += ["  }"]
     lines += ["  chain sent {", "    type filter hook prerouting priority 0; policy accept;"]
-    lines += [f"    {line}" for one in guarded for line in _limits(one, "iifname", "egress_kbps")]
+    lines += [f"    {line}" for one in protected for line in _rate_limits(one, "iifname", "egress_kbps")]
     lines += ["  }", "  chain received {", "    type filter hook postrouting priority 0; policy accept;"]
-    lines += [f"    {line}" for one in guarded for line in _limits(one, "oifname", "ingress_kbps")]
+    lines += [f"    {line}" for one in protected for line in _rate_limits(one, "oifname", "ingress_kbps")]
     return "\n".join([*lines, "  }", "}", ""])
 
 
-def _admission(one: Guarded, groups: Sequence[SecurityGroup]) -> Iterator[str]:
+def _admission_rules(one: ProtectedVips, groups: Sequence[SecurityGroup]) -> Iterator[str]:
     for address in one.addresses:
         version = ipaddress.ip_address(address).version
         family = "ip" if version == 4 else "ip6"
@@ -134,11 +134,11 @@ def _admission(one: Guarded, groups: Sequence[SecurityGroup]) -> Iterator[str]:
             if rule.remote is not None and ipaddress.ip_network(rule.remote).version != version:
                 continue
             come = "" if rule.remote is None else f" {family} saddr {ipaddress.ip_network(rule.remote)}"
-            yield f"{to}{come}{_to(rule)} accept"
+            yield f"{to}{come}{_protocol_match(rule)} accept"
         yield f"{to} drop"
 
 
-def _to(rule: Rule) -> str:
+def _protocol_match(rule: Rule) -> str:
     if rule.protocol is None:
         return ""
     if rule.first_port is None:
@@ -146,7 +146,7 @@ def _to(rule: Rule) -> str:
     return f" {rule.protocol} dport {rule.first_port}-{rule.last_port}"
 
 
-def _limits(one: Guarded, direction: str, attribute: str) -> Iterator[str]:
+def _rate_limits(one: ProtectedVips, direction: str, attribute: str) -> Iterator[str]:
     rate = getattr(one.policy, attribute, None)
     if rate is None:
         return

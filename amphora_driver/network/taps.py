@@ -18,7 +18,7 @@ from typing import Any
 from amphora_driver.errors import NetworkError
 from amphora_driver.host import namespaces
 from amphora_driver.model.network import Port
-from amphora_driver.network.bridges import near_end
+from amphora_driver.network.bridges import switch_interface_name
 from amphora_driver.network.ip_allocation import Segment
 
 _DEVICE = "/dev/net/tun"
@@ -27,7 +27,7 @@ _TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
 
-def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
+def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
     """Have a tap on the port's bridge, made if it is missing; its name.
 
     Args:
@@ -39,11 +39,11 @@ def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
     Raises:
         NetworkError: the kernel has no taps, or the network no bridge.
     """
-    name = near_end(port.id)
+    name = switch_interface_name(port.id)
 
     def work(kernel: Any) -> None:
         if not kernel.link_lookup(ifname=name):
-            _make(name)
+            _create_persistent(name)
         bridge = kernel.link_lookup(ifname=segment.bridge)
         if not bridge:
             raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {switch}")
@@ -52,12 +52,12 @@ def connect(switch: str, port: Port, segment: Segment, owner: str) -> str:
         namespaces.write_sysctl(f"net/ipv6/conf/{name}/disable_ipv6", 1)
         kernel.link("set", index=index, mtu=port.mtu, master=bridge[0], ifalias=owner, state="up")
 
-    namespaces.routing(namespaces.path(switch), work)
+    namespaces.run_with_netlink(namespaces.path(switch), work)
     return name
 
 
 @contextmanager
-def opened(switch: str, port: Port) -> Iterator[int]:
+def open_tap(switch: str, port: Port) -> Iterator[int]:
     """Open the port's tap; yields a descriptor for the process that is given the interface.
 
     That process needs no right of its own to /dev/net/tun, whose mode differs between distributions.
@@ -65,15 +65,15 @@ def opened(switch: str, port: Port) -> Iterator[int]:
     Raises:
         NetworkError: there is no such tap, or another process has it open.
     """
-    name = near_end(port.id)
-    descriptor = namespaces.inside(namespaces.path(switch), lambda: _open(name))
+    name = switch_interface_name(port.id)
+    descriptor = namespaces.run_inside(namespaces.path(switch), lambda: _open(name))
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _make(name: str) -> None:
+def _create_persistent(name: str) -> None:
     """In the namespace of this thread."""
     descriptor = _open(name)
     try:

@@ -17,7 +17,7 @@ import msgspec
 
 from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import Renewal
-from amphora_driver.compute.interface import BootOrder, Compute, MachineState
+from amphora_driver.compute.interface import BootRequest, Compute, MachineState
 from amphora_driver.deadline import kept
 from amphora_driver.errors import AgentError, AgentRefused, AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.loadbalancer import Profile
@@ -221,7 +221,7 @@ class Steps:
         self._turn.check()
         identity, expires_at = self._identity_of(amphora)
         machine = self._compute.boot(
-            BootOrder(
+            BootRequest(
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
                 flavor=profile.compute_flavor,

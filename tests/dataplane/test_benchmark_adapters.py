@@ -66,7 +66,7 @@ class Room:
             sys.stderr.write(log.read_text())
             raise
         finally:
-            assert detached_process.end(family(started), signal.SIGKILL, DEADLINE)
+            assert detached_process.signal_and_wait(family(started), signal.SIGKILL, DEADLINE)
 
     def close(self):
         self._thread.close()

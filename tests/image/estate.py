@@ -28,7 +28,7 @@ from wanted import NETWORK, SUBNET, SUBNET6
 
 from amphora_agent.network.namespace import Namespace
 from amphora_driver import config
-from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.compute.interface import BootRequest, MachineState
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
@@ -120,7 +120,7 @@ class Estate:
         place = namespaces.path(self.name(name))
         namespaces.ensure(self.name(name))
         self._switch.connect(port, segment, name, place, "eth0")
-        bridges.configure(place, "eth0", port, subnets)
+        bridges.configure_interface(place, "eth0", port, subnets)
 
     def _add(self, host: str, addresses: tuple[str, ...]) -> None:
         def work(kernel) -> None:
@@ -128,7 +128,7 @@ class Estate:
             for address in addresses:
                 bridges.add_address(kernel, index, address, 64 if ":" in address else 24)
 
-        namespaces.routing(namespaces.path(self.name(host)), work)
+        namespaces.run_with_netlink(namespaces.path(self.name(host)), work)
 
     def name(self, host: str) -> str:
         return f"{self.prefix}-{host}"
@@ -179,7 +179,7 @@ class Guest:
 
     # -- the machine -------------------------------------------------------------------------------------------
 
-    def order(self) -> BootOrder:
+    def order(self) -> BootRequest:
         conf = (
             f"[agent]\namphora_id = {self.id}\nbind_address = {{management_address}}\nbind_port = {AGENT}\n"
             f"services = systemd\n[heartbeat]\ninterval = 2\ntargets = {CONTROLLER}:{HEARTBEATS}\n"
@@ -193,7 +193,7 @@ class Guest:
             "heartbeat.key": self.key.hex(),
         }
         secret = {name: Secret(text.encode()) for name, text in files.items()}
-        return BootOrder(amphora_id=self.id, load_balancer_id=str(uuid.uuid4()), files=secret, image_tag=self._tag)
+        return BootRequest(amphora_id=self.id, load_balancer_id=str(uuid.uuid4()), files=secret, image_tag=self._tag)
 
     def boot(self) -> None:
         # It reads all of the image, once; a controller has long done so.

@@ -24,11 +24,11 @@ import disk
 from msgspec.structs import replace
 
 from amphora_driver import config
-from amphora_driver.compute.images import Images, keep
+from amphora_driver.compute.images import Images, link_image_files
 from amphora_driver.compute.qemu import QemuCompute, _make_overlay, _plug
-from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, INITRD, KERNEL, Hardware, command
-from amphora_driver.compute.qmp import Monitor, talking
-from amphora_driver.compute.state_dirs import image_of, last_words
+from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, INITRD, KERNEL, Hardware, build_command
+from amphora_driver.compute.qmp import Monitor, open_monitor
+from amphora_driver.compute.state_dirs import console_tail, read_image_name
 from amphora_driver.errors import ComputeError
 
 TAG, STATE = "frozen", "frozen.state"
@@ -50,7 +50,7 @@ class Thawing(QemuCompute):
 
     def _start(self, amphora_id, folder, hardware, ports) -> None:
         mark = folder / _THAWED
-        if mark.exists() or not (image_of(folder) or "").startswith(f"{TAG}-"):
+        if mark.exists() or not (read_image_name(folder) or "").startswith(f"{TAG}-"):
             # The second time it is a machine like any other: its disk, from power-on.
             super()._start(amphora_id, folder, hardware, ports)
             return
@@ -58,16 +58,16 @@ class Thawing(QemuCompute):
             self._connect(amphora_id, port)
         # It opens its config drive after it has started, which only root may read.
         self._spawn(folder, _waiting(replace(hardware, user=None), folder, "-incoming", "defer"))
-        with talking(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
+        with open_monitor(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
             _hand(monitor, state)
-            monitor.ask("migrate-incoming", uri=f"fd:{STATE}")
+            monitor.execute("migrate-incoming", uri=f"fd:{STATE}")
             _await_migration(monitor)
             for port in ports:
                 _plug(monitor, port)
             drive = {"driver": "file", "filename": DRIVE}
-            monitor.ask("blockdev-add", **{"node-name": _NODE, "driver": "raw", "read-only": True, "file": drive})
-            monitor.ask("device_add", driver="virtio-blk-pci", drive=_NODE, id=_NODE)
-            monitor.ask("cont")
+            monitor.execute("blockdev-add", **{"node-name": _NODE, "driver": "raw", "read-only": True, "file": drive})
+            monitor.execute("device_add", driver="virtio-blk-pci", drive=_NODE, id=_NODE)
+            monitor.execute("cont")
         mark.touch()
 
 
@@ -112,7 +112,7 @@ def _made_by(images: Path, hardware: Hardware) -> str:
 
 def _waiting(hardware: Hardware, folder: Path, *more: str) -> list[str]:
     """The command line of the same machine, with neither interface nor config drive so far."""
-    *argv, option, pid = command(hardware, folder, ())
+    *argv, option, pid = build_command(hardware, folder, ())
     drive = argv.index(f"file={DRIVE},format=raw,if=none,id=drive,readonly=on")
     device = argv.index("virtio-blk-pci,drive=drive")
     left = [word for at, word in enumerate(argv) if at not in {drive - 1, drive, device - 1, device}]
@@ -129,21 +129,21 @@ def _freeze(images: Path, folder: Path, hardware: Hardware) -> None:
         ComputeError: it does not come so far, or qemu refuses.
     """
     image = Images(images).find(disk.TAG)
-    keep(image, folder)
+    link_image_files(image, folder)
     _make_overlay(folder, "freeze a guest")
     with (folder / CONSOLE).open("wb") as console:
         argv = _waiting(hardware, folder)
         qemu = subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
     try:
         _await_waiting(qemu, folder / CONSOLE)
-        with talking(folder, "freeze a guest") as monitor, (folder / STATE).open("wb") as state:
-            monitor.ask("stop")
+        with open_monitor(folder, "freeze a guest") as monitor, (folder / STATE).open("wb") as state:
+            monitor.execute("stop")
             _hand(monitor, state)
             # A guest's memory is half a gigabyte; qemu's own limit would make that four seconds.
-            monitor.ask("migrate-set-parameters", **{"max-bandwidth": 2**32})
-            monitor.ask("migrate", uri=f"fd:{STATE}")
+            monitor.execute("migrate-set-parameters", **{"max-bandwidth": 2**32})
+            monitor.execute("migrate", uri=f"fd:{STATE}")
             _await_migration(monitor)
-            monitor.ask("quit")
+            monitor.execute("quit")
         qemu.wait(_SAVE_SECONDS)
     finally:
         qemu.kill()
@@ -164,9 +164,11 @@ def _await_waiting(qemu: subprocess.Popen, console: Path) -> None:
     while not (said and idle):
         before, began = _wanted(qemu.pid), time.monotonic()
         with suppress(subprocess.TimeoutExpired):
-            raise ComputeError("freeze a guest", f"its qemu ended ({qemu.wait(_IDLE_SECONDS)}): {last_words(console)}")
+            raise ComputeError(
+                "freeze a guest", f"its qemu ended ({qemu.wait(_IDLE_SECONDS)}): {console_tail(console)}"
+            )
         if time.monotonic() > deadline:
-            raise ComputeError("freeze a guest", f"it does not wait for a drive: {last_words(console)}")
+            raise ComputeError("freeze a guest", f"it does not wait for a drive: {console_tail(console)}")
         idle = _wanted(qemu.pid) - before < _IDLE_SHARE * (time.monotonic() - began)
         said = _WAITS in console.read_text(errors="replace")
 
@@ -188,14 +190,14 @@ def _hand(monitor: Monitor, file) -> None:
     """Give qemu an open file, which it knows as STATE then: it may start no program that would read or write it."""
     line = json.dumps({"execute": "getfd", "arguments": {"fdname": STATE}}).encode() + b"\n"
     socket.send_fds(monitor._connection, [line], [file.fileno()])
-    while "return" not in (answer := monitor._next()):
+    while "return" not in (answer := monitor._read_message()):
         if "error" in answer:
             raise ComputeError(monitor._wanted, f"qemu takes no file: {answer['error']}")
 
 
 def _await_migration(monitor: Monitor) -> None:
     deadline = time.monotonic() + _SAVE_SECONDS
-    while (found := monitor.ask("query-migrate")).get("status") != "completed":
+    while (found := monitor.execute("query-migrate")).get("status") != "completed":
         if found.get("status") in {"failed", "cancelled"} or time.monotonic() > deadline:
             raise ComputeError(monitor._wanted, f"its memory is not moved: {found}")
         time.sleep(0.05)

@@ -63,7 +63,7 @@ def test_its_agent_answers_and_has_what_it_needs(booted, record_property):
     )
     assert done.returncode == 0, done.stderr
     info = json.loads(done.stdout)
-    said = architecture.of_image(Path(FILE))
+    said = architecture.image_architecture(Path(FILE))
     record_property(
         f"by hand, {said.name}", f"HAProxy {info['haproxy_version']}, keepalived {info['keepalived_version']}"
     )

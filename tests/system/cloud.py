@@ -195,7 +195,7 @@ class Cloud:
         def ask():
             return Counter(_answer(address, port) for _ in range(number))
 
-        return namespaces.inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
+        return namespaces.run_inside(namespaces.path(self.settings.host(topology.CLIENT)), ask)
 
     def balanced(self, address, weights):
         """Requests are spread by these weights, exactly, once HAProxy's first round after a change is over."""

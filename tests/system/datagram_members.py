@@ -24,7 +24,7 @@ PATIENCE = 2.0
 def answering(settings, host, port=PORT):
     """A member that answers each datagram with its name and the address the datagram came from."""
     place = namespaces.path(settings.host(host))
-    server = namespaces.inside(place, lambda: _bound(port))
+    server = namespaces.run_inside(place, lambda: _bound(port))
     stop, told = socket.socketpair()
     thread = threading.Thread(target=_answer, args=(server, told, host))
     thread.start()
@@ -75,7 +75,7 @@ def said(settings, address, number=1, port=53, *, source=None):
         source: a port of the client's to ask from each time; a new one each time where it is not said.
     """
     place = namespaces.path(settings.host(topology.CLIENT))
-    return namespaces.inside(place, lambda: [_ask(address, port, source) for _ in range(number)])
+    return namespaces.run_inside(place, lambda: [_ask(address, port, source) for _ in range(number)])
 
 
 def _ask(address, port, source):

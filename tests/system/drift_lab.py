@@ -87,7 +87,7 @@ class DriftLab(Cloud):
             finally:
                 client.close()
 
-        return namespaces.inside(namespaces.path(self.settings.control), go)
+        return namespaces.run_inside(namespaces.path(self.settings.control), go)
 
     def configuration(self, one):
         return self.agents(lambda client: client.configuration(one.id, one.management_address))

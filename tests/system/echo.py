@@ -55,7 +55,7 @@ def answering(settings, host, port, *, certificate=None, clients=None):
         clients: path of the authority that certificates of clients have to be from, if they need one.
     """
     place = namespaces.path(settings.host(host))
-    server = namespaces.inside(place, lambda: _Server(("::", port), _Handler))
+    server = namespaces.run_inside(place, lambda: _Server(("::", port), _Handler))
     server.name = host
     if certificate is not None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

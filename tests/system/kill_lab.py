@@ -27,7 +27,7 @@ from amphora_driver.database import tables, tables_fleet
 from amphora_driver.database.engine import Database
 from amphora_driver.failpoints import VARIABLE
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import find
+from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import failovers, spare_pools, status_outbox
 from sandbox import demo
@@ -301,13 +301,13 @@ class Lab:
         found += [
             f"process of {one}"
             for one in folders - amphorae.keys()
-            if find(str(self.settings.amphorae / one / "spec.json"))
+            if find_by_last_argument(str(self.settings.amphorae / one / "spec.json"))
         ]
         found += [
             f"{len(running)} machines of {one}"
             for one in amphorae
             # The outermost and the first process inside.
-            if len(running := find(str(self.settings.amphorae / one / "spec.json"))) > 2
+            if len(running := find_by_last_argument(str(self.settings.amphorae / one / "spec.json"))) > 2
         ]
         return found
 

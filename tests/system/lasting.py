@@ -69,7 +69,7 @@ class Member:
     """A server in a member's namespace, for the length of a with block."""
 
     def __init__(self, settings, host, port):
-        self._server = namespaces.inside(
+        self._server = namespaces.run_inside(
             namespaces.path(settings.host(host)), lambda: _Server(("0.0.0.0", port), _Handler)
         )
         self._server.over = threading.Event()
@@ -93,7 +93,8 @@ class Member:
         """A download and two upgraded connections, begun."""
         place = namespaces.path(settings.host(topology.CLIENT))
         plain = [
-            namespaces.inside(place, lambda: socket.create_connection((address, port), timeout=10)) for _ in range(3)
+            namespaces.run_inside(place, lambda: socket.create_connection((address, port), timeout=10))
+            for _ in range(3)
         ]
         self._visits += [Download(plain[0]), Echo(plain[1]), Echo(plain[2])]
         return self._visits

@@ -54,7 +54,7 @@ class Clients:
         return sum(self.answers.values()) - self.answers["200"]
 
     def _run(self):
-        namespaces.inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
+        namespaces.run_inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
 
     def _ask(self):
         last = time.monotonic()

@@ -49,7 +49,7 @@ class Clients:
 
     def _run(self, name, address):
         host = namespaces.path(self._cloud.settings.host(topology.CLIENT))
-        namespaces.inside(host, lambda: self._ask(name, address))
+        namespaces.run_inside(host, lambda: self._ask(name, address))
 
     def _ask(self, name, address):
         last = time.monotonic()

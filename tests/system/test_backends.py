@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended]
 SOURCE = """
     from pathlib import Path
 
-    from amphora_driver.compute.state_dirs import Folders
+    from amphora_driver.compute.state_dirs import StateDirs
     from amphora_driver.compute.netns import NetnsCompute
 
 
@@ -32,7 +32,7 @@ SOURCE = """
         def __init__(self, conf, network):
             super().__init__(conf, network)
             options = conf.compute_netns
-            self._folders = Folders(Path(options.directory).with_name("imaged"), options.prefix)
+            self._folders = StateDirs(Path(options.directory).with_name("imaged"), options.prefix)
 
         def boot(self, order):
             machine = super().boot(order)

@@ -261,7 +261,7 @@ def with_agents(settings, ask):
             client.close()
             database.dispose()
 
-    return namespaces.inside(namespaces.path(settings.control), go)
+    return namespaces.run_inside(namespaces.path(settings.control), go)
 
 
 def failed_in_the_controller(cloud, balancer, listener):

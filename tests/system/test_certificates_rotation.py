@@ -91,7 +91,7 @@ def ask(lab, amphora_id, *, by_files):
         finally:
             client.close()
 
-    return namespaces.inside(namespaces.path(lab.settings.control), go)
+    return namespaces.run_inside(namespaces.path(lab.settings.control), go)
 
 
 def changed(lab, balancer, weight):

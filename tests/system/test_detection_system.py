@@ -371,7 +371,7 @@ class Fleet:
         place = namespaces.path(self.cloud.settings.control)
         target = (topology.CONTROL_ADDRESS, config_files.HEALTH_PORT)
         epoch, sequence = time.time_ns(), 0
-        with namespaces.inside(place, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
+        with namespaces.run_inside(place, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
             while not self._over.wait(0.5):
                 sequence += 1
                 if self.speaks.is_set():

@@ -55,7 +55,7 @@ def agents(settings, database):
             with closing(AgentClient(conf, trust)) as client:
                 return question(client)
 
-        return namespaces.inside(namespaces.path(settings.control), go)
+        return namespaces.run_inside(namespaces.path(settings.control), go)
 
     return ask
 

@@ -52,7 +52,7 @@ def seconds_of_silence(cloud, address, port=80):
                 pass
             return time.monotonic() - begin
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
 @pytest.mark.extended

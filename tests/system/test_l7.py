@@ -44,7 +44,7 @@ def ask(cloud, address, path="/", method="GET", **headers):
         finally:
             connection.close()
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.certificates.ca import Authority, create_authority
-from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.compute.interface import BootRequest, MachineState
 from amphora_driver.compute.netns import INNER_NAMESPACE, NetnsCompute
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import find
+from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.model.network import FixedAddress
 from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
@@ -71,7 +71,7 @@ class Lab:
         namespaces.ensure(self.control)
         segment = next(one for one in self.network.networks() if one.id == "management")
         switch.connect(port, segment, "control", namespaces.path(self.control), "eth0")
-        bridges.configure(namespaces.path(self.control), "eth0", port, self.network.subnets("management"))
+        bridges.configure_interface(namespaces.path(self.control), "eth0", port, self.network.subnets("management"))
 
     @staticmethod
     def _subnet(name, network_id, prefix, gateway):
@@ -103,7 +103,7 @@ class Lab:
             "client_ca.pem": Secret(self.controllers[0]),
             "heartbeat.key": Secret(b"ab" * 32),
         }
-        return BootOrder(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files)
+        return BootRequest(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files)
 
     def names_seen_by(self, address):
         """The subject alternative names the agent shows to a controller, when it answers."""
@@ -127,13 +127,15 @@ class Lab:
                         raise
                     time.sleep(0.05)
 
-        return namespaces.inside(namespaces.path(self.control), ask)
+        return namespaces.run_inside(namespaces.path(self.control), ask)
 
     def left(self, amphora_id):
         """What there still is of an amphora."""
         spec = str(self.folder / "amphorae" / amphora_id / "spec.json")
         name = self.compute.namespace(amphora_id)
-        found = [process.pid for process in find(spec)] + [one.id for one in self.network.ports(amphora_id)]
+        found = [process.pid for process in find_by_last_argument(spec)] + [
+            one.id for one in self.network.ports(amphora_id)
+        ]
         found += [path for path in (Path(spec).parent, namespaces.path(name)) if path.exists()]
         return found + self.cables(amphora_id)
 
@@ -143,16 +145,16 @@ class Lab:
                 link.get_attr("IFLA_IFNAME") for link in kernel.get_links() if link.get_attr("IFLA_IFALIAS") == owner
             ]
 
-        return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
+        return namespaces.run_with_netlink(namespaces.path(f"{self.prefix}-switch"), ask)
 
     def on_a_bridge(self, port):
         """Whether the port's cable leads into its network."""
 
         def ask(kernel):
-            (link,) = kernel.link("get", ifname=bridges.near_end(port.id))
+            (link,) = kernel.link("get", ifname=bridges.switch_interface_name(port.id))
             return link.get_attr("IFLA_MASTER") is not None and link["state"] == "up"
 
-        return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
+        return namespaces.run_with_netlink(namespaces.path(f"{self.prefix}-switch"), ask)
 
     def supervisor(self, amphora_id):
         """The first process inside, as soon as there is one."""
@@ -224,7 +226,7 @@ def test_attached_once_also_after_the_agent_took_it(lab):
         with Path(inner).open("rb") as namespace:
             kernel.link("set", index=kernel.link_lookup(address=port.mac)[0], net_ns_fd=namespace.fileno())
 
-    namespaces.routing(namespaces.path(machine.compute_id), move)
+    namespaces.run_with_netlink(namespaces.path(machine.compute_id), move)
     lab.compute.attach(order.amphora_id, port)
     assert bridges.has_mac(inner, port.mac)
     assert not bridges.has_mac(namespaces.path(machine.compute_id), port.mac)
@@ -295,7 +297,7 @@ def test_crash_before_the_process_was_written_down(lab):
     folder = lab.folder / "amphorae" / order.amphora_id
     # In the moment of an exec a process has no arguments to be known by: it has had its last one when it has a child.
     deadline = time.monotonic() + 30
-    while len(find(str(folder / "spec.json"))) < 2:
+    while len(find_by_last_argument(str(folder / "spec.json"))) < 2:
         assert time.monotonic() < deadline, "nothing is started"
         time.sleep(0.01)
     (folder / "process.json").unlink()
@@ -316,11 +318,11 @@ def test_crash_before_anything_was_started(lab):
 def test_outlives_its_starter_and_is_destroyed_by_another(lab):
     amphora_id = str(uuid.uuid4())
     script = (
-        "import sys; from amphora_driver import config; from amphora_driver.compute.interface import BootOrder\n"
+        "import sys; from amphora_driver import config; from amphora_driver.compute.interface import BootRequest\n"
         "from amphora_driver.compute.netns import NetnsCompute; from amphora_driver.network.local import LocalNetwork\n"
         "from amphora_driver.database.engine import Database; conf = config.load([sys.argv[1]])\n"
         "compute = NetnsCompute(conf, LocalNetwork(conf, Database(conf.store.connection)))\n"
-        "compute.boot(BootOrder(amphora_id=sys.argv[2], load_balancer_id='x', files={}))\n"
+        "compute.boot(BootRequest(amphora_id=sys.argv[2], load_balancer_id='x', files={}))\n"
     )
     subprocess.run([sys.executable, "-c", script, str(lab.file), amphora_id], check=True, timeout=60)
     assert lab.compute.get(amphora_id).state is MachineState.RUNNING
@@ -358,7 +360,7 @@ def test_no_path_leads_out_of_the_folder(lab):
     with pytest.raises(ComputeError, match="not the id of an amphora"):
         lab.compute.destroy("../../etc")
     order = lab.order()
-    wrong = BootOrder(amphora_id=order.amphora_id, load_balancer_id="x", files={"../escape": Secret(b"x")})
+    wrong = BootRequest(amphora_id=order.amphora_id, load_balancer_id="x", files={"../escape": Secret(b"x")})
     with pytest.raises(ComputeError, match="is not the name of a file"):
         lab.compute.boot(wrong)
     assert not (lab.folder / "amphorae" / order.amphora_id / "escape").exists()

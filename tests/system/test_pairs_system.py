@@ -97,7 +97,7 @@ class Traffic:
         self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers")
 
     def _run(self):
-        namespaces.inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
+        namespaces.run_inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
 
     def _ask(self):
         last = time.monotonic()
@@ -199,7 +199,7 @@ def shake(cloud, context, address, session=None):
             assert b" 200 " in secured.recv(4096).split(b"\r\n")[0]
             return secured.session, secured.session_reused
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
 
 
 def test_a_tls_session_goes_on_with_the_other_amphora_and_after_a_rotation(cloud, pairs, compute, settings, database):

@@ -18,15 +18,15 @@ import pytest
 from cloud import Cloud
 
 from amphora_driver import config
-from amphora_driver.compute.interface import BootOrder, MachineState
+from amphora_driver.compute.interface import BootRequest, MachineState
 from amphora_driver.compute.qemu import QemuCompute
 from amphora_driver.compute.qemu_command import DISK, PID, device_id
-from amphora_driver.compute.qmp import talking
+from amphora_driver.compute.qmp import open_monitor
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ComputeError
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import find
+from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
@@ -87,14 +87,14 @@ class Lab:
     def order(self, amphora_id=None, **more):
         files = {"agent.conf": Secret(b"bind_address = {management_address}\n"), "heartbeat.key": Secret(b"ab" * 32)}
         amphora_id = amphora_id or str(uuid.uuid4())
-        return BootOrder(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files, **more)
+        return BootRequest(amphora_id=amphora_id, load_balancer_id=str(uuid.uuid4()), files=files, **more)
 
     def place(self, amphora_id):
         return self.folder / "machines" / amphora_id
 
     def left(self, amphora_id):
         """What there still is of an amphora."""
-        found = [process.pid for process in find(str(self.place(amphora_id) / PID))]
+        found = [process.pid for process in find_by_last_argument(str(self.place(amphora_id) / PID))]
         found += [one.id for one in self.network.ports(amphora_id) if one.network_id == "management"]
         found += [path for path in [self.place(amphora_id)] if path.exists()]
         return found + self.taps(amphora_id)
@@ -104,11 +104,11 @@ class Lab:
             links = [link for link in kernel.get_links() if link.get_attr("IFLA_IFALIAS") == owner]
             return [link.get_attr("IFLA_IFNAME") for link in links]
 
-        return namespaces.routing(namespaces.path(f"{self.prefix}-switch"), ask)
+        return namespaces.run_with_netlink(namespaces.path(f"{self.prefix}-switch"), ask)
 
     def devices(self, amphora_id):
-        with talking(self.place(amphora_id), "look") as monitor:
-            return monitor.devices()
+        with open_monitor(self.place(amphora_id), "look") as monitor:
+            return monitor.device_ids()
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_machine_is_booted_once_however_often_it_is_asked_for(lab):
     assert machine.management_address.startswith("203.0.113.")
     assert machine.image == lab.compute.image(None)
     assert lab.compute.get(order.amphora_id) == machine
-    assert len(find(str(lab.place(order.amphora_id) / PID))) == 1
+    assert len(find_by_last_argument(str(lab.place(order.amphora_id) / PID))) == 1
     assert order.amphora_id in lab.compute.machines()
     assert len(lab.taps(order.amphora_id)) == 1
     lab.compute.destroy(order.amphora_id)
@@ -152,11 +152,11 @@ def test_a_machine_is_booted_once_however_often_it_is_asked_for(lab):
 def test_a_machine_outlives_whoever_booted_it(lab):
     order = lab.order()
     script = (
-        "import sys\nfrom amphora_driver import config\nfrom amphora_driver.compute.interface import BootOrder\n"
+        "import sys\nfrom amphora_driver import config\nfrom amphora_driver.compute.interface import BootRequest\n"
         "from amphora_driver.compute.qemu import QemuCompute\nfrom amphora_driver.network.local import LocalNetwork\n"
         "from amphora_driver.database.engine import Database\nimport os, signal\n"
         "conf = config.load([sys.argv[1]])\nnetwork = LocalNetwork(conf, Database(sys.argv[2]))\n"
-        "QemuCompute(conf, network).boot(BootOrder(amphora_id=sys.argv[3], load_balancer_id='lb', files={}))\n"
+        "QemuCompute(conf, network).boot(BootRequest(amphora_id=sys.argv[3], load_balancer_id='lb', files={}))\n"
         "os.killpg(0, signal.SIGKILL)\n"
     )
     argv = [sys.executable, "-c", script, str(lab.folder / "lab.conf"), lab.database.url, order.amphora_id]
@@ -175,7 +175,7 @@ def test_a_machine_whose_record_was_never_written_is_found(lab, booted):
     record.unlink()
     assert lab.compute.get(booted.amphora_id).state is MachineState.RUNNING
     assert lab.compute.boot(booted).state is MachineState.RUNNING
-    assert len(find(str(lab.place(booted.amphora_id) / PID))) == 1
+    assert len(find_by_last_argument(str(lab.place(booted.amphora_id) / PID))) == 1
     record.write_bytes(kept)
 
 
@@ -214,7 +214,7 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
     disk = lab.place(booted.amphora_id) / DISK
     before = disk.stat().st_ino
     # A process has no arguments while it execs.
-    (qemu,) = Cloud.until(lambda: find(str(lab.place(booted.amphora_id) / PID)), "its process")
+    (qemu,) = Cloud.until(lambda: find_by_last_argument(str(lab.place(booted.amphora_id) / PID)), "its process")
     os.kill(qemu.pid, signal.SIGKILL)
     machine = lab.compute.get(booted.amphora_id)
     while machine.state is MachineState.RUNNING:
@@ -234,10 +234,10 @@ def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monk
     for _ in range(2):
         lab.compute.attach(booted.amphora_id, port)
         assert device_id(port) in lab.devices(booted.amphora_id)
-        assert bridges.near_end(port.id) in lab.taps(booted.amphora_id)
+        assert bridges.switch_interface_name(port.id) in lab.taps(booted.amphora_id)
     for _ in range(2):
         lab.compute.detach(booted.amphora_id, port)
-        assert bridges.near_end(port.id) not in lab.taps(booted.amphora_id)
+        assert bridges.switch_interface_name(port.id) not in lab.taps(booted.amphora_id)
 
 
 def test_half_an_interface_becomes_a_whole_one(lab, booted):
@@ -282,5 +282,8 @@ def test_secrets_are_for_root_only(lab, booted):
     readable = [path.name for path in lab.place(booted.amphora_id).iterdir() if path.stat().st_mode & 0o077]
     # The image is no secret, and its mode is its own.
     assert set(readable) <= {"base.qcow2", PID}
-    arguments = [Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in find(str(lab.place(booted.amphora_id) / PID))]
+    arguments = [
+        Path(f"/proc/{one.pid}/cmdline").read_bytes()
+        for one in find_by_last_argument(str(lab.place(booted.amphora_id) / PID))
+    ]
     assert b"abab" not in b"".join(arguments)

@@ -10,10 +10,20 @@ import time
 import pytest
 
 from amphora_driver.compute import console, kvm_probe, qemu
-from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, PID, Hardware, command, device_id, limited, tap
-from amphora_driver.compute.qmp import talking
+from amphora_driver.compute.qemu_command import (
+    CONSOLE,
+    DISK,
+    DRIVE,
+    PID,
+    Hardware,
+    bounded_console_command,
+    build_command,
+    device_id,
+    tap_options,
+)
+from amphora_driver.compute.qmp import open_monitor
 from amphora_driver.host import namespaces
-from amphora_driver.host.detached_process import find
+from amphora_driver.host.detached_process import find_by_last_argument
 from amphora_driver.model.network import Port
 from amphora_driver.network import taps
 
@@ -53,12 +63,15 @@ def guest(switch, tmp_path):
     tmp_path.chmod(0o700)
     hardware = Hardware(
         program=PROGRAM, name="noise", machine="pc", accelerated=False, processors=1, memory=64, user=USER.pw_name,
-        runs_with=kvm_probe.runs_with_user(PROGRAM),
+        runs_with=kvm_probe.supports_run_with_user(PROGRAM),
     )  # fmt: skip
     enter = ["nsenter", f"--net={namespaces.path(switch)}", f"--wd={tmp_path}", "--"]
     with (tmp_path / CONSOLE).open("ab") as log:
         process = subprocess.Popen(
-            [*enter, *limited(command(hardware, tmp_path, ()))], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [*enter, *bounded_console_command(build_command(hardware, tmp_path, ()))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     try:
         yield process, tmp_path
@@ -81,13 +94,13 @@ def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
     assert found["Groups"] in ("", str(USER.pw_gid))
     assert int(found["CapEff"], 16) == int(found["CapPrm"], 16) == 0
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
-    assert [one.pid for one in find(str(folder / PID))] == [process.pid]
+    assert [one.pid for one in find_by_last_argument(str(folder / PID))] == [process.pid]
     # A guest that may not open /dev/net/tun is given the tap's descriptor.
-    namespaces.inside(namespaces.path(switch), lambda: taps._make(tap(PORT)["ifname"]))
-    with talking(folder, "plug") as monitor:
+    namespaces.run_inside(namespaces.path(switch), lambda: taps._make(tap_options(PORT)["ifname"]))
+    with open_monitor(folder, "plug") as monitor:
         qemu._plug(monitor, PORT, switch)
         qemu._plug(monitor, PORT, switch)
-        assert device_id(PORT) in monitor.devices()
+        assert device_id(PORT) in monitor.device_ids()
     sizes = [file.stat().st_size]
     until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console is cut")
     assert max(sizes) <= console.MOST

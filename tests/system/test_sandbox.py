@@ -34,10 +34,10 @@ def test_settings_are_chosen_once(settings, tmp_path):
 
 
 def test_nothing_in_the_machines_own_namespace(settings):
-    own = namespaces.routing(
+    own = namespaces.run_with_netlink(
         "/proc/self/ns/net", lambda kernel: {link.get_attr("IFLA_IFNAME") for link in kernel.get_links()}
     )
-    inside = namespaces.routing(
+    inside = namespaces.run_with_netlink(
         namespaces.path(settings.switch), lambda kernel: {link.get_attr("IFLA_IFNAME") for link in kernel.get_links()}
     )
     assert {"br-mgmt", "br-vip", "br-members"} <= inside

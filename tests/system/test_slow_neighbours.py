@@ -115,7 +115,7 @@ class BlackHoles:
         def work(kernel):
             kernel.link("set", index=kernel.link_lookup(ifname="eth0")[0], state=state)
 
-        namespaces.routing(namespaces.path(self._namespace(amphora_id)), work)
+        namespaces.run_with_netlink(namespaces.path(self._namespace(amphora_id)), work)
 
 
 def booting(cloud, name):

@@ -35,7 +35,7 @@ def asked(settings, path, port=PORT):
         finally:
             connection.close()
 
-    return namespaces.inside(namespaces.path(settings.control), ask)
+    return namespaces.run_inside(namespaces.path(settings.control), ask)
 
 
 def sample(settings, name, port=PORT, path="/metrics/process"):

@@ -90,7 +90,7 @@ def shaken(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
         names = shown.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         return names[0].value.partition(".")[0], body if answer.status == 200 else answer.status
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), go)
 
 
 def secure(cloud, name="tls", members=("member1",), **more):
@@ -183,7 +183,7 @@ def tls_member(cloud, name, certificate, tmp_path, port=8443):
     path = tmp_path / "member.pem"
     path.write_text(certificate.pem)
     context.load_cert_chain(path)
-    bound = namespaces.inside(
+    bound = namespaces.run_inside(
         namespaces.path(cloud.settings.host(name)), lambda: socket.create_server(("", port), backlog=16)
     )
 

@@ -279,11 +279,11 @@ def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor
 def way_back(settings, member, gateway):
     """A member's way to the clients leads through the amphora."""
     place, route = namespaces.path(settings.host(member)), {"dst": "198.51.100.2/32", "gateway": gateway}
-    namespaces.routing(place, lambda kernel: kernel.route("add", **route))
+    namespaces.run_with_netlink(place, lambda kernel: kernel.route("add", **route))
     try:
         yield
     finally:
-        namespaces.routing(place, lambda kernel: kernel.route("del", **route))
+        namespaces.run_with_netlink(place, lambda kernel: kernel.route("del", **route))
 
 
 def test_security_groups_know_udp(cloud, settings, members, database):
@@ -294,7 +294,7 @@ def test_security_groups_know_udp(cloud, settings, members, database):
 
     def let_in(port):
         rule = Rule(protocol="udp", first_port=port, last_port=port)
-        network.guards.define_group(SecurityGroup(id=group_id, name="of-a-udp-test", rules=(rule,)))
+        network.port_security.define_group(SecurityGroup(id=group_id, name="of-a-udp-test", rules=(rule,)))
 
     let_in(54)
     cloud.put(f"loadbalancers/{balancer.id}", {"loadbalancer": {"vip_sg_ids": [group_id]}})

@@ -60,7 +60,7 @@ def group(network, *ports):
         name="of-a-test",
         rules=tuple(Rule(protocol="tcp", first_port=port, last_port=port) for port in ports),
     )
-    network.guards.define_group(made)
+    network.port_security.define_group(made)
     return made.id
 
 
@@ -131,7 +131,7 @@ class Stream:
 
     def __init__(self, settings, member):
         place = namespaces.path(settings.host(member))
-        self._listener = namespaces.inside(place, lambda: socket.create_server(("192.0.2.11", STREAM_PORT)))
+        self._listener = namespaces.run_inside(place, lambda: socket.create_server(("192.0.2.11", STREAM_PORT)))
         self._listener.settimeout(0.2)
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
@@ -203,7 +203,7 @@ def reachable(cloud, address, port):
         except OSError as error:
             return type(error).__name__
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
 def doors(cloud, addresses):
@@ -234,7 +234,9 @@ def test_security_groups(place, network):
     change(cloud, balancer, name="other", vip_sg_ids=[stream, nobody])
     assert doors(cloud, addresses) == 2 * [[SHUT_OUT, "open"]]
     # What the operator changes in a group is so at once.
-    network.guards.define_group(SecurityGroup(id=nobody, name="not-nobody", rules=(Rule(remote="198.51.100.0/25"),)))
+    network.port_security.define_group(
+        SecurityGroup(id=nobody, name="not-nobody", rules=(Rule(remote="198.51.100.0/25"),))
+    )
     assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
     fail_over(cloud, balancer)
     assert doors(cloud, addresses) == [["open", "open"], [SHUT_OUT, "open"]]
@@ -262,14 +264,14 @@ def rate(cloud, address):
                 taken += len(connection.recv(65536))
             return taken / (time.monotonic() - start)
 
-    return namespaces.inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
+    return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
 @pytest.mark.feature("lb.vip_qos_policy_id")
 def test_qos_policy(place, network):
     cloud, balancer, addresses = place
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", egress_kbps=8_000)
-    network.guards.define_policy(slow)
+    network.port_security.define_policy(slow)
     # TCP never fills what a policer lets through: a fifth of it on a busy machine is plenty. A segment that is sent
     # again makes what came after it readable: up to a megabyte of an earlier second counts too.
     limited = pytest.approx(1_000_000, abs=800_000)
@@ -303,7 +305,7 @@ def test_from_the_beginning_until_the_end(cloud, network):
     """Options of a creation are there before anybody is served; who has the address next obeys nothing of it."""
     web = group(network, 80)
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", ingress_kbps=1_000)
-    network.guards.define_policy(slow)
+    network.port_security.define_policy(slow)
     listener = {"protocol_port": 81}
     balancer = cloud.served("guarded", listener=listener, vip_sg_ids=[web], vip_qos_policy_id=slow.id)
     tree = cloud.database.read(lambda c: desired_objects.load_tree(c, balancer.id))

@@ -99,7 +99,7 @@ class Visitor:
             finally:
                 connection.close()
 
-        return namespaces.inside(self._place, go)
+        return namespaces.run_inside(self._place, go)
 
     def echoed(self, path="/", **more):
         """What the member that was reached was asked."""

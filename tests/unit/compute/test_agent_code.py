@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from amphora_driver.compute.agent_source import AgentCode
+from amphora_driver.compute.agent_source import AgentSource
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def package(tmp_path, monkeypatch):
 
 
 def test_the_same_files_are_the_same_image(package):
-    code = AgentCode(sys.executable)
+    code = AgentSource(sys.executable)
     first = code.digest()
     assert first.startswith("agent-")
     assert code.digest() == first
-    assert AgentCode(sys.executable).digest() == first
+    assert AgentSource(sys.executable).digest() == first
     os.utime(package / "__init__.py", (1, 1))
     assert code.digest() == first, "contents count, not times"
 
 
 def test_other_files_are_another_image(package):
-    code = AgentCode(sys.executable)
+    code = AgentSource(sys.executable)
     first = code.digest()
     (package / "__init__.py").write_text("VERSION = 20\n")
     second = code.digest()
@@ -39,4 +39,4 @@ def test_other_files_are_another_image(package):
 
 
 def test_a_python_that_does_not_say_where_it_is_has_no_image():
-    assert AgentCode("/bin/false").digest() is None
+    assert AgentSource("/bin/false").digest() is None

@@ -8,7 +8,7 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.compute import state_dirs
-from amphora_driver.compute.interface import BootOrder
+from amphora_driver.compute.interface import BootRequest
 from amphora_driver.compute.netns import NetnsCompute
 from amphora_driver.errors import ComputeError
 
@@ -33,7 +33,7 @@ def deployment(tmp_path):
 
 def boot(compute, amphora_id):
     with pytest.raises(ComputeError, match="nobody answers"):
-        compute.boot(BootOrder(amphora_id=amphora_id, load_balancer_id="lb", files={}))
+        compute.boot(BootRequest(amphora_id=amphora_id, load_balancer_id="lb", files={}))
 
 
 def test_an_amphora_of_another_deployment_is_not_listed(tmp_path, deployment):

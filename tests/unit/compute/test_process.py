@@ -9,14 +9,14 @@ import time
 import msgspec
 import pytest
 
-from amphora_driver.host.detached_process import Process, end, find, identify, spawn
+from amphora_driver.host.detached_process import Process, find_by_last_argument, identify, signal_and_wait, spawn
 
 
 @pytest.fixture
 def sleeper(tmp_path):
     process = spawn([sys.executable, "-c", "import time; print('up'); time.sleep(60)"], os.environ, tmp_path / "log")
     yield process
-    end([process], signal.SIGKILL, 5)
+    signal_and_wait([process], signal.SIGKILL, 5)
 
 
 def test_lives_in_a_session_of_its_own(sleeper):
@@ -40,7 +40,7 @@ def test_somebody_else_with_the_same_number_is_left_alone(sleeper, change):
 
 def test_end_waits_and_reaps(sleeper):
     begun = time.monotonic()
-    assert end([sleeper], signal.SIGTERM, 10)
+    assert signal_and_wait([sleeper], signal.SIGTERM, 10)
     assert time.monotonic() - begun < 5
     assert not sleeper.alive()
     assert identify(sleeper.pid) is None
@@ -69,7 +69,7 @@ def test_children(tmp_path, start):
             process.wait(0.02)
         assert len(process.children()) == 1
     finally:
-        assert end([*process.children(), process], signal.SIGKILL, 5)
+        assert signal_and_wait([*process.children(), process], signal.SIGKILL, 5)
 
 
 def test_found_by_its_last_argument(tmp_path):
@@ -78,12 +78,12 @@ def test_found_by_its_last_argument(tmp_path):
     try:
         # execve(2) closes the pipe that `spawn` waits for before the kernel sets the new arguments.
         deadline = time.monotonic() + 10
-        while not find(mark) and time.monotonic() < deadline:
+        while not find_by_last_argument(mark) and time.monotonic() < deadline:
             process.wait(0.02)
-        assert find(mark) == [process]
+        assert find_by_last_argument(mark) == [process]
     finally:
-        end([process], signal.SIGKILL, 5)
-    assert find(mark) == []
+        signal_and_wait([process], signal.SIGKILL, 5)
+    assert find_by_last_argument(mark) == []
 
 
 def test_a_program_that_is_not_there(tmp_path):

@@ -10,9 +10,18 @@ import pytest
 
 from amphora_driver import config
 from amphora_driver.compute import console, qemu
-from amphora_driver.compute.images import ARGUMENTS, BASE, Images, keep
-from amphora_driver.compute.qemu_command import PID, Hardware, command, device_id, hand_command, interface, limited, tap
-from amphora_driver.compute.state_dirs import last_words
+from amphora_driver.compute.images import BASE, DEFAULT_ARGUMENTS, Images, link_image_files
+from amphora_driver.compute.qemu_command import (
+    PID,
+    Hardware,
+    bounded_console_command,
+    build_command,
+    device_id,
+    interface_options,
+    manual_boot_command,
+    tap_options,
+)
+from amphora_driver.compute.state_dirs import console_tail
 from amphora_driver.errors import ComputeError
 from amphora_driver.host.detached_process import identify
 from amphora_driver.model.network import FixedAddress, Port
@@ -44,48 +53,50 @@ def values(argv, option):
 
 
 def test_a_machine_has_an_interface_for_each_port_in_their_order():
-    argv = command(hardware(), FOLDER, (PORT, OTHER))
+    argv = build_command(hardware(), FOLDER, (PORT, OTHER))
     nets = [one for one in values(argv, "-device") if one.startswith("virtio-net")]
     assert [one.split("mac=")[1].split(",")[0] for one in nets] == [PORT.mac, OTHER.mac]
     assert "host_mtu=1450" in nets[0]
     assert [one.split("ifname=")[1].split(",")[0] for one in values(argv, "-netdev")] == [
-        tap(PORT)["ifname"],
-        tap(OTHER)["ifname"],
+        tap_options(PORT)["ifname"],
+        tap_options(OTHER)["ifname"],
     ]
 
 
 def test_what_is_plugged_in_later_is_what_would_have_been_there_from_the_beginning():
-    (there,) = [one for one in values(command(hardware(), FOLDER, (PORT,)), "-device") if one.startswith("virtio-net")]
-    later = interface(PORT)
+    (there,) = [
+        one for one in values(build_command(hardware(), FOLDER, (PORT,)), "-device") if one.startswith("virtio-net")
+    ]
+    later = interface_options(PORT)
     assert there == ",".join(
         ["virtio-net-pci", *(f"{name}={value}" for name, value in later.items() if name != "driver")]
     )
-    assert device_id(PORT) == later["id"] != tap(PORT)["id"]
+    assert device_id(PORT) == later["id"] != tap_options(PORT)["id"]
 
 
 def test_a_kernel_is_booted_only_where_the_image_has_none_of_its_own():
-    assert "-kernel" not in command(hardware(), FOLDER, ())
-    argv = command(hardware(kernel_arguments="root=/dev/vda quiet"), FOLDER, ())
+    assert "-kernel" not in build_command(hardware(), FOLDER, ())
+    argv = build_command(hardware(kernel_arguments="root=/dev/vda quiet"), FOLDER, ())
     assert values(argv, "-append") == ["root=/dev/vda quiet"]
     assert "-initrd" not in argv
-    assert "-initrd" in command(hardware(kernel_arguments="", initrd=True), FOLDER, ())
+    assert "-initrd" in build_command(hardware(kernel_arguments="", initrd=True), FOLDER, ())
 
 
 @pytest.mark.parametrize(
     ("accelerated", "beginning", "model"), [(True, "kvm", "host"), (False, "tcg,", "Opteron_G3-v1")]
 )
 def test_who_runs_it(accelerated, beginning, model):
-    argv = command(hardware(accelerated=accelerated), FOLDER, ())
+    argv = build_command(hardware(accelerated=accelerated), FOLDER, ())
     assert values(argv, "-accel")[0].startswith(beginning)
     assert values(argv, "-cpu") == [model]
 
 
 def test_its_process_is_found_by_its_last_argument():
-    assert command(hardware(), FOLDER, (PORT,))[-1] == str(FOLDER / PID)
+    assert build_command(hardware(), FOLDER, (PORT,))[-1] == str(FOLDER / PID)
 
 
 def test_nothing_comes_from_files_of_the_machine_it_runs_on():
-    argv = command(hardware(), FOLDER, ())
+    argv = build_command(hardware(), FOLDER, ())
     assert {"-nodefaults", "-no-user-config"} <= set(argv)
     assert values(argv, "-sandbox")[0].startswith("on,")
 
@@ -95,12 +106,12 @@ def test_nothing_comes_from_files_of_the_machine_it_runs_on():
     [({}, "-runas", "qemu"), ({"runs_with": True}, "-run-with", "user=qemu")],
 )
 def test_it_runs_as_a_user_without_rights(changes, option, value):
-    argv = command(hardware(user="qemu", **changes), FOLDER, ())
+    argv = build_command(hardware(user="qemu", **changes), FOLDER, ())
     assert values(argv, option) == [value]
     assert len({"-runas", "-run-with"} & set(argv)) == 1
     # It has to become that user itself; where it stays who it is, it may become nobody else.
     assert "elevateprivileges=allow,spawn=deny" in values(argv, "-sandbox")[0]
-    assert "elevateprivileges=deny,spawn=deny" in values(command(hardware(), FOLDER, ()), "-sandbox")[0]
+    assert "elevateprivileges=deny,spawn=deny" in values(build_command(hardware(), FOLDER, ()), "-sandbox")[0]
     assert argv[argv.index("setpriv") + 1] == "--no-new-privs"
 
 
@@ -115,7 +126,7 @@ def test_a_console_takes_no_more_room_than_it_may(tmp_path):
     file = tmp_path / "console.log"
     script = 'for word in early later; do head -c 3000000 /dev/zero | tr "\\0" x; echo $word; done'
     with file.open("ab") as log:
-        subprocess.run(limited(["sh", "-c", script]), stdout=log, stderr=log, check=True, timeout=60)
+        subprocess.run(bounded_console_command(["sh", "-c", script]), stdout=log, stderr=log, check=True, timeout=60)
         eventually_ends(file, b"later\n")
     assert console.MOST // 2 <= file.stat().st_size <= console.MOST
     assert b"early" not in file.read_bytes()
@@ -130,7 +141,7 @@ def eventually_ends(file, word):
 
 
 def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
-    by_hand = hand_command(
+    by_hand = manual_boot_command(
         hardware(),
         "/a,b.qcow2",
         disk_format="qcow2",
@@ -138,7 +149,7 @@ def test_a_machine_booted_by_hand_is_the_same_but_for_its_surroundings():
         mac="52:54:00:12:34:56",
         firmware="/ovmf.fd",
     )
-    ours = command(hardware(), FOLDER, ())
+    ours = build_command(hardware(), FOLDER, ())
     for option in ("-machine", "-accel", "-cpu", "-smp", "-m"):
         assert values(by_hand, option) == values(ours, option)
     assert "file=/a,,b.qcow2,format=qcow2,if=none,id=disk,snapshot=on" in values(by_hand, "-drive")
@@ -164,13 +175,13 @@ def test_a_boot_begins_a_new_console(tmp_path, monkeypatch):
 
 def test_of_an_endless_console_only_the_end_is_read(tmp_path):
     console = tmp_path / "console.log"
-    assert last_words(console) == "it said nothing"
+    assert console_tail(console) == "it said nothing"
     console.write_bytes(b"\xff the one word ")
-    assert last_words(console) == "\N{REPLACEMENT CHARACTER} the one word"
+    assert console_tail(console) == "\N{REPLACEMENT CHARACTER} the one word"
     with console.open("wb") as file:
         file.seek(1 << 42)  # takes no room on the disk
         file.write(b"the last word\n" + b" " * 1000)
-    assert last_words(console).lstrip("\0") == "the last word"
+    assert console_tail(console).lstrip("\0") == "the last word"
 
 
 # --- images ------------------------------------------------------------------------------------------------
@@ -211,7 +222,7 @@ def test_the_name_of_an_image_has_the_day_it_was_built(images):
 def test_a_kernel_beside_an_image_is_booted_with_its_arguments(images):
     assert Images(images).find("amphora").arguments is None
     (images / "amphora.kernel").write_bytes(b"kernel")
-    assert Images(images).find("amphora").arguments == ARGUMENTS
+    assert Images(images).find("amphora").arguments == DEFAULT_ARGUMENTS
     (images / "amphora.arguments").write_text("root=/dev/vda1\n quiet\n")
     assert Images(images).find("amphora").arguments == "root=/dev/vda1 quiet"
 
@@ -226,12 +237,12 @@ def test_a_tag_without_an_image_is_no_use_trying_again(images, tag):
 def test_a_machine_keeps_the_image_it_was_booted_from(images, tmp_path):
     folder = tmp_path / "machine"
     folder.mkdir()
-    keep(Images(images).find("amphora"), folder)
+    link_image_files(Images(images).find("amphora"), folder)
     new = images / ".new"
     new.write_bytes(b"two")
     new.replace(images / "amphora.qcow2")
     assert (folder / BASE).read_bytes() == b"one"
-    keep(Images(images).find("amphora"), folder)
+    link_image_files(Images(images).find("amphora"), folder)
     assert (folder / BASE).read_bytes() == b"two"
 
 
@@ -240,6 +251,6 @@ def test_an_image_on_another_file_system_is_copied(images, tmp_path, monkeypatch
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    keep(Images(images).find("amphora"), tmp_path)
+    link_image_files(Images(images).find("amphora"), tmp_path)
     assert (tmp_path / BASE).read_bytes() == b"one"
     assert (tmp_path / BASE).stat().st_ino != (images / "amphora.qcow2").stat().st_ino

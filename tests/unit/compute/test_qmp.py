@@ -40,34 +40,34 @@ def paused(tmp_path):
 
 @needs_qemu
 def test_a_conversation(paused):
-    with qmp.talking(paused, "try") as monitor:
-        assert monitor.ask("query-status")["status"] == "prelaunch"
-        assert monitor.devices() == frozenset()
-        monitor.ask("netdev_add", type="user", id="back")
-        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
-        assert monitor.devices() == {"front"}
+    with qmp.open_monitor(paused, "try") as monitor:
+        assert monitor.execute("query-status")["status"] == "prelaunch"
+        assert monitor.device_ids() == frozenset()
+        monitor.execute("netdev_add", type="user", id="back")
+        monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+        assert monitor.device_ids() == {"front"}
     # The next one is heard too, and a refusal says why.
-    with qmp.talking(paused, "add it twice") as monitor, pytest.raises(ComputeError, match=r"add it twice.*front"):
-        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
-    with qmp.talking(paused, "try") as monitor:
-        assert not monitor.attempt("netdev_del", id="nobody")
-        assert monitor.attempt("query-status")
+    with qmp.open_monitor(paused, "add it twice") as monitor, pytest.raises(ComputeError, match=r"add it twice.*front"):
+        monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+    with qmp.open_monitor(paused, "try") as monitor:
+        assert not monitor.try_execute("netdev_del", id="nobody")
+        assert monitor.try_execute("query-status")
 
 
 @needs_qemu
 def test_a_device_that_its_guest_keeps_is_not_waited_for(paused):
-    with qmp.talking(paused, "try") as monitor:
-        monitor.ask("netdev_add", type="user", id="back")
-        monitor.ask("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
-        assert not monitor.await_gone("front", 0.2)
-        assert monitor.await_gone("another", 0.2)
+    with qmp.open_monitor(paused, "try") as monitor:
+        monitor.execute("netdev_add", type="user", id="back")
+        monitor.execute("device_add", driver="virtio-net-pci", id="front", netdev="back", romfile="")
+        assert not monitor.wait_until_removed("front", 0.2)
+        assert monitor.wait_until_removed("another", 0.2)
 
 
 def test_nobody_there_is_an_error_in_time(tmp_path):
     with (
         deadline.kept(deadline.Deadline(0.3, "try")),
         pytest.raises(AmphoraDriverError),
-        qmp.talking(tmp_path, "talk to nobody"),
+        qmp.open_monitor(tmp_path, "talk to nobody"),
     ):
         pass
 
@@ -79,13 +79,13 @@ def test_somebody_who_says_nothing_is_an_error_in_time(tmp_path):
         with (
             deadline.kept(deadline.Deadline(0.5, "try")),
             pytest.raises(AmphoraDriverError),
-            qmp.talking(tmp_path, "talk to somebody"),
+            qmp.open_monitor(tmp_path, "talk to somebody"),
         ):
             pass
 
 
 @needs_qemu
 def test_a_guest_is_run_to_know_whether_guests_run():
-    assert kvm_probe.counts(PROGRAM, "tcg", 120)
-    assert not kvm_probe.counts(PROGRAM, "tcg", 0.01)
+    assert kvm_probe.guest_finishes(PROGRAM, "tcg", 120)
+    assert not kvm_probe.guest_finishes(PROGRAM, "tcg", 0.01)
     assert kvm_probe.usable(PROGRAM) == kvm_probe.usable(PROGRAM)

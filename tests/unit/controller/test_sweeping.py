@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_driver import config
-from amphora_driver.compute.interface import BootOrder
+from amphora_driver.compute.interface import BootRequest
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora_seen, orphan, work
 from amphora_driver.errors import ComputeError
@@ -188,7 +188,7 @@ def test_a_machine_that_was_booted_after_everybody_forgot_it(conf, database, net
         compute = catalogue.compute(None, None)
         own(database)
         for one in (LOST, OWNED):
-            compute.boot(BootOrder(amphora_id=one, load_balancer_id="mine", files={}))
+            compute.boot(BootRequest(amphora_id=one, load_balancer_id="mine", files={}))
         assert namespaces.exists(compute.namespace(LOST))
         assert compute.machines() == {LOST, OWNED}
         sweeper.sweep()

@@ -12,5 +12,5 @@ def test_a_file_without_a_mounted_namespace_is_no_namespace(tmp_path):
     file = tmp_path / "amphora-haproxy"
     file.touch()
     with pytest.raises(FileNotFoundError):
-        namespaces.inside(file, lambda: None)
+        namespaces.run_inside(file, lambda: None)
     assert not bridges.has_mac(file, "fa:16:3e:00:00:01")

@@ -5,7 +5,7 @@ import pytest
 
 from amphora_driver.errors import NetworkError
 from amphora_driver.network import port_security_rules
-from amphora_driver.network.port_security_rules import Guarded, QosPolicy, Rule, SecurityGroup
+from amphora_driver.network.port_security_rules import ProtectedVips, QosPolicy, Rule, SecurityGroup
 
 WEB = SecurityGroup(id="g1", name="web", rules=(Rule(protocol="tcp", first_port=80, last_port=81),))
 HERE = SecurityGroup(id="g2", name="here", rules=(Rule(remote="192.0.2.0/24"), Rule(protocol="icmpv6")))
@@ -13,17 +13,17 @@ HERE = SecurityGroup(id="g2", name="here", rules=(Rule(remote="192.0.2.0/24"), R
 
 def guarded(**more):
     values = {"load_balancer_id": "lb", "addresses": ("198.51.100.10", "2001:db8::10"), "interfaces": ("p1", "p2")}
-    return Guarded(**{**values, **more})
+    return ProtectedVips(**{**values, **more})
 
 
 def rules(*of):
     """The lines of the table that decide something."""
-    lines = [line.strip() for line in port_security_rules.ruleset(of).splitlines()]
+    lines = [line.strip() for line in port_security_rules.render_ruleset(of).splitlines()]
     return [line for line in lines if line.endswith((" accept", " drop")) or " jump " in line]
 
 
 def test_nothing_guarded_is_no_table():
-    assert port_security_rules.ruleset(()) == "table bridge amphora_vips\ndelete table bridge amphora_vips\n"
+    assert port_security_rules.render_ruleset(()) == "table bridge amphora_vips\ndelete table bridge amphora_vips\n"
 
 
 def test_groups_let_in_what_one_of_them_names():
@@ -44,7 +44,7 @@ def test_groups_let_in_what_one_of_them_names():
 @pytest.mark.parametrize("protocol", ["udp", "sctp"])
 def test_ports_of_what_haproxy_does_not_serve(protocol):
     group = SecurityGroup(id="g", name="names", rules=(Rule(protocol=protocol, first_port=53, last_port=53),))
-    port_security_rules.check(group)
+    port_security_rules.validate_group(group)
     found = rules(guarded(addresses=("198.51.100.10",), groups=(group,)))
     assert f"ip daddr 198.51.100.10 {protocol} dport 53-53 accept" in found
 
@@ -87,4 +87,4 @@ def test_every_port_has_a_limit_of_its_own(policy, expected):
 )
 def test_a_rule_that_means_nothing(rule):
     with pytest.raises(NetworkError, match="define security group odd"):
-        port_security_rules.check(SecurityGroup(id="g", name="odd", rules=(Rule(**rule),)))
+        port_security_rules.validate_group(SecurityGroup(id="g", name="odd", rules=(Rule(**rule),)))
