@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from amphora_driver import config
 from amphora_driver.compute.images import Images, link_image_files
-from amphora_driver.compute.qemu import QemuCompute, _make_overlay, _plug
+from amphora_driver.compute.qemu import QemuCompute, _add_interface, _make_overlay
 from amphora_driver.compute.qemu_command import CONSOLE, DISK, DRIVE, INITRD, KERNEL, Hardware, build_command
 from amphora_driver.compute.qmp import Monitor, open_monitor
 from amphora_driver.compute.state_dirs import console_tail, read_image_name
@@ -63,7 +63,7 @@ class Thawing(QemuCompute):
             monitor.execute("migrate-incoming", uri=f"fd:{STATE}")
             _await_migration(monitor)
             for port in ports:
-                _plug(monitor, port)
+                _add_interface(monitor, port, self._switch_name)
             drive = {"driver": "file", "filename": DRIVE}
             monitor.execute("blockdev-add", **{"node-name": _NODE, "driver": "raw", "read-only": True, "file": drive})
             monitor.execute("device_add", driver="virtio-blk-pci", drive=_NODE, id=_NODE)

@@ -32,11 +32,11 @@ SOURCE = """
         def __init__(self, conf, network):
             super().__init__(conf, network)
             options = conf.compute_netns
-            self._folders = StateDirs(Path(options.directory).with_name("imaged"), options.prefix)
+            self._state_dirs = StateDirs(Path(options.directory).with_name("imaged"), options.prefix)
 
         def boot(self, order):
             machine = super().boot(order)
-            (self._folders.path(order.amphora_id) / "image").write_text(order.image_tag or "")
+            (self._state_dirs.path(order.amphora_id) / "image").write_text(order.image_tag or "")
             return machine
 """
 BOTH = {"compute": {"enabled_drivers": "imaging"}}

@@ -96,10 +96,10 @@ def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
     assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
     assert [one.pid for one in find_by_last_argument(str(folder / PID))] == [process.pid]
     # A guest that may not open /dev/net/tun is given the tap's descriptor.
-    namespaces.run_inside(namespaces.path(switch), lambda: taps._make(tap_options(PORT)["ifname"]))
+    namespaces.run_inside(namespaces.path(switch), lambda: taps._create_persistent(tap_options(PORT)["ifname"]))
     with open_monitor(folder, "plug") as monitor:
-        qemu._plug(monitor, PORT, switch)
-        qemu._plug(monitor, PORT, switch)
+        qemu._add_interface(monitor, PORT, switch)
+        qemu._add_interface(monitor, PORT, switch)
         assert device_id(PORT) in monitor.device_ids()
     sizes = [file.stat().st_size]
     until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console is cut")

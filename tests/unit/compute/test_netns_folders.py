@@ -59,7 +59,7 @@ def test_a_folder_keeps_its_mark_to_the_last(tmp_path, deployment, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(state_dirs.shutil, "rmtree", interrupted)
         with pytest.raises(OSError, match="no more"):
-            state_dirs.remove(folder)
+            state_dirs.remove_directory(folder)
     assert compute.machines() == {ONE}
-    state_dirs.remove(folder)
+    state_dirs.remove_directory(folder)
     assert compute.booted() == []

@@ -117,7 +117,7 @@ def test_it_runs_as_a_user_without_rights(changes, option, value):
 
 def test_a_user_that_is_not_there_is_no_use_trying_again():
     with pytest.raises(ComputeError, match="no user nonsense") as raised:
-        qemu._number("nonsense", "boot")
+        qemu._uid_of("nonsense", "boot")
     assert raised.value.final
 
 

@@ -18,7 +18,7 @@ NAME = "0b9d8a5e-0000-4000-8000-000000000001"
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """A sandbox whose control plane is in this namespace."""
-    monkeypatch.setattr(namespaces, "inside", lambda _, work: work())
+    monkeypatch.setattr(namespaces, "run_inside", lambda _, work: work())
     for name in ("_PAUSE", "_SAY_SO_EVERY"):
         monkeypatch.setattr(vm_wait, name, -1.0)
     monkeypatch.setattr(vm_wait.time, "sleep", lambda _: None)
