@@ -123,8 +123,8 @@ class _Shared:
         """The network backend a load balancer's VIPs were taken from, or would be; and whether it has answered."""
         noted, wish = self.database.read(
             lambda connection: (
-                vip_claims.of(connection, load_balancer_id),
-                vip_claims.wish_of(connection, load_balancer_id),
+                vip_claims.network_of_claim(connection, load_balancer_id),
+                vip_claims.read_pending_request(connection, load_balancer_id),
             )
         )
         return noted or str(self.conf.network.driver), wish is None
@@ -213,15 +213,17 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         ]
         shared = _shared()
         name = shared.database.write(
-            lambda connection: vip_claims.note(connection, loadbalancer_id, shared.conf.network.driver)
+            lambda connection: vip_claims.record_claim(connection, loadbalancer_id, shared.conf.network.driver)
         )
         failpoints.reach(failpoints.Point.CLAIM_NOTED)
-        wish = vip_claims.Wish(project_id=project_id, vips=(primary, *more), since=shared.database.now())
+        wish = vip_claims.PendingVipRequest(project_id=project_id, vips=(primary, *more), since=shared.database.now())
         found = shared.catalogue.network(name).allocate_vip(loadbalancer_id, project_id, wish.vips)
         failpoints.reach(failpoints.Point.ADDRESSES_TAKEN)
         if isinstance(found, NotYet):
-            later = vip_claims.later(wish, found.reason, found.again_in, shared.database.now())
-            shared.database.write(lambda connection: vip_claims.keep(connection, loadbalancer_id, name, later))
+            later = vip_claims.schedule_retry(wish, found.reason, found.again_in, shared.database.now())
+            shared.database.write(
+                lambda connection: vip_claims.write_pending_request(connection, loadbalancer_id, name, later)
+            )
         first, *others = wish.vips if isinstance(found, NotYet) else found
         answer = {
             **vip_dictionary,

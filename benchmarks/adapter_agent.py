@@ -20,7 +20,7 @@ import amphora_agent
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render import haproxy
 from amphora_driver.render.bundle import Served, bundle
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 GENERATION, LIMIT = 4_000_000_001, 4_000_000_002
 _MAC = "02:00:00:00:5e:0b"
@@ -99,7 +99,7 @@ def _bundle(whole, spec, amphora):
     if rendered.refused or rendered.files:
         raise RuntimeError("not everything of it can be served here")
     vip, network = spec["vip"], spec["vip"]["ip"].rpartition(".")[0]
-    plugged = Plugged(
+    plugged = AttachedPort(
         port=Port(
             id=vip["port_id"], network_id=vip["network_id"], mac=_MAC, mtu=1500,
             addresses=(FixedAddress(subnet_id=vip["subnet_id"], address=f"{network}.20"),),

@@ -26,7 +26,7 @@ from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae, status_outbox
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import RequestRecorder
 
 # More rounds than any of these jobs takes.
@@ -106,7 +106,7 @@ class Flow:
             gone = gone[:1]
 
             def lose(connection):
-                amphorae.change(connection, gone[0], state=State.RETIRING, reason="it is replaced")
+                amphorae.update_amphora(connection, gone[0], state=AmphoraState.RETIRING, reason="it is replaced")
                 connection.execute(work.update().where(work.c.load_balancer_id == load_balancer_id).values(dirty=True))
 
             self.database.write(lose)
@@ -123,7 +123,7 @@ class Flow:
         wrong = []
         if row.dirty or row.applied != row.generation:
             wrong.append(f"applied {row.applied} of {row.generation}, {row.error}")
-        if [one for one in serving if one.state is not State.READY or one.confirmed != row.generation]:
+        if [one for one in serving if one.state is not AmphoraState.READY or one.confirmed != row.generation]:
             wrong.append(f"amphorae {[(one.state, one.confirmed) for one in serving]}")
         if len(serving) != (2 if row.topology == Topology.ACTIVE_STANDBY else 1):
             wrong.append(f"{len(serving)} amphorae")
@@ -173,7 +173,7 @@ class Flow:
         )
 
     def _amphorae(self, load_balancer_id):
-        return self.database.read(lambda connection: amphorae.of_load_balancer(connection, load_balancer_id))
+        return self.database.read(lambda connection: amphorae.load_amphorae(connection, load_balancer_id))
 
     def _statuses(self, load_balancer_id):
         select = sa.select(status.c.object_id, status.c.provisioning).where(

@@ -133,7 +133,7 @@ class Heard:
         threading.Thread(target=self._receiver.run, daemon=True).start()
 
     def _new_keys(self, known):
-        return self.database.read(lambda connection: amphorae.heartbeat_keys(connection, self._vault, known))
+        return self.database.read(lambda connection: amphorae.read_heartbeat_keys(connection, self._vault, known))
 
     def _received(self, heartbeat):
         # Everything waits in the socket until the clock runs.

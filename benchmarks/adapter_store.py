@@ -10,7 +10,7 @@ from adapter_tree import tree
 from amphora_driver.database import migrate, tables
 from amphora_driver.database.engine import Database
 from amphora_driver.store import amphorae, desired_objects
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 
 class Store:
@@ -44,10 +44,10 @@ class Store:
         ]  # fmt: skip
         connection.execute(tables.status.insert(), rows)
         for one in spec["amphorae"]:
-            sealed = self._vault.seal(heartbeat_key(one["id"]), amphorae.key_place(one["id"]))
-            amphorae.record(connection, one["id"], whole.id, one["role"], sealed)
-            amphorae.change(
-                connection, one["id"], state=State.READY, confirmed=GENERATION, compute_id=one["compute_id"],
+            sealed = self._vault.seal(heartbeat_key(one["id"]), amphorae.key_location(one["id"]))
+            amphorae.insert_amphora(connection, one["id"], whole.id, one["role"], sealed)
+            amphorae.update_amphora(
+                connection, one["id"], state=AmphoraState.READY, confirmed=GENERATION, compute_id=one["compute_id"],
                 management_address=one["lb_network_ip"], plugged=(), ready_at=time.time(),
             )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Store:
 
         def read(connection):
             work = connection.execute(sa.select(tables.work).where(tables.work.c.load_balancer_id == lb_id)).one()
-            return work, amphorae.of_load_balancer(connection, lb_id), desired_objects.load_tree(connection, lb_id)
+            return work, amphorae.load_amphorae(connection, lb_id), desired_objects.load_tree(connection, lb_id)
 
         return self.database.read(read)
 

@@ -24,7 +24,7 @@ from amphora_driver.certificates.trust_store import Papers
 from amphora_driver.errors import AgentError, AmphoraDriverError, CertificateError, StoreError
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.store import amphorae, ca_records
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def due(observed: Sequence[Amphora], wanted: ca_rotation.Wanted, agreed: Terms, 
 
 def _answers(one: Amphora) -> bool:
     # One that is being replaced is still talked to; one of which nothing was ever confirmed may not even be there.
-    there = one.state is State.READY or (one.state is State.RETIRING and one.confirmed > 0)
+    there = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
     return there and one.management_address is not None and not one.dead
 
 
@@ -195,7 +195,7 @@ class Renewal:
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, self._turn.lease)
-            amphorae.change(
+            amphorae.update_amphora(
                 connection,
                 amphora_id,
                 certificate_issued_at=now,

@@ -22,7 +22,7 @@ from amphora_driver.database.tables import amphora, work
 from amphora_driver.errors import Conflict
 from amphora_driver.queue import local_socket
 from amphora_driver.store import failovers
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import ROLE
 
@@ -56,7 +56,7 @@ class FailOverLoadBalancer(Command):
             doing = f"fail over load balancer {chosen}"
             _refuse_if_deleted(connection, doing, chosen)
             rows = _amphorae(connection, amphora.c.load_balancer_id == chosen)
-            live = [row.id for row in rows if row.state != State.RETIRING.value]
+            live = [row.id for row in rows if row.state != AmphoraState.RETIRING.value]
             if not live:
                 goes_on = rows and _going_on(connection, chosen)
                 raise Conflict(doing, goes_on or "it has no amphora yet: it is being created", "Wait for that.")
@@ -85,7 +85,7 @@ class FailOverAmphora(Command):
             if row.role == ROLE:
                 raise Conflict(doing, "it is a warm spare and serves nobody", "Its pool replaces what does not answer.")
             _refuse_if_deleted(connection, doing, row.load_balancer_id)
-            if row.state == State.RETIRING.value:
+            if row.state == AmphoraState.RETIRING.value:
                 raise Conflict(doing, _going_on(connection, row.load_balancer_id, chosen), "Wait for that.")
             return _begin(connection, row.load_balancer_id, [chosen], parsed_args.reason)
 

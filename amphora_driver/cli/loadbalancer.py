@@ -232,7 +232,7 @@ def _vips(connection: sa.Connection, load_balancer_id: str) -> dict[str, Any]:
         node: LoadBalancer = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         return {}
-    wish = vip_claims.wish_of(connection, load_balancer_id)
+    wish = vip_claims.read_pending_request(connection, load_balancer_id)
     waiting = "" if wish is None else f" ({wish.reason}; asked {wish.attempts} times)"
     shown: dict[str, Any] = {"VIPs": ", ".join(vip.address or f"not known yet{waiting}" for vip in node.vips)}
     if node.vip_qos_policy_id:

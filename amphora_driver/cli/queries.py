@@ -18,7 +18,7 @@ from amphora_driver.database.tables import amphora, amphora_seen, request, statu
 from amphora_driver.database.tables_fleet import failover, silence
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import Op
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def operating(one: Balancer) -> str:
 
 def holder(machines: Iterable[Any]) -> str | None:
     """The amphora that has the VIPs, as far as they say: the one that said so last; one on its own has them."""
-    ready = [one for one in machines if one.state != State.BOOTING.value]
+    ready = [one for one in machines if one.state != AmphoraState.BOOTING.value]
     holding = [one for one in ready if one.holds_vip]
     if holding:
         return str(max(holding, key=lambda one: one.seen_at or 0.0).id)
@@ -159,7 +159,7 @@ def holder(machines: Iterable[Any]) -> str | None:
 
 def heard_least(machines: Iterable[Any]) -> float | None:
     """When the amphora was heard that was not heard for the longest time; 0 if one that is ready never was."""
-    ready = [one for one in machines if one.state == State.READY.value]
+    ready = [one for one in machines if one.state == AmphoraState.READY.value]
     return min((one.seen_at or 0.0 for one in ready), default=None)
 
 
@@ -170,7 +170,7 @@ def is_stale(machine: Any, before: float) -> bool:
         machine: a row of `amphorae`.
         before: when it should have been heard at the latest (seconds since 1970).
     """
-    if machine.state == State.BOOTING.value:
+    if machine.state == AmphoraState.BOOTING.value:
         return False
     return bool((machine.seen_at or 0.0) < before)
 

@@ -16,7 +16,7 @@ from cliff.lister import Lister
 from amphora_driver.cli.formatting import Counts
 from amphora_driver.database.tables import amphora, work
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.spare_pools import SparePoolSpec
 
 if TYPE_CHECKING:
@@ -58,9 +58,14 @@ def _row(pool: Any, there: Sequence[Any], users: dict[str | None, int], configur
     takers = users.get(pool.load_balancer_id, 0)
     wanted = (configured if spec.number is None else spec.number) if takers else 0
     states = Counter(one.state for one in there)
-    images = Counter(one.image for one in there if one.image and one.state == State.READY.value)
+    images = Counter(one.image for one in there if one.image and one.state == AmphoraState.READY.value)
     return (
         *(pool.load_balancer_id, spec.compute, spec.compute_flavor, spec.compute_zone, spec.image_tag, wanted),
-        *(states[State.READY.value], states[State.BOOTING.value], states[State.RETIRING.value], takers),
+        *(
+            states[AmphoraState.READY.value],
+            states[AmphoraState.BOOTING.value],
+            states[AmphoraState.RETIRING.value],
+            takers,
+        ),
         *(Counts(images), pool.attempts, pool.error),
     )

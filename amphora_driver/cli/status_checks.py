@@ -19,7 +19,7 @@ import msgspec
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import lasting
 from amphora_driver.store import circuit_breaker, process_registry
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -289,7 +289,7 @@ def _part(one: Any, now: float) -> float:
 
 def of_agents(machines: Sequence[Any], installed: str) -> Check:
     """Agents of another version than this one."""
-    ready = [one for one in machines if one.state != State.BOOTING.value and one.seen_at]
+    ready = [one for one in machines if one.state != AmphoraState.BOOTING.value and one.seen_at]
     other = [one for one in ready if one.agent_version != installed]
     if other:
         versions = ", ".join(sorted({one.agent_version or "one that does not say" for one in other}))

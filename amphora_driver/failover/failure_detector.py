@@ -52,7 +52,7 @@ from amphora_driver.failover.reachability_probe import ReachabilityProbe
 from amphora_driver.queue import local_socket
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class FailureDetector:
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
         known = {one.amphora_id: one for one in snapshot.amphorae}
-        watched = {one for one, liveness in known.items() if liveness.state is State.READY}
+        watched = {one for one, liveness in known.items() if liveness.state is AmphoraState.READY}
         late = self._watch.in_phase(Phase.LATE, now)
         self._probe.retain(late)
         self._probe_late(late, known, now)
@@ -330,7 +330,7 @@ class FailureDetector:
         load_balancer_id, since = self._trial
         again = any(
             one.verdict.dead
-            and one.liveness.state is State.READY
+            and one.liveness.state is AmphoraState.READY
             and one.liveness.load_balancer_id == load_balancer_id
             and self._backoff.is_replacement(load_balancer_id, one.liveness.amphora_id)
             for one in found
@@ -374,7 +374,7 @@ class FailureDetector:
             by_load_balancer.setdefault(one.liveness.load_balancer_id, []).append(one)
         # The longest silence first.
         for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda item: item[1][0].period.since):
-            ready = [one for one in mine if one.liveness.state is State.READY]
+            ready = [one for one in mine if one.liveness.state is AmphoraState.READY]
             refusals = {one.liveness.amphora_id: self._refusal(one, permit, now) for one in ready}
             due = [one for one in ready if one.verdict.cause and not refusals[one.liveness.amphora_id]]
             outage = outage_reason(snapshot, load_balancer_id, mine)

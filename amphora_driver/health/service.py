@@ -128,8 +128,8 @@ class HealthManager:
 
     def _new_keys(self, known: AbstractSet[str]) -> dict[str, Secret]:
         def read(connection: sa.Connection) -> tuple[dict[str, Secret], dict[str, Order]]:
-            keys = amphorae.heartbeat_keys(connection, self._vault, known)
-            return keys, amphorae.last_heard(connection, list(keys))
+            keys = amphorae.read_heartbeat_keys(connection, self._vault, known)
+            return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
         # Before a key is used: a replay of what another process took is refused.

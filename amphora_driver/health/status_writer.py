@@ -24,7 +24,7 @@ from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.health.write_batch import Batches, Entry
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
-from amphora_driver.store.amphorae import Heard, State
+from amphora_driver.store.amphorae import AmphoraState, LastHeartbeat
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Bookkeeper:
         # Heard, but what follows from that is not written down yet.
         self._unwritten: dict[str, Seen] = {}
         # Heard, but that is not written down yet.
-        self._seen: dict[str, Heard] = {}
+        self._seen: dict[str, LastHeartbeat] = {}
         self._seen_at = 0.0
         self._tidied_at = time.monotonic()
 
@@ -173,12 +173,12 @@ class Bookkeeper:
 
     def _words(self, connection: sa.Connection) -> list[_Word]:
         """What every load balancer with unwritten amphorae says now, its account brought up to date."""
-        recorded = amphorae.of_same_load_balancers(connection, list(self._unwritten))
+        recorded = amphorae.load_serving_states(connection, list(self._unwritten))
         self._note_seen({amphora_id for one in recorded.values() for amphora_id in one.amphorae})
         now = time.monotonic()
         words = []
         for load_balancer_id, one in sorted(recorded.items()):
-            trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not State.RETIRING]
+            trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not AmphoraState.RETIRING]
             reports = self._ledger.reports(one.amphorae, now)
             speaker = self._ledger.speaker(trusted, now)
             heard = (speaker,) if speaker is not None else tuple(each for each in trusted if each in reports)
@@ -225,7 +225,9 @@ class Bookkeeper:
 
         def write(connection: sa.Connection) -> list[Loss]:
             config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in losses])
-            return [one for one in losses if amphorae.take_back(connection, one.amphora_id, one.confirmed, one.serves)]
+            return [
+                one for one in losses if amphorae.lower_confirmed(connection, one.amphora_id, one.confirmed, one.serves)
+            ]
 
         lost = self._database.write(write)
         for one in lost:
@@ -279,7 +281,7 @@ class Bookkeeper:
         for amphora_id in self._unwritten.keys() & recorded:
             seen = self._unwritten[amphora_id]
             epoch, sequence = seen.order
-            self._seen[amphora_id] = Heard(
+            self._seen[amphora_id] = LastHeartbeat(
                 amphora_id=amphora_id,
                 at=seen.wall,
                 generation=seen.generation,
@@ -322,7 +324,7 @@ class Bookkeeper:
             return
         # In this order: an amphora's row is written before it can be heard, so one that was heard and has none is gone.
         remembered = self._ledger.remembered()
-        owners = self._database.read(amphorae.all_load_balancers)
+        owners = self._database.read(amphorae.load_balancer_ids)
         self._ledger.forget(remembered - owners.keys())
         self._gone(remembered - owners.keys())
         self._seen = {amphora_id: one for amphora_id, one in self._seen.items() if amphora_id in owners}

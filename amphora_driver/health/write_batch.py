@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     from amphora_driver.database.engine import Database
-    from amphora_driver.store.amphorae import Heard
+    from amphora_driver.store.amphorae import LastHeartbeat
 
 LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Batches:
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}
 
-    def write(self, entries: Sequence[Entry], seen: Sequence[Heard]) -> Written:
+    def write(self, entries: Sequence[Entry], seen: Sequence[LastHeartbeat]) -> Written:
         """Write all that the database takes.
 
         Args:
@@ -79,7 +79,7 @@ class Batches:
             StoreError: the database does not answer. What was refused before is counted.
         """
         written = Written(set(), set())
-        parts: list[Entry | Heard] = [*entries, *seen]
+        parts: list[Entry | LastHeartbeat] = [*entries, *seen]
         apart = [one for one in parts if _owner(one) in self._refused_at]
         self._halve([one for one in parts if _owner(one) not in self._refused_at], written)
         for one in apart:
@@ -104,7 +104,7 @@ class Batches:
         self._logged_at = {one: at for one, at in self._logged_at.items() if one in self._refused_at}
         self.refused = Counter({one: count for one, count in self.refused.items() if one in self._refused_at})
 
-    def _halve(self, parts: Sequence[Entry | Heard], written: Written) -> None:
+    def _halve(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
         """Write these in one transaction. Where the database refuses them, write their halves."""
         if not parts:
             return
@@ -114,7 +114,7 @@ class Batches:
         def write(connection: sa.Connection) -> int:
             statistics.store(connection, [row for entry in entries for row in entry.rows])
             if seen:
-                amphorae.seen(connection, seen)
+                amphorae.record_heartbeats(connection, seen)
             return sum(
                 status_outbox.write_observations(connection, entry.load_balancer_id, entry.news)
                 for entry in entries
@@ -135,5 +135,5 @@ class Batches:
         written.seen.update(one.amphora_id for one in seen)
 
 
-def _owner(part: Entry | Heard) -> str:
+def _owner(part: Entry | LastHeartbeat) -> str:
     return part.load_balancer_id if isinstance(part, Entry) else part.amphora_id

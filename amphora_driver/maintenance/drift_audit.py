@@ -101,7 +101,7 @@ def record_of(connection: sa.Connection, load_balancer_id: str, catalogue: Any) 
         load_balancer_id: which one.
         catalogue: knows topologies and network backends by name.
     """
-    row, everyone = amphorae.with_work(connection, load_balancer_id)
+    row, everyone = amphorae.load_with_work(connection, load_balancer_id)
     if row is None or row.op != "apply" or row.read_back:
         return None
     tree = desired_objects.load_tree(connection, load_balancer_id)

@@ -101,10 +101,10 @@ class Housekeeping:
         before = self._database.now() - self._patience
         if self._database.seconds_since_clock_jump() < self._patience:
             return
-        orphans, served = self._database.read(lambda connection: vip_claims.settled(connection, before))
+        orphans, served = self._database.read(lambda connection: vip_claims.list_settled_claims(connection, before))
         done = [*served, *(one.load_balancer_id for one in orphans if self._released(one))]
         if done:
-            self._database.write(lambda connection: vip_claims.drop(connection, done))
+            self._database.write(lambda connection: vip_claims.delete_claims(connection, done))
 
     def rotate(self) -> int:
         """Have load balancers take their next TLS ticket keys; returns how many.
@@ -146,7 +146,7 @@ class Housekeeping:
             LOG.warning("load balancer %s gets new TLS ticket keys: %s", one.load_balancer_id, error)
             return None
 
-    def _released(self, orphan: vip_claims.Orphan) -> bool:
+    def _released(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Give its addresses back; what goes wrong with one network backend holds up no other."""
         LOG.info("load balancer %s never came: its VIPs are released", orphan.load_balancer_id)
         try:

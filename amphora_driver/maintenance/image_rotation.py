@@ -262,7 +262,7 @@ class Rotator:
         if found is None:
             return None, {}
         seen = self._see(connection, found)
-        return seen, amphorae.last_heard(connection, [each.id for one in seen.facts.values() for each in one.live])
+        return seen, amphorae.last_heartbeats(connection, [each.id for one in seen.facts.values() for each in one.live])
 
     def _see(self, connection: sa.Connection, found: Rotation) -> Snapshot:
         begun = [ItemState.RUNNING] if found.state is RotationState.ABORTED else [ItemState.RUNNING, ItemState.FAILED]
@@ -298,7 +298,7 @@ class Rotator:
                 continue
             of = row.load_balancer_id
             said = told.get(of)
-            gone = [one for one in machines.get(of, []) if one.state == amphorae.State.RETIRING.value]
+            gone = [one for one in machines.get(of, []) if one.state == amphorae.AmphoraState.RETIRING.value]
             found[of] = Facts(
                 generation=row.generation,
                 applied=row.applied,
@@ -316,7 +316,7 @@ class Rotator:
 
 
 def _seen(row: sa.Row[tuple[object, ...]]) -> Seen:
-    ready = row.state == amphorae.State.READY.value
+    ready = row.state == amphorae.AmphoraState.READY.value
     return Seen(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
 
 

@@ -35,7 +35,7 @@ _PLACES: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row
         (),
         lambda row: sealed_secrets.secret_location(SecretName(row.object_id, Purpose(row.purpose), row.ref)),
     ),
-    amphora.c.heartbeat_key: ((), lambda row: amphorae.key_place(row.id)),
+    amphora.c.heartbeat_key: ((), lambda row: amphorae.key_location(row.id)),
     authority.c.sealed_key: (
         (authority.c.kind, authority.c.certificate),
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),

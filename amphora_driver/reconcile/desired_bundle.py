@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
     from amphora_driver.model.loadbalancer import LoadBalancer
     from amphora_driver.model.secret_refs import SecretName
-    from amphora_driver.store.amphorae import Amphora, Plugged
+    from amphora_driver.store.amphorae import Amphora, AttachedPort
     from amphora_driver.store.sealed_secrets import SealedSecret
 
 
@@ -86,7 +86,7 @@ def body(
     return bundle(tree, generation, amphora.id, needed(amphora.plugged, networks), served, pair)
 
 
-def needed(plugged: Sequence[Plugged], networks: Collection[str]) -> tuple[Plugged, ...]:
+def needed(plugged: Sequence[AttachedPort], networks: Collection[str]) -> tuple[AttachedPort, ...]:
     """The ports that are not about to be taken away."""
     return tuple(one for one in plugged if one.port.network_id in networks)
 

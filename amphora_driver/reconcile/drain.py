@@ -107,7 +107,7 @@ class Leaving:
         now, of = self._database.now(), self._turn.lease.load_balancer_id
 
         def write(connection: sa.Connection) -> None:
-            amphorae.change(connection, amphora.id, handed_over=True, drains_until=until)
+            amphorae.update_amphora(connection, amphora.id, handed_over=True, drains_until=until)
             if self._turn.replacing:
                 failovers.record_event(connection, of, Event.HANDED_OVER, now, amphora.id, detail)
 
@@ -153,7 +153,7 @@ class Leaving:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
             LOG.info("amphora %s is not needed any more: %s", amphora.id, why)
-            self._write(lambda connection: amphorae.change(connection, amphora.id, drains_until=0.0))
+            self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, drains_until=0.0))
 
     def _drains_unknown(self, amphora: Amphora, wanted: steps.Wanted) -> bool:
         """Whether connections of it go on of which nobody has written down: whoever had it hand over has died."""
@@ -199,12 +199,12 @@ class Leaving:
         if left is not None:
             # Its addresses may be somebody else's from now on.
             self._turn.check()
-            self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=()))
+            self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=()))
             raise left
         now = self._database.now()
 
         def forget(connection: sa.Connection) -> None:
-            amphorae.forget(connection, amphora.id)
+            amphorae.delete_amphora(connection, amphora.id)
             if self._turn.replacing:
                 failovers.record_release(connection, self._turn.lease.load_balancer_id, amphora.id, now)
 

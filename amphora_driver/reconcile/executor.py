@@ -29,7 +29,7 @@ from amphora_driver.reconcile.spare_pool import Sparing
 from amphora_driver.reconcile.vip_allocation import Vips
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations
-from amphora_driver.store.amphorae import Amphora, Plugged, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState, AttachedPort
 from amphora_driver.store.failovers import Event
 
 if TYPE_CHECKING:
@@ -190,23 +190,23 @@ class Steps:
         self._write(write)
 
     def _amphora(self, amphora_id: str) -> Amphora:
-        found = self._database.read(
-            lambda connection: amphorae.of_load_balancer(connection, self._lease.load_balancer_id)
-        )
+        found = self._database.read(lambda connection: amphorae.load_amphorae(connection, self._lease.load_balancer_id))
         return next(one for one in found if one.id == amphora_id)
 
     # --- an amphora comes -------------------------------------------------------------------------------------------
 
     def _record(self, step: planning.Record) -> None:
         amphora_id = str(uuid.uuid4())
-        sealed = self._vault.seal(Secret(secrets.token_bytes(32)), amphorae.key_place(amphora_id))
+        sealed = self._vault.seal(Secret(secrets.token_bytes(32)), amphorae.key_location(amphora_id))
         of, role = self._lease.load_balancer_id, step.role
         self._marked(
-            Event.RECORDED, amphora_id, lambda connection: amphorae.record(connection, amphora_id, of, role, sealed)
+            Event.RECORDED,
+            amphora_id,
+            lambda connection: amphorae.insert_amphora(connection, amphora_id, of, role, sealed),
         )
 
     def _boot(self, amphora: Amphora, wanted: planning.Wanted) -> None:
-        key = self._database.read(lambda connection: amphorae.heartbeat_key(connection, self._vault, amphora.id))
+        key = self._database.read(lambda connection: amphorae.read_heartbeat_key(connection, self._vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded any more")
         conf = _AGENT_CONF.format(
@@ -242,7 +242,7 @@ class Steps:
         self._marked(
             Event.BOOTED,
             amphora.id,
-            lambda connection: amphorae.change(
+            lambda connection: amphorae.update_amphora(
                 connection,
                 amphora.id,
                 compute_id=machine.compute_id,
@@ -277,15 +277,15 @@ class Steps:
         try:
             self._compute.attach(amphora.id, port)
         except ComputeError:
-            if amphora.state is State.BOOTING:
+            if amphora.state is AmphoraState.BOOTING:
                 self._check_machine(amphora)
             raise
         subnets = tuple(
             self._network.subnet(subnet_id) for subnet_id in dict.fromkeys(one.subnet_id for one in port.addresses)
         )
         others = tuple(one for one in amphora.plugged if one.port.network_id != step.network_id)
-        plugged = (*others, Plugged(port=port, subnets=subnets))
-        self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=plugged))
+        plugged = (*others, AttachedPort(port=port, subnets=subnets))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=plugged))
 
     def _await_agent(self, step: planning.AwaitAgent) -> None:
         """Ask once: who is not there is waited for without this thread, and without the lease."""
@@ -313,7 +313,7 @@ class Steps:
         self._marked(
             Event.READY,
             amphora.id,
-            lambda connection: amphorae.change(connection, amphora.id, state=State.READY, ready_at=now),
+            lambda connection: amphorae.update_amphora(connection, amphora.id, state=AmphoraState.READY, ready_at=now),
         )
 
     def _check_machine(self, amphora: Amphora) -> None:
@@ -321,7 +321,7 @@ class Steps:
         machine = self._compute.get(amphora.id)
         if machine is not None and machine.state is not MachineState.FAILED:
             return
-        self._write(lambda connection: amphorae.change(connection, amphora.id, **_NOT_BOOTED))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_NOT_BOOTED))
         reason = machine.reason if machine is not None else ""
         raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
 
@@ -329,7 +329,7 @@ class Steps:
         """Give up one that runs and has not answered for too long: it is removed, and booted anew next time."""
         most, now = float(self._conf.controller.boot_timeout), self._database.now()
         if amphora.booted_at is None:
-            self._write(lambda connection: amphorae.change(connection, amphora.id, booted_at=now))
+            self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, booted_at=now))
         if (
             amphora.booted_at is None
             or now < amphora.booted_at + most
@@ -338,7 +338,7 @@ class Steps:
             return
         self._turn.check()
         self._compute.destroy(amphora.id)
-        self._write(lambda connection: amphorae.change(connection, amphora.id, **_NOT_BOOTED))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, **_NOT_BOOTED))
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
         # For a user that is the end of a long wait, whatever comes of the next boot.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
@@ -366,7 +366,7 @@ class Steps:
                 self._turn.check()
                 self._network.delete_port(plugged.port.id)
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
-        self._write(lambda connection: amphorae.change(connection, amphora.id, plugged=left))
+        self._write(lambda connection: amphorae.update_amphora(connection, amphora.id, plugged=left))
 
     def _release(self, amphora: Amphora, wanted: planning.Wanted) -> None:
         self.leaving.release(amphora, wanted, self._compute, self._network)

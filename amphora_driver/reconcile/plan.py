@@ -42,7 +42,7 @@ from amphora_driver.reconcile.steps import (
     Unplug,
     Wanted,
 )
-from amphora_driver.store.amphorae import Amphora, Partner, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState, Partner
 
 # Who takes steps knows them from here.
 __all__ = [
@@ -103,7 +103,7 @@ def _renewals(wanted: Wanted, amphorae: tuple[Amphora, ...]) -> tuple[list[AnySt
     One whose certificate has expired takes nothing else. One that is about to go may not answer any more: who comes in
     its place is not kept waiting for that.
     """
-    going = {one.id for one in amphorae if one.state is State.RETIRING}
+    going = {one.id for one in amphorae if one.state is AmphoraState.RETIRING}
     expired = {one.id for one in amphorae if one.certificate_expires_at and one.certificate_expires_at <= wanted.now}
     first: list[AnyStep] = []
     later: list[AnyStep] = []
@@ -185,8 +185,8 @@ class _House:
     def __init__(self, wanted: Wanted, amphorae: tuple[Amphora, ...]) -> None:
         self._wanted = wanted
         self.everyone = amphorae
-        self.live = [one for one in amphorae if one.state is not State.RETIRING]
-        self.retiring = [one for one in amphorae if one.state is State.RETIRING]
+        self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
+        self.retiring = [one for one in amphorae if one.state is AmphoraState.RETIRING]
         self.missing = list((Counter(wanted.roles) - Counter(one.role for one in self.live)).elements())
         self._several = len(wanted.roles) > 1
         self._without_machine = {one.id for one in self.live if one.management_address is None}
@@ -198,7 +198,7 @@ class _House:
         if self._wanted.holder_asked or not self._several:
             return ()
         serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._quiet]
-        going = [one for one in serving if one.state is State.RETIRING and not one.handed_over]
+        going = [one for one in serving if one.state is AmphoraState.RETIRING and not one.handed_over]
         return tuple(one.id for one in serving) if going and len(serving) > 1 else ()
 
     def may_grow(self) -> bool:
@@ -386,14 +386,14 @@ def _arrival(wanted: Wanted, amphora: Amphora) -> list[AnyStep]:
         steps.append(Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
     if wanted.readable:
         steps += _plugging(wanted, amphora)
-    if amphora.state is State.BOOTING and amphora.id not in wanted.absent:
+    if amphora.state is AmphoraState.BOOTING and amphora.id not in wanted.absent:
         steps.append(AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
     return steps
 
 
 def _boots(wanted: Wanted, amphora: Amphora) -> bool:
     """Whether nothing can be done for it but wait: its agent was asked a moment ago."""
-    return amphora.state is State.BOOTING and amphora.id in wanted.absent
+    return amphora.state is AmphoraState.BOOTING and amphora.id in wanted.absent
 
 
 def _patience(wanted: Wanted, waiting: Sequence[Amphora]) -> Await:

@@ -31,7 +31,7 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store import amphorae, failovers, generations, status_outbox
 from amphora_driver.store import sealed_secrets as kept
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
@@ -241,8 +241,8 @@ class Pushing:
                 values: dict[str, Any] = {"confirmed": round_.generation, "confirmed_at": now, "drifts": False}
                 if round_.priorities:
                     values["partners"] = vrrp_peers.partners(one, round_.everyone, round_.tree.vip)
-                amphorae.change(connection, one.id, **values)
-                if wanted.replacing and one.state is not State.RETIRING:
+                amphorae.update_amphora(connection, one.id, **values)
+                if wanted.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, wanted.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # Usually this was the last one missing: one transaction for both marks.

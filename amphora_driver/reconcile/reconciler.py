@@ -184,14 +184,14 @@ class Reconciler:
         self, connection: sa.Connection, turn: Turn, steps: Steps, now: float
     ) -> tuple[planning.Wanted | None, tuple[amphorae.Amphora, ...]]:
         lease, load_balancer_id = turn.lease, turn.lease.load_balancer_id
-        row, observed = amphorae.with_work(connection, load_balancer_id)
+        row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             return None, ()
         # At once: what comes between this look and the next one is newer than what was seen.
         turn.saw(row.generation, row.op)
         log_context.of_generation(row.generation)
         turn.replacing = bool(row.replacing)
-        turn.staying = frozenset(one.id for one in observed if one.state is not amphorae.State.RETIRING)
+        turn.staying = frozenset(one.id for one in observed if one.state is not amphorae.AmphoraState.RETIRING)
         if row.op == Op.SPARES:
             return self._pool(connection, row, observed, turn, steps, now), observed
         gone = row.op == Op.DELETE

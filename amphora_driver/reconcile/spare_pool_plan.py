@@ -22,7 +22,7 @@ from amphora_driver.reconcile.steps import (
     Retire,
     Wanted,
 )
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.spare_pools import ROLE
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _BOOT_PAUSE = 2.0
 
 def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]) -> list[AnyStep]:
     """The next steps of a pool, in order; the same question is asked again after they were taken."""
-    live = [one for one in amphorae if one.state is not State.RETIRING]
+    live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
     if marks := _marks(wanted, stock, live):
         return marks
     missing = stock.number - len(live)
@@ -58,7 +58,7 @@ def plan_pool(wanted: Wanted, stock: SparePoolState, amphorae: Sequence[Amphora]
         return [Disband(reason="nobody takes spares from this pool")]
     if quiet := _quiet(wanted, stock, live):
         return [AskSpares(amphora_ids=quiet, reason="they are not heard")]
-    booting = tuple(one.id for one in live if one.state is State.BOOTING)
+    booting = tuple(one.id for one in live if one.state is AmphoraState.BOOTING)
     if booting:
         return [Await(until=wanted.now + _BOOT_PAUSE, amphorae=booting, reason="machines boot")]
     return [Await(until=wanted.now + LOOK_PAUSE, reason="spares wait to be taken")]
@@ -70,7 +70,7 @@ def _marks(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> li
     if not why and (lost := _lost(wanted, stock, live)) is not None:
         why[lost] = "it is neither heard nor answers"
     staying = [one for one in live if one.id not in why]
-    staying.sort(key=lambda one: one.state is State.BOOTING)
+    staying.sort(key=lambda one: one.state is AmphoraState.BOOTING)
     why |= {one.id: f"{stock.number} spares are wanted" for one in staying[stock.number :]}
     return [Retire(amphora_id=amphora_id, reason=reason) for amphora_id, reason in why.items()]
 
@@ -81,7 +81,7 @@ def _lost(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> str
     They are given up one by one, each when the one before has been replaced. Where we are the ones who are deaf, or
     many fall silent at once, nobody is.
     """
-    if not stock.detection_works or len(live) < stock.number or any(one.state is State.BOOTING for one in live):
+    if not stock.detection_works or len(live) < stock.number or any(one.state is AmphoraState.BOOTING for one in live):
         return None
     found = [one for one in live if one.id in wanted.absent and _silent_for(wanted, stock, one) > _LOST]
     return max(found, key=lambda one: _silent_for(wanted, stock, one)).id if found else None
@@ -109,7 +109,7 @@ def _boot(wanted: Wanted, one: Amphora) -> Boot | None:
 
 
 def _await(wanted: Wanted, one: Amphora) -> AwaitAgent | None:
-    if one.state is not State.BOOTING or one.id in wanted.absent:
+    if one.state is not AmphoraState.BOOTING or one.id in wanted.absent:
         return None
     return AwaitAgent(amphora_id=one.id, reason="its agent has not answered yet")
 
@@ -119,7 +119,7 @@ def _quiet(wanted: Wanted, stock: SparePoolState, live: Sequence[Amphora]) -> tu
     return tuple(
         one.id
         for one in live
-        if one.state is State.READY
+        if one.state is AmphoraState.READY
         and one.id not in wanted.asked
         and (one.heard_at is None or _silent_for(wanted, stock, one) > wanted.patience)
     )

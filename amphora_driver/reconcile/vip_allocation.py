@@ -21,7 +21,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.network import VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet
 from amphora_driver.store import desired_objects, generations, vip_claims
-from amphora_driver.store.vip_claims import Wish
+from amphora_driver.store.vip_claims import PendingVipRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -117,7 +117,7 @@ def refusals(connection: sa.Connection, load_balancer_id: str, given: Given | No
 
 def again_at(connection: sa.Connection, load_balancer_id: str, now: float) -> float:
     """When the backend is to be asked (again) for the addresses, in seconds since 1970; 0 for now."""
-    wish = vip_claims.wish_of(connection, load_balancer_id)
+    wish = vip_claims.read_pending_request(connection, load_balancer_id)
     return 0.0 if wish is None or wish.again_at > now + wish.pause else wish.again_at
 
 
@@ -143,13 +143,15 @@ class Vips:
             NetworkError: the backend failed, or has needed too long.
         """
         begun = self._database.now()
-        wish = self._database.read(lambda connection: vip_claims.wish_of(connection, tree.id)) or _wish(tree, begun)
+        wish = self._database.read(lambda connection: vip_claims.read_pending_request(connection, tree.id)) or _wish(
+            tree, begun
+        )
         answer = network.allocate_vip(tree.id, wish.project_id, wish.vips, machines)
         if isinstance(answer, NotYet):
             now = self._database.now()
-            later = vip_claims.later(wish, answer.reason, answer.again_in, now)
+            later = vip_claims.schedule_retry(wish, answer.reason, answer.again_in, now)
             LOG.info("load balancer %s has no addresses yet: %s", tree.id, answer.reason)
-            self._write(lambda connection: vip_claims.keep(connection, tree.id, seen.network, later))
+            self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, seen.network, later))
             if now - wish.since > self._patience:
                 waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"take a VIP for load balancer {tree.id}", waited, final=True)
@@ -185,10 +187,10 @@ def settle(connection: sa.Connection, load_balancer_id: str, generation: int, fo
     desired_objects.update_objects(
         connection, now, [msgspec.structs.replace(node, vip=found[0], additional_vips=tuple(found[1:]))]
     )
-    vip_claims.answered(connection, load_balancer_id)
+    vip_claims.clear_pending_request(connection, load_balancer_id)
 
 
-def _wish(tree: LoadBalancer, now: float) -> Wish:
+def _wish(tree: LoadBalancer, now: float) -> PendingVipRequest:
     """What can be asked for if nothing else is recorded: any addresses on the same subnets."""
     vips = tuple(
         VipRequest(
@@ -199,4 +201,4 @@ def _wish(tree: LoadBalancer, now: float) -> Wish:
         )
         for vip in tree.vips
     )
-    return Wish(project_id=tree.project_id, vips=vips, since=now)
+    return PendingVipRequest(project_id=tree.project_id, vips=vips, since=now)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
-from amphora_driver.store.amphorae import Amphora, Partner, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState, Partner
 
 # Every pair has its own: advertisements are sent to each partner's own address, so that two pairs on one network never
 # hear each other (RFC 9568 numbers virtual routers per network only because they share a multicast group).
@@ -45,7 +45,7 @@ def partners(amphora: Amphora, everyone: Iterable[Amphora], vip: Vip) -> tuple[P
     for other in everyone:
         at = address(other, vip)
         # One that was to be replaced before it ever served takes no part in anything, and one that is dead no more.
-        takes_part = other.state is not State.RETIRING or (other.confirmed > 0 and not other.dead)
+        takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))
     return tuple(sorted(found))
@@ -95,7 +95,7 @@ def holder(everyone: Sequence[Amphora], first_role: str, quiet: frozenset[str]) 
         quiet: those that are silent, whose last words are not believed.
     """
     # One that is about to go and has no port any more may say what it will: nobody hears it.
-    serving = [one for one in everyone if one.confirmed > 0 and (one.plugged or one.state is not State.RETIRING)]
+    serving = [one for one in everyone if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 

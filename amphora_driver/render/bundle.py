@@ -16,7 +16,7 @@ import msgspec
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer
 from amphora_driver.render.udp import VirtualServer
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 from amphora_driver.validation import addresses
 
 _TCP = "tcp"
@@ -125,7 +125,7 @@ def bundle(
     tree: LoadBalancer,
     generation: int,
     amphora_id: str,
-    plugged: Sequence[Plugged],
+    plugged: Sequence[AttachedPort],
     served: Served,
     vrrp: BundleVrrp | None = None,
 ) -> bytes:
@@ -193,20 +193,20 @@ def _in_clear(value: object) -> str:
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
 
-def interfaces(tree: LoadBalancer, plugged: Sequence[Plugged]) -> tuple[BundleInterface, ...]:
+def interfaces(tree: LoadBalancer, plugged: Sequence[AttachedPort]) -> tuple[BundleInterface, ...]:
     """The interfaces an amphora needs: eth1 on the VIP's network, then the member networks."""
     ordered = sorted(plugged, key=lambda one: (one.port.network_id != tree.vip.network_id, one.port.network_id))
     return tuple(_interface(tree, _name(tree, one), one) for one in ordered)
 
 
-def _name(tree: LoadBalancer, plugged: Plugged) -> str:
+def _name(tree: LoadBalancer, plugged: AttachedPort) -> str:
     """What an interface keeps as long as it is there, whatever others come and go: renaming costs connections."""
     if plugged.port.network_id == tree.vip.network_id:
         return "eth1"
     return f"m{plugged.port.mac.replace(':', '')}"
 
 
-def _interface(tree: LoadBalancer, name: str, plugged: Plugged) -> BundleInterface:
+def _interface(tree: LoadBalancer, name: str, plugged: AttachedPort) -> BundleInterface:
     subnets = {subnet.id: subnet for subnet in plugged.subnets}
     is_vip = plugged.port.network_id == tree.vip.network_id
     addresses = []

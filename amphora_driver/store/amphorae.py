@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The amphorae of a load balancer.
+"""Rows of amphorae and their last heartbeats.
 
-Invariant: an amphora's row is written before anything is made for it and deleted after everything of it is gone, so
-that nothing exists outside of which no row knows.
+Invariant: an amphora's row is inserted before any resource is created for it, and deleted after its last resource. So
+every resource in a backend has a row.
 """
 
 from __future__ import annotations
@@ -32,58 +32,56 @@ if TYPE_CHECKING:
 
 # Databases limit the number of values in one IN (...).
 _CHUNK = 500
-_LONGEST_VERSION = 64
+_MAX_VERSION_TEXT = 64
 
 
-class State(str, Enum):
-    """Where an amphora is in its life."""
+class AmphoraState(str, Enum):
+    """Life cycle of an amphora."""
 
     BOOTING = "booting"
     READY = "ready"
     RETIRING = "retiring"
 
 
-class Plugged(msgspec.Struct, frozen=True, kw_only=True):
-    """A port the machine has, with what is known of its subnets."""
+class AttachedPort(msgspec.Struct, frozen=True, kw_only=True):
+    """A port of the machine with its subnets."""
 
     port: Port
     subnets: tuple[Subnet, ...]
 
 
 class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """Another amphora of the same load balancer: its id, and its address on the VIP's network."""
+    """Another amphora of the same load balancer, with its address on the VIP's network."""
 
     id: str
     address: str
 
 
 class Amphora(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora as recorded; its heartbeat key stays in the store.
+    """One recorded amphora, without its heartbeat key; times are seconds since 1970.
 
     Attributes:
-        booted_at: when its machine was ordered (seconds since 1970).
-        confirmed_at: when it confirmed what it serves.
-        partners: those it knew to be its partners when it confirmed.
-        heard_at: when it was heard last (seconds since 1970); None if never.
-        holds_vip: what it said then; None if it did not say.
-        handed_over: it was asked to give the VIPs to its partner, because it is about to go.
-        drains_until: it did, and until then connections it still has may go on (seconds since 1970); None while the
-            VIPs may still be there.
-        dead: it is being replaced because it was neither heard nor answered: nothing is asked of it, and nobody counts
-            on it.
-        certificate_issued_at: when its certificate was issued (seconds since 1970; the end of it likewise).
-        certificate_authority: who issued it: the id of an authority, None for the one of the files.
-        trusts: whose client certificates it accepts (see `certificates.rotation`).
+        booted_at: time of the boot request.
+        confirmed: the newest generation it has confirmed.
+        confirmed_at: time of that confirmation.
+        partners: its VRRP peers at that confirmation.
+        heard_at: time of the last heartbeat; None if never.
+        holds_vip: its report in that heartbeat; None if it made none.
+        handed_over: it was asked to hand its VIPs over before its removal.
+        drains_until: end of the connection drain after the handover; None while it may still hold VIPs.
+        dead: it is being replaced because it sends no heartbeats and does not answer. No step depends on it.
+        certificate_authority: id of the CA that issued its certificate; None for the configured files.
+        trusts: the CAs of client certificates that it accepts (see `certificates.ca_rotation`).
     """
 
     id: str
     load_balancer_id: str
     role: str
-    state: State
+    state: AmphoraState
     compute_id: str | None
     management_address: str | None
     confirmed: int
-    plugged: tuple[Plugged, ...]
+    plugged: tuple[AttachedPort, ...]
     booted_at: float | None = None
     confirmed_at: float | None = None
     partners: tuple[Partner, ...] = ()
@@ -98,23 +96,23 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     trusts: str | None = None
 
 
-class Serving(msgspec.Struct, kw_only=True):
-    """A load balancer's newest wanted generation and status; its amphorae, the oldest first, what they confirmed.
+class ServingState(msgspec.Struct, kw_only=True):
+    """Newest generation, operating status and amphorae of a load balancer, the oldest amphora first.
 
-    `drifting` are those of them that are noted not to be as wanted now.
+    `confirmed` holds the confirmed generations, `drifting` the amphorae with recorded drift.
     """
 
     generation: int
     operating: str | None = None
-    amphorae: dict[str, State] = {}
+    amphorae: dict[str, AmphoraState] = {}
     confirmed: dict[str, int] = {}
     drifting: set[str] = set()
 
 
-class Heard(msgspec.Struct, frozen=True, kw_only=True):
-    """The last heartbeat of an amphora: when (seconds since 1970), what it served, and its place among all of them.
+class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The last heartbeat of an amphora: time (seconds since 1970), served generation, epoch and sequence.
 
-    `holds_vip` and `agent_version` are None where it did not say.
+    `holds_vip` and `agent_version` are None if the heartbeat does not contain them.
     """
 
     amphora_id: str
@@ -126,45 +124,48 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
     agent_version: str | None = None
 
 
-# Statements of every second are built once.
+# Statements are built once, because building one costs more than running it.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
-_ALL = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# Of one moment, and at once; every column costs. Where both have one of the same name, the amphora's is not asked for.
-_UNASKED = {
+_LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
+# Columns that the joined query omits for speed. For a name in both tables, it reads the column of `work`.
+_UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "free_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason"),
     *("image", "audited_at", "drift", "drifts"),
 }
-_OF_WORK = [column for column in work.c if column.name not in _UNASKED]
-_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNASKED, *(one.name for one in work.c)}]
-# Causes of a fail-over that say that an amphora is dead: nobody hears it, and it does not answer either.
-_DEATHS = ("silent", "never_spoke", "machine")
-_OPEN = failover.c.ended_at.is_(None)
-_DEAD = sa.exists().where(
+_OF_WORK = [column for column in work.c if column.name not in _UNREAD_COLUMNS]
+_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in work.c)}]
+# Causes of a fail-over that mean a dead amphora: it sends no heartbeats, and its agent does not answer.
+_DEATH_CAUSES = ("silent", "never_spoke", "machine")
+_IS_OPEN = failover.c.ended_at.is_(None)
+_HAS_DEATH = sa.exists().where(
     failover.c.load_balancer_id == amphora.c.load_balancer_id,
     failover.c.amphora_id == amphora.c.id,
-    failover.c.cause.in_(_DEATHS),
-    _OPEN,
+    failover.c.cause.in_(_DEATH_CAUSES),
+    _IS_OPEN,
 )
-# Only of those that are being replaced: of all others nobody needs to look.
-_DEAD_NOW = sa.and_(amphora.c.state == State.RETIRING.value, _DEAD.correlate(amphora)).label("dead")
-_REPLACING = (
-    sa.exists().where(failover.c.load_balancer_id == work.c.load_balancer_id, _OPEN).correlate(work).label("replacing")
+# Only retiring amphorae can have an open fail-over: skip the subquery for all others.
+_IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
+_IS_REPLACING = (
+    sa.exists()
+    .where(failover.c.load_balancer_id == work.c.load_balancer_id, _IS_OPEN)
+    .correlate(work)
+    .label("replacing")
 )
 _OF_LOAD_BALANCER = (
-    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _DEAD_NOW)
+    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _IS_DEAD)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
     .where(amphora.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _DEAD_NOW, _REPLACING)
+    sa.select(*_OF_WORK, *_OF_AMPHORA, amphora_seen.c.seen_at, amphora_seen.c.holds_vip, _IS_DEAD, _IS_REPLACING)
     .outerjoin(amphora, amphora.c.load_balancer_id == work.c.load_balancer_id)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
     .where(work.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
-_OF_SAME = (
+_SERVING = (
     sa.select(
         *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, work.c.generation),
         *(status.c.operating, amphora.c.drifts),
@@ -174,7 +175,7 @@ _OF_SAME = (
     .where(amphora.c.load_balancer_id.in_(sa.select(amphora.c.load_balancer_id).where(amphora.c.id.in_(_IDS))))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
-_RECORDED = (
+_WITH_HEARTBEAT = (
     sa.select(amphora.c.id, amphora_seen.c.amphora_id)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
     .where(amphora.c.id.in_(_IDS))
@@ -189,8 +190,8 @@ _VALUES = {
     "holds_vip": sa.bindparam("new_holds_vip", type_=sa.Boolean),
     "agent_version": sa.bindparam("new_agent_version"),
 }
-_FIRST_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
-_SEEN = (
+_INSERT_SEEN = amphora_seen.insert().values(amphora_id=sa.bindparam("of"), **_VALUES)
+_UPDATE_SEEN = (
     amphora_seen.update()
     .where(
         amphora_seen.c.amphora_id == sa.bindparam("of"),
@@ -203,14 +204,16 @@ _SEEN = (
 )
 
 
-def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, role: str, sealed_key: bytes) -> None:
-    """Write down an amphora that is about to be booted."""
+def insert_amphora(
+    connection: sa.Connection, amphora_id: str, load_balancer_id: str, role: str, sealed_key: bytes
+) -> None:
+    """Insert the row of an amphora before its boot."""
     connection.execute(
         amphora.insert().values(
             id=amphora_id,
             load_balancer_id=load_balancer_id,
             role=role,
-            state=State.BOOTING.value,
+            state=AmphoraState.BOOTING.value,
             confirmed=0,
             heartbeat_key=sealed_key,
             created_at=time.time(),
@@ -218,36 +221,34 @@ def record(connection: sa.Connection, amphora_id: str, load_balancer_id: str, ro
     )
 
 
-def with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
-    """The load balancer's row of `work` (None if there is none), but for who has the lease, and all its amphorae.
+def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
+    """Return a load balancer's `work` row (or None) and its amphorae, the oldest first.
 
-    `replacing` in it says whether a fail-over of it goes on.
-
-    The oldest comes first.
+    The row lacks the lease columns. Its additional column `replacing` says whether a fail-over is open.
     """
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
-    return (rows[0] if rows else None), _amphorae(rows)
+    return (rows[0] if rows else None), _to_amphorae(rows)
 
 
-def of_load_balancer(connection: sa.Connection, load_balancer_id: str) -> tuple[Amphora, ...]:
-    """Every amphora of a load balancer, the oldest first."""
-    return _amphorae(connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id}).all())
+def load_amphorae(connection: sa.Connection, load_balancer_id: str) -> tuple[Amphora, ...]:
+    """Return the amphorae of a load balancer, the oldest first."""
+    return _to_amphorae(connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id}).all())
 
 
-def _amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
+def _to_amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
     return tuple(
         Amphora(
             id=row.id,
             load_balancer_id=row.load_balancer_id,
             role=row.role,
-            state=State(row.state),
+            state=AmphoraState(row.state),
             compute_id=row.compute_id,
             management_address=row.management_address,
             confirmed=row.confirmed,
-            plugged=_plugged(row.plugged),
+            plugged=_decode_ports(row.plugged),
             booted_at=row.booted_at,
             confirmed_at=row.confirmed_at,
-            partners=_partners(row.partners),
+            partners=_decode_partners(row.partners),
             heard_at=row.seen_at,
             holds_vip=row.holds_vip,
             handed_over=row.handed_over,
@@ -264,17 +265,17 @@ def _amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _plugged(text: str | None) -> tuple[Plugged, ...]:
-    return msgspec.json.decode(text, type=tuple[Plugged, ...]) if text else ()
+def _decode_ports(text: str | None) -> tuple[AttachedPort, ...]:
+    return msgspec.json.decode(text, type=tuple[AttachedPort, ...]) if text else ()
 
 
 @lru_cache(maxsize=1024)
-def _partners(text: str | None) -> tuple[Partner, ...]:
+def _decode_partners(text: str | None) -> tuple[Partner, ...]:
     return msgspec.json.decode(text, type=tuple[Partner, ...]) if text else ()
 
 
-def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
-    """Change columns of an amphora's row; a retiring amphora stays retiring whatever else is learned of it."""
+def update_amphora(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
+    """Update columns of an amphora's row; a retiring amphora stays retiring."""
     for name in ("plugged", "partners"):
         if name in values:
             values[name] = msgspec.json.encode(values[name]).decode()
@@ -284,16 +285,20 @@ def change(connection: sa.Connection, amphora_id: str, **values: Any) -> None:
     if state is not None:
         connection.execute(
             amphora.update()
-            .where(amphora.c.id == amphora_id, amphora.c.state != State.RETIRING.value)
-            .values(state=State(state).value)
+            .where(amphora.c.id == amphora_id, amphora.c.state != AmphoraState.RETIRING.value)
+            .values(state=AmphoraState(state).value)
         )
 
 
-def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
-    """An amphora serves less than it confirmed: its load balancer is due; False if it has confirmed anew meanwhile."""
+def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
+    """Lower an amphora's confirmed generation to the served one, and make its load balancer due.
+
+    Returns:
+        False if the amphora has confirmed another generation since.
+    """
     owner = connection.execute(sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)).scalar()
     mine = work.c.load_balancer_id == owner
-    # The row of `work` first, as every step does: two that lock in different orders wait for each other.
+    # Lock `work` before `amphora`, as every transaction does, otherwise two may deadlock.
     connection.execute(sa.select(work.c.epoch).where(mine).with_for_update())
     changed = connection.execute(
         amphora.update()
@@ -301,7 +306,7 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves
             amphora.c.id == amphora_id,
             amphora.c.load_balancer_id == owner,
             amphora.c.confirmed == confirmed,
-            amphora.c.state == State.READY.value,
+            amphora.c.state == AmphoraState.READY.value,
         )
         .values(confirmed=serves, reason=f"it confirmed generation {confirmed} and serves {serves}")
     ).rowcount
@@ -310,59 +315,64 @@ def take_back(connection: sa.Connection, amphora_id: str, confirmed: int, serves
     return bool(changed)
 
 
-def forget(connection: sa.Connection, amphora_id: str) -> None:
-    """Delete the row of an amphora of which nothing is left."""
+def delete_amphora(connection: sa.Connection, amphora_id: str) -> None:
+    """Delete the rows of an amphora, after its last resource."""
     connection.execute(amphora_seen.delete().where(amphora_seen.c.amphora_id == amphora_id))
     connection.execute(amphora.delete().where(amphora.c.id == amphora_id))
 
 
-def key_place(amphora_id: str) -> SecretLocation:
-    """What the heartbeat key of this amphora is sealed for."""
+def key_location(amphora_id: str) -> SecretLocation:
+    """Return the location to which an amphora's encrypted heartbeat key is bound."""
     return SecretLocation("amphora", (amphora_id, "heartbeat_key"))
 
 
-def heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> Secret | None:
-    """The key an amphora signs its heartbeats with, or None if there is no such amphora."""
+def read_heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> Secret | None:
+    """Return the key that signs an amphora's heartbeats; None if the amphora is not recorded."""
     sealed = connection.execute(sa.select(amphora.c.heartbeat_key).where(amphora.c.id == amphora_id)).scalar()
-    return None if sealed is None else vault.open(sealed, key_place(amphora_id))
+    return None if sealed is None else vault.open(sealed, key_location(amphora_id))
 
 
-def heartbeat_keys(connection: sa.Connection, vault: Vault, known: AbstractSet[str] = frozenset()) -> dict[str, Secret]:
-    """The keys of all amphorae but those that are known, by amphora id. A key that cannot be opened is left out."""
+def read_heartbeat_keys(
+    connection: sa.Connection, vault: Vault, known: AbstractSet[str] = frozenset()
+) -> dict[str, Secret]:
+    """Return the heartbeat keys of all amphorae that are not in `known`, by amphora id.
+
+    Keys that cannot be decrypted are not included.
+    """
     new = sorted(set(connection.execute(sa.select(amphora.c.id)).scalars()) - known)
     keys = {}
     for start in range(0, len(new), _CHUNK):
         some = amphora.c.id.in_(new[start : start + _CHUNK])
         for row in connection.execute(sa.select(amphora.c.id, amphora.c.heartbeat_key).where(some)):
             with contextlib.suppress(StoreError):
-                keys[row.id] = vault.open(row.heartbeat_key, key_place(row.id))
+                keys[row.id] = vault.open(row.heartbeat_key, key_location(row.id))
     return keys
 
 
-def of_same_load_balancers(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, Serving]:
-    """The load balancers of these amphorae with all their amphorae, by load balancer id.
+def load_serving_states(connection: sa.Connection, amphora_ids: Sequence[str]) -> dict[str, ServingState]:
+    """Return the load balancers of these amphorae with all their amphorae, by load balancer id.
 
-    Amphorae that are not recorded, and load balancers that are not wanted by anybody any more, are left out.
+    Amphorae and load balancers without a row are not included.
     """
-    found: dict[str, Serving] = {}
+    found: dict[str, ServingState] = {}
     for start in range(0, len(amphora_ids), _CHUNK):
-        for row in connection.execute(_OF_SAME, {"ids": amphora_ids[start : start + _CHUNK]}):
-            known = Serving(generation=row.generation, operating=row.operating)
+        for row in connection.execute(_SERVING, {"ids": amphora_ids[start : start + _CHUNK]}):
+            known = ServingState(generation=row.generation, operating=row.operating)
             one = found.setdefault(row.load_balancer_id, known)
-            one.amphorae[row.id] = State(row.state)
+            one.amphorae[row.id] = AmphoraState(row.state)
             one.confirmed[row.id] = row.confirmed
             if row.drifts:
                 one.drifting.add(row.id)
     return found
 
 
-def all_load_balancers(connection: sa.Connection) -> dict[str, str]:
-    """The load balancer of every amphora that is recorded."""
-    return {row.id: row.load_balancer_id for row in connection.execute(_ALL)}
+def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
+    """Return the load balancer id of every recorded amphora."""
+    return {row.id: row.load_balancer_id for row in connection.execute(_LOAD_BALANCER_IDS)}
 
 
-def last_heard(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
-    """(epoch, sequence) of the last heartbeat written down, of these amphorae or of all."""
+def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
+    """Return (epoch, sequence) of the last recorded heartbeat, of these amphorae or of all."""
     statement = sa.select(amphora_seen.c.amphora_id, amphora_seen.c.epoch, amphora_seen.c.sequence)
     if amphora_ids is None:
         return {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(statement)}
@@ -374,32 +384,32 @@ def last_heard(connection: sa.Connection, amphora_ids: Sequence[str] | None = No
     return found
 
 
-def seen(connection: sa.Connection, heard: Sequence[Heard]) -> None:
-    """Write down in bulk when amphorae were last heard; what another health manager heard later stays."""
-    # One order for everybody, so that two writers wait for each other instead of deadlocking.
+def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
+    """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
+    # A fixed order, so that concurrent writers wait instead of deadlocking.
     ordered = sorted(heard, key=lambda one: one.amphora_id)
     for start in range(0, len(ordered), _CHUNK):
-        _seen_chunk(connection, ordered[start : start + _CHUNK])
+        _record_chunk(connection, ordered[start : start + _CHUNK])
 
 
-def _seen_chunk(connection: sa.Connection, heard: Sequence[Heard]) -> None:
-    # An amphora that was deleted meanwhile gets no row: nobody would ever delete that one.
-    rows = connection.execute(_RECORDED, {"ids": [one.amphora_id for one in heard]})
+def _record_chunk(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
+    # A deleted amphora gets no row, because no code would delete that row later.
+    rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in heard]})
     known = {row.id: row.amphora_id is not None for row in rows}
-    old = [_bound(one) for one in heard if known.get(one.amphora_id) is True]
+    old = [_parameters(one) for one in heard if known.get(one.amphora_id) is True]
     new = [one for one in heard if known.get(one.amphora_id) is False]
     if old:
-        connection.execute(_SEEN, old)
+        connection.execute(_UPDATE_SEEN, old)
     for one in new:
         try:
             with connection.begin_nested():
-                connection.execute(_FIRST_SEEN, _bound(one))
+                connection.execute(_INSERT_SEEN, _parameters(one))
         except IntegrityError:
-            # Another health manager heard it for the first time in this very moment.
-            connection.execute(_SEEN, _bound(one))
+            # Another health manager has inserted the row at the same time.
+            connection.execute(_UPDATE_SEEN, _parameters(one))
 
 
-def _bound(one: Heard) -> dict[str, Any]:
+def _parameters(one: LastHeartbeat) -> dict[str, Any]:
     return {
         "of": one.amphora_id,
         "new_at": one.at,
@@ -407,5 +417,5 @@ def _bound(one: Heard) -> dict[str, Any]:
         "new_epoch": one.epoch,
         "new_sequence": one.sequence,
         "new_holds_vip": one.holds_vip,
-        "new_agent_version": None if one.agent_version is None else one.agent_version[:_LONGEST_VERSION],
+        "new_agent_version": None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT],
     }

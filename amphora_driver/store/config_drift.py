@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import DUE_NOW, amphora, work
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ _SETTLED: tuple[Any, ...] = (
     work.c.op == "apply",
     work.c.applied >= work.c.generation,
 )
-_READY = amphora.c.state == State.READY.value
+_READY = amphora.c.state == AmphoraState.READY.value
 
 
 def list_audit_candidates(connection: sa.Connection, before: float, limit: int) -> list[AuditCandidate]:

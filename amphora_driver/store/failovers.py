@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from amphora_driver import failpoints
 from amphora_driver.database.tables import URGENT, amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -109,7 +109,7 @@ def open_failovers(
     op = connection.execute(sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
-    chosen = [amphora.c.load_balancer_id == load_balancer_id, amphora.c.state != State.RETIRING.value]
+    chosen = [amphora.c.load_balancer_id == load_balancer_id, amphora.c.state != AmphoraState.RETIRING.value]
     if amphora_ids is not None:
         chosen.append(amphora.c.id.in_(list(amphora_ids)))
     found = [row.id for row in connection.execute(sa.select(amphora.c.id).where(*chosen).with_for_update())]
@@ -117,7 +117,7 @@ def open_failovers(
         connection.execute(
             amphora.update()
             .where(amphora.c.id == amphora_id)
-            .values(state=State.RETIRING.value, reason=trigger.reason[:_MAX_TEXT])
+            .values(state=AmphoraState.RETIRING.value, reason=trigger.reason[:_MAX_TEXT])
         )
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:

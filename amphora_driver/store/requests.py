@@ -413,7 +413,6 @@ def _record_request(
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:
-        # Each request increments the generation by one.
         connection.execute(_PURGE_REQUESTS, {"of": load_balancer_id, "too_old": generation - _HISTORY_LENGTH})
     failpoints.reach(failpoints.Point.INTENT_WRITTEN)
 

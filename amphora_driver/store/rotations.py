@@ -19,7 +19,7 @@ from amphora_driver.database.tables import URGENT, amphora, duty, wanted_object,
 from amphora_driver.database.tables_fleet import rotation, rotation_item
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import State as AmphoraState
+from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

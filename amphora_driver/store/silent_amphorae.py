@@ -17,7 +17,7 @@ from amphora_driver.database.tables import amphora, amphora_seen, duty, status, 
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silence
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Cause, Event
 from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op
@@ -41,7 +41,7 @@ class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
 
     amphora_id: str
     load_balancer_id: str
-    state: State
+    state: AmphoraState
     address: str | None
     order: tuple[int, int] | None
     heard_at: float | None
@@ -110,7 +110,7 @@ _HEARD = (
     )
     .join(work, work.c.load_balancer_id == amphora.c.load_balancer_id)
     .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-    .where(amphora.c.state != State.BOOTING.value, work.c.op == Op.APPLY)
+    .where(amphora.c.state != AmphoraState.BOOTING.value, work.c.op == Op.APPLY)
     .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
 )
 _BEATS = sa.select(process.c.name, process.c.beat).where(process.c.kind == ProcessKind.HEALTH_MANAGER.value)
@@ -140,7 +140,7 @@ def _to_liveness(row: Any) -> AmphoraLiveness:
     return AmphoraLiveness(
         amphora_id=row.id,
         load_balancer_id=row.load_balancer_id,
-        state=State(row.state),
+        state=AmphoraState(row.state),
         address=row.management_address,
         order=None if row.epoch is None else (row.epoch, row.sequence),
         heard_at=row.ready_at if row.seen_at is None else row.seen_at,
@@ -214,7 +214,7 @@ def lock_still_silent(
     connection.execute(
         sa.select(work.c.op).where(work.c.load_balancer_id == load_balancer_id).with_for_update()
     ).first()
-    ready = sa.select(amphora.c.id).where(amphora.c.id.in_(ids), amphora.c.state == State.READY.value)
+    ready = sa.select(amphora.c.id).where(amphora.c.id.in_(ids), amphora.c.state == AmphoraState.READY.value)
     there = set(connection.execute(ready.with_for_update()).scalars())
     seen = sa.select(amphora_seen).where(amphora_seen.c.amphora_id.in_(ids)).with_for_update()
     places = {row.amphora_id: (row.epoch, row.sequence) for row in connection.execute(seen)}

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import URGENT, amphora, amphora_seen, work
 from amphora_driver.model.loadbalancer import Profile
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, .
     rows = connection.execute(
         sa.select(*columns)
         .outerjoin(amphora_seen, amphora_seen.c.amphora_id == amphora.c.id)
-        .where(amphora.c.load_balancer_id == pool_id, amphora.c.state == State.READY.value)
+        .where(amphora.c.load_balancer_id == pool_id, amphora.c.state == AmphoraState.READY.value)
     )
     found = [
         Spare(
@@ -224,7 +224,7 @@ def assign_spare(connection: sa.Connection, amphora_id: str, pool_id: str, load_
         .where(
             amphora.c.id == amphora_id,
             amphora.c.load_balancer_id == pool_id,
-            amphora.c.state == State.READY.value,
+            amphora.c.state == AmphoraState.READY.value,
         )
         .values(load_balancer_id=load_balancer_id, role=role)
     )
@@ -243,7 +243,7 @@ def retire_spare(connection: sa.Connection, amphora_id: str, pool_id: str, reaso
     connection.execute(
         amphora.update()
         .where(amphora.c.id == amphora_id, amphora.c.load_balancer_id == pool_id)
-        .values(state=State.RETIRING.value, reason=reason)
+        .values(state=AmphoraState.RETIRING.value, reason=reason)
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VIPs on their way to a load balancer.
+"""Claims on VIP addresses of load balancers that Octavia has not created yet.
 
-Invariant: a claim is written before the first address is taken. So an address whose load balancer never came is found
-again, whatever died in between. What was asked of a backend that needs time stays in it until that has answered.
+Invariant: a claim is written before the first address is allocated. So cleanup finds the addresses of a load balancer
+that Octavia never created, also after a crash. A claim keeps a pending request until the network backend has answered.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Seconds before a backend that does not say when is asked again: the first time, and at the most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+# Back-off in seconds for a backend that sets no retry time: the first one, and the longest.
+_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked of a network backend that has not answered yet.
+class PendingVipRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the network backend has not answered yet; times are seconds since 1970.
 
     Attributes:
-        project_id: whose addresses these will be.
-        vips: what was asked for, the primary VIP first.
-        since: when it was asked first (seconds since 1970); the like for what follows.
-        attempts: how often it was asked.
-        again_at: when it is asked again.
-        pause: after how many seconds that was to be; a clock that was set back makes it no longer.
-        reason: what has kept it so far.
+        project_id: project of the load balancer.
+        vips: requested VIPs, the primary VIP first.
+        since: time of the first request.
+        attempts: number of requests.
+        again_at: time of the next request.
+        pause: seconds between the last request and `again_at`; limits the wait if the clock is set back.
+        reason: reason for the delay.
     """
 
     project_id: str
@@ -46,11 +46,11 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def note(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
-    """Addresses are about to be taken for this load balancer; again: the time counts anew.
+def record_claim(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
+    """Write a claim before addresses are allocated; update the time of an existing claim.
 
     Returns:
-        The network backend to take them from: this one, or the one that was noted the first time.
+        The network backend to use: the given one, or the one of the existing claim.
     """
     changed = connection.execute(
         vip_claim.update()
@@ -58,44 +58,50 @@ def note(connection: sa.Connection, load_balancer_id: str, network: str) -> str:
         .values(claimed_at=clock.now(connection))
     ).rowcount
     if changed:
-        return of(connection, load_balancer_id) or network
+        return network_of_claim(connection, load_balancer_id) or network
     connection.execute(
         vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, claimed_at=clock.now(connection))
     )
     return network
 
 
-def of(connection: sa.Connection, load_balancer_id: str) -> str | None:
-    """The network backend this load balancer's addresses were taken from; None if nothing was noted."""
+def network_of_claim(connection: sa.Connection, load_balancer_id: str) -> str | None:
+    """Return the network backend of a load balancer's claim; None if there is none."""
     return connection.execute(
         sa.select(vip_claim.c.network).where(vip_claim.c.load_balancer_id == load_balancer_id)
     ).scalar()
 
 
-def wish_of(connection: sa.Connection, load_balancer_id: str) -> Wish | None:
-    """What the backend was asked for this load balancer and has not answered; None if it has, or was never asked."""
+def read_pending_request(connection: sa.Connection, load_balancer_id: str) -> PendingVipRequest | None:
+    """Return the pending request of a load balancer, or None."""
     row = connection.execute(sa.select(vip_claim).where(vip_claim.c.load_balancer_id == load_balancer_id)).first()
     if row is None or row.wanted is None:
         return None
     return msgspec.structs.replace(
-        msgspec.json.decode(row.wanted, type=Wish), project_id=row.project_id or "", reason=row.reason or ""
+        msgspec.json.decode(row.wanted, type=PendingVipRequest),
+        project_id=row.project_id or "",
+        reason=row.reason or "",
     )
 
 
-def later(wish: Wish, reason: str, again_in: float | None, now: float) -> Wish:
-    """The wish with its next attempt: `again_in` seconds from now, or after an exponential back-off if None."""
+def schedule_retry(pending: PendingVipRequest, reason: str, again_in: float | None, now: float) -> PendingVipRequest:
+    """Return the request with its next attempt, after `again_in` seconds or an exponential back-off."""
     pause = again_in
     if pause is None:
-        pause = min(_FIRST_PAUSE * 2.0 ** min(wish.attempts - 1, 16), _LONGEST_PAUSE)
-    return msgspec.structs.replace(wish, attempts=wish.attempts + 1, again_at=now + pause, pause=pause, reason=reason)
+        pause = min(_FIRST_RETRY * 2.0 ** min(pending.attempts - 1, 16), _LONGEST_RETRY)
+    return msgspec.structs.replace(
+        pending, attempts=pending.attempts + 1, again_at=now + pause, pause=pause, reason=reason
+    )
 
 
-def keep(connection: sa.Connection, load_balancer_id: str, network: str | None, wish: Wish) -> None:
-    """The backend needs more time for this."""
+def write_pending_request(
+    connection: sa.Connection, load_balancer_id: str, network: str | None, pending: PendingVipRequest
+) -> None:
+    """Store a pending request, because the backend needs more time."""
     values = {
-        "project_id": wish.project_id,
-        "wanted": msgspec.json.encode(wish).decode(),
-        "reason": wish.reason,
+        "project_id": pending.project_id,
+        "wanted": msgspec.json.encode(pending).decode(),
+        "reason": pending.reason,
         "claimed_at": clock.now(connection),
     }
     mine = vip_claim.c.load_balancer_id == load_balancer_id
@@ -103,8 +109,8 @@ def keep(connection: sa.Connection, load_balancer_id: str, network: str | None, 
         connection.execute(vip_claim.insert().values(load_balancer_id=load_balancer_id, network=network, **values))
 
 
-def answered(connection: sa.Connection, load_balancer_id: str) -> None:
-    """The addresses are known."""
+def clear_pending_request(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Delete the pending request, because the backend has answered."""
     connection.execute(
         vip_claim.update()
         .where(vip_claim.c.load_balancer_id == load_balancer_id)
@@ -112,17 +118,21 @@ def answered(connection: sa.Connection, load_balancer_id: str) -> None:
     )
 
 
-class Orphan(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of a load balancer that never came, and the network backend they were taken from."""
+class OrphanedClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim without a load balancer, and the network backend of its addresses."""
 
     load_balancer_id: str
     network: str | None
 
 
-def settled(connection: sa.Connection, before: float) -> tuple[list[Orphan], list[str]]:
-    """Claims made before this moment (seconds since 1970): those whose load balancer never came, and all others.
+def list_settled_claims(connection: sa.Connection, before: float) -> tuple[list[OrphanedClaim], list[str]]:
+    """Return old claims: those without a load balancer, and the load balancer ids of the others.
 
-    One whose load balancer waits for its addresses is neither.
+    Claims with a pending request of an existing load balancer are not included.
+
+    Args:
+        connection: of a reading transaction.
+        before: latest time of the claims (seconds since 1970).
     """
     rows = connection.execute(
         sa.select(vip_claim.c.load_balancer_id, vip_claim.c.network, work.c.load_balancer_id.label("known"))
@@ -130,12 +140,16 @@ def settled(connection: sa.Connection, before: float) -> tuple[list[Orphan], lis
         .where(vip_claim.c.claimed_at < before, sa.or_(vip_claim.c.wanted.is_(None), work.c.load_balancer_id.is_(None)))
     ).all()
     return (
-        [Orphan(load_balancer_id=row.load_balancer_id, network=row.network) for row in rows if row.known is None],
+        [
+            OrphanedClaim(load_balancer_id=row.load_balancer_id, network=row.network)
+            for row in rows
+            if row.known is None
+        ],
         [row.load_balancer_id for row in rows if row.known is not None],
     )
 
 
-def drop(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
-    """These claims are settled."""
+def delete_claims(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> None:
+    """Delete claims."""
     for load_balancer_id in load_balancer_ids:
         connection.execute(vip_claim.delete().where(vip_claim.c.load_balancer_id == load_balancer_id))

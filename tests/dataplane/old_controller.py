@@ -19,7 +19,7 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 
 def body(told, generation, weight):
@@ -36,7 +36,7 @@ def body(told, generation, weight):
     )
     subnet = Subnet(id=SUBNET, network_id=NETWORK, cidr="198.51.100.0/24", gateway="198.51.100.1")
     served = Served(text=rendered.text, pings=dict(rendered.pings))
-    return bundle(tree, generation, told["amphora"], (Plugged(port=port, subnets=(subnet,)),), served)
+    return bundle(tree, generation, told["amphora"], (AttachedPort(port=port, subnets=(subnet,)),), served)
 
 
 def heard(told, opened):

@@ -43,7 +43,7 @@ from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, 
 from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 _SEED = Secret(bytes(range(SEED_LENGTH)))
 FAST, PATIENT, USUAL = 0.2, 0.5, 1.0
@@ -457,12 +457,12 @@ def _forward() -> None:
         Path("/proc/sys/net", setting).write_text("1")
 
 
-def _plugged(place: Place, *, six: bool) -> Plugged:
+def _plugged(place: Place, *, six: bool) -> AttachedPort:
     addresses = (
         FixedAddress(subnet_id=SUBNET, address=place.fixed),
         FixedAddress(subnet_id=SUBNET6, address=place.fixed6),
     )
-    return Plugged(
+    return AttachedPort(
         port=Port(
             id=str(uuid.uuid5(uuid.NAMESPACE_OID, place.mac)),
             network_id=NETWORK,

@@ -38,14 +38,14 @@ from amphora_driver.render.bundle import Served as Given
 from amphora_driver.render.haproxy import Rendered, render
 from amphora_driver.render.tls import File
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 MEMBER_ADDRESSES = (
     *(f"198.51.100.{n}/24" for n in range(110, 120)),
     *(f"2001:db8:1::{n}/64" for n in range(110, 120)),
 )
 CLIENT_ADDRESSES = ("198.51.100.21/24", "198.51.100.22/24", "2001:db8:1::21/64", "2001:db8:1::22/64")
-_PLUGGED = Plugged(
+_PLUGGED = AttachedPort(
     port=Port(
         id="port",
         network_id=NETWORK,

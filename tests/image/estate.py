@@ -37,7 +37,7 @@ from amphora_driver.network import bridges
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
 CONTROLLER = "203.0.113.2"
@@ -169,7 +169,7 @@ class Guest:
         self.estate = estate
         self.id = str(uuid.uuid4())
         self.key = os.urandom(32)
-        self.plugged: tuple[Plugged, ...] = ()
+        self.plugged: tuple[AttachedPort, ...] = ()
         self.began = 0.0
         self._tag = tag
         self._connection: http.client.HTTPSConnection | None = None
@@ -208,7 +208,7 @@ class Guest:
         port = self.estate.network.ensure_port(self.id, NETWORK, [SUBNET, SUBNET6])
         self.estate.compute.attach(self.id, port)
         subnets = tuple(self.estate.network.subnet(fixed.subnet_id) for fixed in port.addresses)
-        self.plugged = (Plugged(port=port, subnets=subnets),)
+        self.plugged = (AttachedPort(port=port, subnets=subnets),)
 
     def process(self):
         return self.estate.compute._process(self.folder)

@@ -87,7 +87,7 @@ class Cloud:
 
     def amphorae(self, balancer):
         """The ids of the amphorae that serve a load balancer."""
-        return set(self.database.read(lambda c: [one.id for one in amphorae.of_load_balancer(c, balancer.id)]))
+        return set(self.database.read(lambda c: [one.id for one in amphorae.load_amphorae(c, balancer.id)]))
 
     def clean(self):
         """Delete every load balancer there is, whatever became of it."""

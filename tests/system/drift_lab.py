@@ -24,7 +24,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.plugins import Catalogue
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from sandbox import demo
 
 PAUSE = 2.0
@@ -48,8 +48,8 @@ class DriftLab(Cloud):
 
     def of(self, balancer):
         """Its amphorae that stay, the oldest first."""
-        found = self.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
-        return [one for one in found if one.state is not State.RETIRING]
+        found = self.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
+        return [one for one in found if one.state is not AmphoraState.RETIRING]
 
     def row(self, amphora_id):
         return self.database.read(lambda c: c.execute(amphora.select().where(amphora.c.id == amphora_id)).one())

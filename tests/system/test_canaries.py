@@ -130,7 +130,7 @@ def canaries(cloud, authority_keys):
     kept = cloud.database.read(lambda c: c.execute(sa.select(secret).where(secret.c.purpose == "tickets")).all())
     seeds = [vault.open(row.sealed, sealed_secrets.secret_location(ticket_secret_name(row.object_id))) for row in kept]
     assert len(seeds) == 1
-    heartbeat = cloud.database.read(lambda c: amphorae.heartbeat_keys(c, vault))
+    heartbeat = cloud.database.read(lambda c: amphorae.read_heartbeat_keys(c, vault))
     derived = base64.b64decode(ticket_keys(seeds[0]).reveal().splitlines()[1])
     settings = ("etc/amphora-driver.conf", "sandbox.json")
     return [

@@ -35,7 +35,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae
-from amphora_driver.store.amphorae import key_place
+from amphora_driver.store.amphorae import key_location
 from sandbox import config_files, demo, topology
 
 # Half a minute of the real thing in four seconds, on a machine that others load too.
@@ -345,7 +345,11 @@ class Fleet:
                     [
                         ready
                         | times
-                        | {"id": one, "load_balancer_id": of, "heartbeat_key": vault.seal(Secret(key), key_place(one))}
+                        | {
+                            "id": one,
+                            "load_balancer_id": of,
+                            "heartbeat_key": vault.seal(Secret(key), key_location(one)),
+                        }
                         for (one, of), key in zip(self.owners.items(), self.keys.values(), strict=True)
                     ],
                 ),

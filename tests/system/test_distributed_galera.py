@@ -172,7 +172,7 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
     here, there = nodes
     intents = RequestRecorder(here, lambda node: None)
     intents.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
-    here.write(lambda c: amphorae.record(c, "late-amphora", "late", "SINGLE", b"key"))
+    here.write(lambda c: amphorae.insert_amphora(c, "late-amphora", "late", "SINGLE", b"key"))
     # A lease of no length has ended when the next controller looks.
     former = Jobs(here, "former", 0.0).claim("late")
     until(lambda: there.read(lambda c: c.scalar(sa.select(work.c.owner).filter_by(load_balancer_id="late"))))

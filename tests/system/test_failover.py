@@ -24,7 +24,7 @@ from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import failover, failover_event
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import amphorae, spare_pools
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from sandbox import demo
 
 pytestmark = pytest.mark.root
@@ -72,14 +72,14 @@ class Lab:
         return not (self.folder / what).exists()
 
     def amphorae(self, balancer):
-        found = self.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        found = self.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         return {one.id: one for one in found}
 
     def holder(self, balancer):
         """The one that says it has the VIPs, or the only one."""
 
         def ask():
-            live = [one for one in self.amphorae(balancer).values() if one.state is not State.RETIRING]
+            live = [one for one in self.amphorae(balancer).values() if one.state is not AmphoraState.RETIRING]
             says = [one for one in live if one.holds_vip or len(live) == 1]
             return says[0].id if len(says) == 1 else None
 

@@ -16,7 +16,7 @@ from amphora_driver.certificates.trust_store import Trust
 from amphora_driver.database.vault import Vault
 from amphora_driver.host import namespaces
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 pytestmark = pytest.mark.root
 
@@ -35,8 +35,8 @@ def balancer(cloud, flavor):
 
 def pair(cloud, balancer):
     """Its amphorae by role."""
-    found = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
-    return {one.role: one for one in found if one.state is not State.RETIRING}
+    found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
+    return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
 
 def replacements(cloud, balancer, former):

@@ -92,7 +92,7 @@ def serves(cloud, balancer):
     except AssertionError as error:
         neighbours = ["nsenter", f"--net={namespaces.path(cloud.settings.host(topology.CLIENT))}", "ip", "neighbour"]
         known = subprocess.run(neighbours, capture_output=True, text=True, check=False).stdout
-        there = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        there = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         raise AssertionError(f"{error}: {said}; the client knows {known}; there are {there}") from error
 
 
@@ -178,7 +178,7 @@ def holder(cloud, balancer):
     """Who says that it has the VIPs, if it is one."""
 
     def ask():
-        machines = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+        machines = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         return found if len(found := [one.id for one in machines if one.holds_vip]) == 1 else None
 
     return cloud.until(ask, "one says that it has the VIPs")[0]

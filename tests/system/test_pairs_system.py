@@ -22,7 +22,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.network.local import LocalNetwork
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from sandbox import topology
 
 pytestmark = pytest.mark.root
@@ -51,8 +51,8 @@ def compute(settings, database):
 
 def of(cloud, balancer):
     """Its amphorae by role."""
-    found = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
-    return {one.role: one for one in found if one.state is not State.RETIRING}
+    found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
+    return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
 
 def holder(cloud, balancer, *, but=()):
@@ -312,7 +312,7 @@ def connections_go_on(cloud, balancer, old, visits):
 
 
 def row_of(cloud, balancer, one):
-    found = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     return next(each for each in found if each.id == one.id)
 
 

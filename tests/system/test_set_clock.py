@@ -224,7 +224,7 @@ def test_what_is_young_stays(lab):
     """Addresses whose load balancer may still come, and what belongs to nobody only since a moment ago."""
     wish = [VipRequest(subnet_id=topology.VIP_SUBNET)]
     claimed, lost = "c1000000-0000-4000-8000-000000000001", "c1000000-0000-4000-8000-000000000002"
-    lab.database.write(lambda c: vip_claims.note(c, claimed, "local"))
+    lab.database.write(lambda c: vip_claims.record_claim(c, claimed, "local"))
     lab.network.allocate_vip(claimed, "demo", wish)
     lab.network.allocate_vip(lost, "demo", wish)
 

@@ -241,7 +241,7 @@ def test_whom_members_see(cloud, settings, members):
 def test_members_see_clients_where_that_is_wished(cloud, settings, members, flavor):
     chosen = flavor("seen", {"client_address": "preserved"})
     balancer = served(cloud, "udp-seen", ("member1",), flavor_id=chosen.id)
-    (one,) = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    (one,) = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     port = next(each.port for each in one.plugged if each.port.network_id == topology.MEMBER_NETWORK)
     with way_back(settings, "member1", port.addresses[0].address):
         cloud.until(
@@ -259,7 +259,7 @@ def test_flows_are_logged_where_connections_are(cloud, settings, members, flavor
     gone = next(one for one in cloud.balancers.members(pool) if one.name == "member2")
     cloud.balancers.delete_member(gone.id, pool)
     cloud.active(balancer.id)
-    (amphora,) = cloud.database.read(lambda c: amphorae.of_load_balancer(c, balancer.id))
+    (amphora,) = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     listener = cloud.listener_of(balancer)
 
     def lines():

@@ -102,7 +102,7 @@ def wish(name, **more):
 
 
 def machines(cloud, load_balancer_id):
-    return cloud.database.read(lambda c: amphorae.of_load_balancer(c, load_balancer_id))
+    return cloud.database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
 
 
 def test_an_address_that_comes_later(cloud, answers):

@@ -17,7 +17,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.secret import Secret
 from amphora_driver.store import sealed_secrets
-from amphora_driver.store.amphorae import key_place
+from amphora_driver.store.amphorae import key_location
 
 LB = "52cf0000-0000-4000-8000-000000000001"
 
@@ -291,7 +291,7 @@ def test_keys_are_rotated(amphoractl, place, database):
             "role": "single",
             "state": "ready",
             "created_at": 0.0,
-            "heartbeat_key": vault.seal(Secret(b"canary"), key_place("a")),
+            "heartbeat_key": vault.seal(Secret(b"canary"), key_location("a")),
         },
     )
     keys.write_bytes(new + b"\n" + old)
@@ -318,7 +318,7 @@ def test_keys_are_rotated(amphoractl, place, database):
 def test_what_an_older_version_sealed_is_bound_once(amphoractl, place, database):
     cipher = Fernet((place.parent / "keys").read_bytes())
     machine = {"load_balancer_id": LB, "role": "single", "state": "ready", "created_at": 0.0}
-    copied = Vault([(place.parent / "keys").read_bytes()]).seal(Secret(b"canary"), key_place("another"))
+    copied = Vault([(place.parent / "keys").read_bytes()]).seal(Secret(b"canary"), key_location("another"))
     for name, sealed in (("a", cipher.encrypt(b"canary")), ("b", copied)):
         put(database, amphora, {"id": name, **machine, "heartbeat_key": sealed})
     numbers = ("Resealed", "Unbound", "Misplaced")
@@ -341,7 +341,7 @@ def test_no_form_of_output_shows_a_key(amphoractl, place, database, form):
             "role": "single",
             "state": "ready",
             "created_at": 0.0,
-            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary"), key_place("a")),
+            "heartbeat_key": Vault([key.encode()]).seal(Secret(b"canary"), key_location("a")),
         },
     )
     for command in ("status", "reseal"):

@@ -22,7 +22,7 @@ from amphora_driver.database.tables import amphora, work
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.database.vault import Vault
 from amphora_driver.secret import Secret
-from amphora_driver.store.amphorae import key_place
+from amphora_driver.store.amphorae import key_location
 from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
@@ -187,14 +187,14 @@ def test_octavias_sockets_are_on_another_host(check, well, sockets):
 def test_keys(check, well, folder):
     old, new = (folder / "keys").read_bytes(), Fernet.generate_key()
     row = {"id": "a", "load_balancer_id": "l", "role": "SINGLE", "state": "booting", "created_at": 0.0}
-    sealed = Vault([old]).seal(Secret(b"canary"), key_place("a"))
+    sealed = Vault([old]).seal(Secret(b"canary"), key_location("a"))
     well.write(lambda c: c.execute(amphora.insert().values(**row, heartbeat_key=sealed)))
     for other, words in (
         (
             Fernet(old).encrypt(b"canary"),
             "1 of 1 secrets are not bound to their rows.*amphoractl secrets reseal --bind",
         ),
-        (Vault([old]).seal(Secret(b"canary"), key_place("b")), "1 of 1 secrets were sealed for other rows"),
+        (Vault([old]).seal(Secret(b"canary"), key_location("b")), "1 of 1 secrets were sealed for other rows"),
     ):
         well.write(lambda c, other=other: c.execute(amphora.update().values(heartbeat_key=other)))
         status, found = check()

@@ -157,8 +157,10 @@ class Control:
             for name in self.observed():
                 at = time.time() - (100 if name in silent else 0)
                 said = name == self.world.holder or name in silent
-                heard = amphorae.Heard(amphora_id=name, at=at, generation=1, epoch=1, sequence=1, holds_vip=said)
-                amphorae.seen(connection, [heard])
+                heard = amphorae.LastHeartbeat(
+                    amphora_id=name, at=at, generation=1, epoch=1, sequence=1, holds_vip=said
+                )
+                amphorae.record_heartbeats(connection, [heard])
 
         self.database.write(write)
 
@@ -166,7 +168,7 @@ class Control:
         return self.database.read(lambda c: c.execute(sa.select(work)).one())
 
     def observed(self):
-        found = self.database.read(lambda c: amphorae.of_load_balancer(c, LB))
+        found = self.database.read(lambda c: amphorae.load_amphorae(c, LB))
         return {one.id: one for one in found}
 
     def provisioning(self):

@@ -7,7 +7,7 @@ from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import Amphora, Partner, Plugged, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState, AttachedPort, Partner
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -35,7 +35,7 @@ def wanted(**more):
 
 
 def port(address):
-    return Plugged(
+    return AttachedPort(
         port=Port(
             id=f"p-{address}",
             network_id="n1",
@@ -53,7 +53,7 @@ def amphora(name, role, number, **more):
         "id": name,
         "load_balancer_id": "lb",
         "role": role,
-        "state": State.READY,
+        "state": AmphoraState.READY,
         "compute_id": name,
         "management_address": "203.0.113.11",
         "confirmed": 4,
@@ -115,7 +115,9 @@ class House:
 
     def take_record(self, step):
         name = f"{step.role[0].lower()}{len(self.log)}"
-        fresh = amphora(name, step.role, 0, state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+        fresh = amphora(
+            name, step.role, 0, state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0
+        )
         self.observed[name] = fresh
         self.log.append(f"Record {step.role}")
 
@@ -126,7 +128,7 @@ class House:
         self.change(step.amphora_id, plugged=(port(f"198.51.100.{len(self.log) + 50}"),))
 
     def take_awaitagent(self, step):
-        self.change(step.amphora_id, state=State.READY)
+        self.change(step.amphora_id, state=AmphoraState.READY)
 
     def take_askvips(self, _step):
         self.looks -= 1
@@ -177,4 +179,4 @@ class House:
 
 
 def retiring(*ones):
-    return tuple(but(one, state=State.RETIRING) for one in ones)
+    return tuple(but(one, state=AmphoraState.RETIRING) for one in ones)

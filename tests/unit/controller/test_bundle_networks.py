@@ -15,7 +15,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, allowed, bundle, interfaces
 from amphora_driver.render.haproxy import render
-from amphora_driver.store.amphorae import Plugged
+from amphora_driver.store.amphorae import AttachedPort
 
 LB = "1b000000-0000-4000-8000-000000000001"
 
@@ -82,7 +82,7 @@ def plugged(network, mac):
         addresses=(FixedAddress(subnet_id=f"sub-{network}", address="192.0.2.3"),),
     )
     subnet = Subnet(id=f"sub-{network}", network_id=network, cidr="192.0.2.0/24", gateway="192.0.2.1")
-    return Plugged(port=port, subnets=(subnet,))
+    return AttachedPort(port=port, subnets=(subnet,))
 
 
 def test_an_interface_keeps_its_name_whatever_others_come_and_go():

@@ -107,7 +107,7 @@ OTHERS = [
     secret_location(SecretName(SECURE, Purpose.CA, "one")),
     secret_location(SecretName(SECURE, Purpose.CERTIFICATE, "two")),
     secret_location(ticket_secret_name(LB)),
-    amphorae.key_place("am"),
+    amphorae.key_location("am"),
     ca_records.key_location(ca_records.CaKind.AMPHORA, b"certificate"),
 ]
 

@@ -151,7 +151,7 @@ def test_one_that_was_never_heard_but_answers_is_not_dead(scene):
     scene.go(5)
     assert [(row.amphora_id, row.cause) for row in scene.read(sa.select(failover))] == [("new", "mute")]
     scene.go(1)
-    (found,) = (one for one in scene.database.read(lambda c: amphorae.of_load_balancer(c, "lb3")) if one.id == "new")
+    (found,) = (one for one in scene.database.read(lambda c: amphorae.load_amphorae(c, "lb3")) if one.id == "new")
     assert not found.dead
 
 

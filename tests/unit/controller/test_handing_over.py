@@ -17,7 +17,7 @@ from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.executor import Backends, Steps
 from amphora_driver.reconcile.job import Turn
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.requests import RequestRecorder
 
 LB, OLD, NEW = "lb", "old", "new"
@@ -71,9 +71,9 @@ def database(conf):
     migrated.write(conf.store.connection)
     database = Database(conf.store.connection)
     RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
-    for name, role, state in ((OLD, "MASTER", State.RETIRING), (NEW, "BACKUP", State.READY)):
-        database.write(lambda c, name=name, role=role: amphorae.record(c, name, LB, role, b"key"))
-        database.write(lambda c, name=name, state=state: amphorae.change(c, name, state=state, confirmed=1))
+    for name, role, state in ((OLD, "MASTER", AmphoraState.RETIRING), (NEW, "BACKUP", AmphoraState.READY)):
+        database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, LB, role, b"key"))
+        database.write(lambda c, name=name, state=state: amphorae.update_amphora(c, name, state=state, confirmed=1))
     yield database
     database.dispose()
 
@@ -83,7 +83,7 @@ def take(conf, database, step, agents, *, steps=False):
     backends = SimpleNamespace(network=lambda _: Machines(), compute=lambda *_: Machines())
     everything = Backends(conf=conf, database=database, catalogue=backends, agents=agents, authority=None, vault=None)
     lease = Jobs(database, "me", 60.0).claim()
-    observed = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    observed = database.read(lambda c: amphorae.load_amphorae(c, LB))
     wanted = planning.Wanted(
         load_balancer_id=LB,
         generation=1,
@@ -100,7 +100,7 @@ def take(conf, database, step, agents, *, steps=False):
     taking.take(step, wanted, observed)
     if steps:
         return taking
-    after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     return next((one for one in after if one.id == OLD), None)
 
 
@@ -118,7 +118,7 @@ def test_the_one_that_stays_is_ready_before_the_other_one_lets_go(conf, database
     assert agents.asked[0][2] > drain, "it is ready for longer than the connections may go on"
     assert old.handed_over
     assert before + drain <= old.drains_until <= time.time() + drain
-    assert old.state is State.RETIRING
+    assert old.state is AmphoraState.RETIRING
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_connections_may_be_cut_at_once(conf, database):
 )
 def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over):
     ends = time.time() + 60
-    database.write(lambda c: amphorae.change(c, OLD, handed_over=True, drains_until=ends))
+    database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=ends))
     agents = Agents(trouble, says)
     old = take(conf, database, planning.LookAfter(amphora_id=OLD, silent=silent, reason="a test"), agents)
     assert agents.order == ["vrrp"]
@@ -200,10 +200,10 @@ def test_whether_it_is_still_needed(conf, database, trouble, says, silent, over)
 )
 def test_who_was_handed_over_by_one_that_died_keeps_its_connections(conf, database, changes, trouble, says, stays):
     """The controller had it give its VIPs away, and has died before it wrote that down."""
-    heard = amphorae.Heard(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
-    database.write(lambda c: amphorae.seen(c, [heard]))
+    heard = amphorae.LastHeartbeat(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
+    database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
     if changes:
-        database.write(lambda c: amphorae.change(c, OLD, **changes))
+        database.write(lambda c: amphorae.update_amphora(c, OLD, **changes))
     agents = Agents(trouble, says)
     left = take(conf, database, planning.Release(amphora_id=OLD, reason="a test"), agents)
     assert (left is not None) == stays
@@ -239,12 +239,12 @@ def test_what_they_say_when_asked_counts_more_than_what_was_heard(conf, database
 
 
 def _heard(database, name, *, at, sequence):
-    heard = amphorae.Heard(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
-    database.write(lambda c: amphorae.seen(c, [heard]))
+    heard = amphorae.LastHeartbeat(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
+    database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
 
 
 def _known(database, steps):
-    found = steps.leaving.as_told(database.read(lambda c: amphorae.of_load_balancer(c, LB)))
+    found = steps.leaving.as_told(database.read(lambda c: amphorae.load_amphorae(c, LB)))
     by_id = {one.id: one.holds_vip for one in found}
     return by_id[OLD], by_id[NEW]
 
@@ -276,13 +276,13 @@ class Cut(Agents):
 def test_what_is_only_cut_short_is_no_answer(conf, database, question):
     with pytest.raises(Superseded):
         take(conf, database, STEP, Cut(question))
-    after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert not any(one.handed_over for one in after), "it is asked again"
 
 
 def test_a_look_that_is_cut_short_ends_no_connection(conf, database):
-    database.write(lambda c: amphorae.change(c, OLD, handed_over=True, drains_until=time.time() + 60))
+    database.write(lambda c: amphorae.update_amphora(c, OLD, handed_over=True, drains_until=time.time() + 60))
     with pytest.raises(Superseded):
         take(conf, database, planning.LookAfter(amphora_id=OLD, silent=True, reason="a test"), Cut("vrrp"))
-    after = database.read(lambda c: amphorae.of_load_balancer(c, LB))
+    after = database.read(lambda c: amphorae.load_amphorae(c, LB))
     assert next(one for one in after if one.id == OLD).drains_until > time.time()

@@ -63,7 +63,7 @@ def network(conf, database):
 
 
 def claim(database, network, load_balancer_id, age, backend="local"):
-    database.write(lambda connection: vip_claims.note(connection, load_balancer_id, backend))
+    database.write(lambda connection: vip_claims.record_claim(connection, load_balancer_id, backend))
     network.allocate_vip(load_balancer_id, "demo", WISH)
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=time.time() - age)))
 
@@ -109,7 +109,7 @@ def test_one_that_came(conf, database, network):
 
 def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, database, network):
     claim(database, network, "lb-never", 3600)
-    database.write(lambda connection: vip_claims.note(connection, "lb-elsewhere", "elsewhere"))
+    database.write(lambda connection: vip_claims.record_claim(connection, "lb-elsewhere", "elsewhere"))
     database.write(lambda connection: connection.execute(vip_claim.update().values(claimed_at=0.0)))
     Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).sweep()
     assert network.allocate_vip("lb-other", "demo", WISH)[0].address == "198.51.100.77"
@@ -118,11 +118,11 @@ def test_addresses_of_a_backend_that_is_away_wait_and_hold_up_no_others(conf, da
 
 def test_a_claim_stays_with_the_backend_it_was_made_with(database):
     def note(backend):
-        return database.write(lambda connection: vip_claims.note(connection, "lb", backend))
+        return database.write(lambda connection: vip_claims.record_claim(connection, "lb", backend))
 
     assert [note("local"), note("elsewhere")] == ["local", "local"]
-    assert database.read(lambda connection: vip_claims.of(connection, "lb")) == "local"
-    assert database.read(lambda connection: vip_claims.of(connection, "unknown")) is None
+    assert database.read(lambda connection: vip_claims.network_of_claim(connection, "lb")) == "local"
+    assert database.read(lambda connection: vip_claims.network_of_claim(connection, "unknown")) is None
 
 
 SETTLED = {"op": "apply", "generation": 3, "committed": 3, "applied": 3, "dirty": False}

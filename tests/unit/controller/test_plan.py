@@ -6,7 +6,7 @@ import pytest
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.store.amphorae import Amphora, Plugged, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState, AttachedPort
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 TREE = LoadBalancer(id="lb", project_id="demo", vip=VIP)
@@ -26,7 +26,7 @@ def wanted(**more):
 
 
 def port(network="n1", subnets=("s1",)):
-    return Plugged(
+    return AttachedPort(
         port=Port(
             id=f"p-{network}",
             network_id=network,
@@ -43,7 +43,7 @@ def amphora(**more):
         "id": "a1",
         "load_balancer_id": "lb",
         "role": "STANDALONE",
-        "state": State.READY,
+        "state": AmphoraState.READY,
         "compute_id": "c1",
         "management_address": "203.0.113.11",
         "confirmed": 4,
@@ -58,19 +58,19 @@ def amphora(**more):
         pytest.param(wanted(), (), ["Record"], id="nothing there"),
         pytest.param(
             wanted(),
-            (amphora(state=State.BOOTING, management_address=None, plugged=(), confirmed=0),),
+            (amphora(state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0),),
             ["Boot", "Plug", "AwaitAgent"],
             id="recorded only",
         ),
         pytest.param(
             wanted(),
-            (amphora(state=State.BOOTING, plugged=(), confirmed=0),),
+            (amphora(state=AmphoraState.BOOTING, plugged=(), confirmed=0),),
             ["Plug", "AwaitAgent"],
             id="booted",
         ),
         pytest.param(
             wanted(readable=False),
-            (amphora(state=State.BOOTING, plugged=(), confirmed=0),),
+            (amphora(state=AmphoraState.BOOTING, plugged=(), confirmed=0),),
             ["AwaitAgent"],
             id="boots while the tree is still to be read back",
         ),
@@ -103,19 +103,19 @@ def amphora(**more):
         ),
         pytest.param(
             wanted(),
-            (amphora(state=State.RETIRING),),
+            (amphora(state=AmphoraState.RETIRING),),
             ["Record"],
             id="fail-over: the replacement comes first",
         ),
         pytest.param(
             wanted(),
-            (amphora(state=State.RETIRING), amphora(id="a2", confirmed=0)),
+            (amphora(state=AmphoraState.RETIRING), amphora(id="a2", confirmed=0)),
             ["Push"],
             id="fail-over: the replacement serves before the old one goes",
         ),
         pytest.param(
             wanted(applied=4),
-            (amphora(state=State.RETIRING), amphora(id="a2")),
+            (amphora(state=AmphoraState.RETIRING), amphora(id="a2")),
             ["Release"],
             id="fail-over: the old one goes",
         ),
@@ -140,6 +140,6 @@ def test_the_role_that_is_missing_is_filled(there, missing):
 
 
 def test_one_that_retires_fills_no_role():
-    retiring = amphora(role="MASTER", state=State.RETIRING, confirmed=0)
+    retiring = amphora(role="MASTER", state=AmphoraState.RETIRING, confirmed=0)
     found = planning.plan(wanted(roles=("MASTER", "BACKUP")), (retiring, amphora(id="a2", role="BACKUP")))
     assert [step.role for step in found] == ["MASTER"]

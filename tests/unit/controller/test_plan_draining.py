@@ -6,7 +6,7 @@ from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, reti
 
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 NEW_B = amphora("b2", "BACKUP", 23, partners=(knows("m", 21), knows("m2", 24)))
 NEW_M = amphora("m2", "MASTER", 24, partners=(knows("b2", 23), knows("m", 21)))
@@ -108,7 +108,7 @@ def test_the_one_that_stood_by_goes_at_once():
 
 def test_one_on_its_own_goes_at_once():
     alone = wanted(roles=("STANDALONE",), priorities={})
-    old = but(amphora("old", "STANDALONE", 21), state=State.RETIRING)
+    old = but(amphora("old", "STANDALONE", 21), state=AmphoraState.RETIRING)
     assert kinds(planning.plan(alone, (old, amphora("new", "STANDALONE", 22)))) == ["Release"]
 
 

@@ -6,12 +6,14 @@ from pair_story import DRAIN, NOW, ROLES, B, House, M, amphora, but, knows, reti
 
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 
 def dead(one, **changes):
     """One that is replaced because nobody hears it and it does not answer; its last words are old."""
-    return but(one, **{"state": State.RETIRING, "dead": True, "heard_at": NOW - 20, "holds_vip": True, **changes})
+    return but(
+        one, **{"state": AmphoraState.RETIRING, "dead": True, "heard_at": NOW - 20, "holds_vip": True, **changes}
+    )
 
 
 def alone(**more):
@@ -102,7 +104,7 @@ def test_the_replacement_falls_silent_before_it_confirmed():
 
 def test_a_change_of_the_users_neither_waits_for_the_machine_nor_keeps_it_from_being_ordered():
     """The change is served by the one that lives; ACTIVE it is with the replacement."""
-    coming = amphora("new", "MASTER", 24, confirmed=0, state=State.BOOTING)
+    coming = amphora("new", "MASTER", 24, confirmed=0, state=AmphoraState.BOOTING)
     (record,) = planning.plan(wanted(generation=5), (dead(M), but(B, **WELL)))
     assert type(record).__name__ == "Record", "whatever becomes of the change"
     meanwhile = wanted(generation=5, absent=frozenset({"new"}))
@@ -195,8 +197,8 @@ def test_who_is_dead_has_no_vips_and_is_nobodys_partner():
 
 def test_of_two_that_are_dead_the_one_that_can_be_booted_is_served():
     """D cannot be booted: once that is known, C comes first, whoever is the older, and is served without it."""
-    d = amphora("d", "MASTER", 0, state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
-    c = amphora("c", "BACKUP", 0, state=State.BOOTING, plugged=(), confirmed=0)
+    d = amphora("d", "MASTER", 0, state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0)
+    c = amphora("c", "BACKUP", 0, state=AmphoraState.BOOTING, plugged=(), confirmed=0)
     steps = planning.plan(wanted(attempts=1), (dead(M), dead(B), d, c))
     assert [(type(step).__name__, step.amphora_id) for step in steps] == [
         ("Plug", "c"),
@@ -205,7 +207,7 @@ def test_of_two_that_are_dead_the_one_that_can_be_booted_is_served():
         ("Plug", "d"),
         ("AwaitAgent", "d"),
     ]
-    there = but(c, state=State.READY, plugged=B.plugged)
+    there = but(c, state=AmphoraState.READY, plugged=B.plugged)
     (push,) = planning.plan(wanted(attempts=1), (dead(M), dead(B), d, there))
     assert (push.waves, push.whole) == ((("c",),), False)
 

@@ -5,7 +5,7 @@ import pytest
 from pair_story import NOW, B, House, M, amphora, but, knows, retiring, wanted
 
 from amphora_driver.reconcile import plan as planning
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 UNASKED = {"holder_asked": False}
 # What was heard of them: M has the VIPs, B has not; or nothing at all, right after they were made.
@@ -15,7 +15,9 @@ UNHEARD = {"m": {}, "b": {}}
 
 def pair(heard, *going):
     """M and B as they were heard; those named are to be replaced."""
-    return tuple(but(one, **heard[one.id], **({"state": State.RETIRING} if one.id in going else {})) for one in (M, B))
+    return tuple(
+        but(one, **heard[one.id], **({"state": AmphoraState.RETIRING} if one.id in going else {})) for one in (M, B)
+    )
 
 
 @pytest.mark.parametrize("heard", [HEARD, UNHEARD], ids=["heard", "unheard"])
@@ -59,10 +61,10 @@ def test_they_are_asked_once_in_a_job_and_before_anything_else():
     "observed",
     [
         pair(HEARD),
-        (but(M, dead=True, state=State.RETIRING), B),
-        (but(M, state=State.RETIRING, holds_vip=True, heard_at=NOW - 100), but(B, heard_at=NOW)),
-        (but(M, state=State.RETIRING, handed_over=True, drains_until=NOW + 20), B),
-        (but(M, state=State.RETIRING, plugged=()), B),
+        (but(M, dead=True, state=AmphoraState.RETIRING), B),
+        (but(M, state=AmphoraState.RETIRING, holds_vip=True, heard_at=NOW - 100), but(B, heard_at=NOW)),
+        (but(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=NOW + 20), B),
+        (but(M, state=AmphoraState.RETIRING, plugged=()), B),
         (*retiring(amphora("new", "MASTER", 23, confirmed=0)), B),
         retiring(M),
     ],

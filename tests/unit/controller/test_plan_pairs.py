@@ -9,7 +9,7 @@ from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import FixedAddress, Port
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile import vrrp_peers
-from amphora_driver.store.amphorae import Plugged, State
+from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 
 
 def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
@@ -23,7 +23,7 @@ def test_a_new_pair_is_booted_side_by_side_and_pushed_once():
 
 
 def test_what_takes_long_begins_first():
-    fresh = [but(one, state=State.BOOTING, management_address=None, plugged=(), confirmed=0) for one in (M, B)]
+    fresh = [but(one, state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0) for one in (M, B)]
     kinds = [type(step).__name__ for step in planning.plan(wanted(applied=3), tuple(fresh))]
     assert kinds == ["Boot", "Boot", "Plug", "Plug", "AwaitAgent", "AwaitAgent"]
 
@@ -129,7 +129,7 @@ def test_those_that_are_replaced_are_told_but_not_waited_for():
 
 
 def test_one_is_replaced_at_a_time():
-    observed = (*retiring(M, B), amphora("new", "BACKUP", 23, state=State.BOOTING, confirmed=0))
+    observed = (*retiring(M, B), amphora("new", "BACKUP", 23, state=AmphoraState.BOOTING, confirmed=0))
     kinds = {type(step).__name__ for step in planning.plan(wanted(generation=5), observed)}
     assert kinds == {"AwaitAgent"}
     served = amphora("new", "BACKUP", 23, confirmed=5, partners=(knows("m", 21), knows("b", 22)))
@@ -185,7 +185,7 @@ def test_a_partner_with_another_address_is_another_partner():
 
 
 def test_one_that_is_asked_in_vain_is_waited_for_without_a_job():
-    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW - 1)
+    coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW - 1)
     (step,) = planning.plan(wanted(absent=frozenset("b")), (M, coming))
     assert (type(step).__name__, step.until, step.amphorae) == ("Await", NOW + 1, ("b",))
     late = but(coming, booted_at=NOW - 40)
@@ -197,7 +197,7 @@ def test_one_that_is_asked_in_vain_is_waited_for_without_a_job():
 
 def test_two_that_begin_are_served_when_both_are_there():
     first = but(M, confirmed=0, partners=())
-    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW)
+    coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW)
     kinds = [type(step).__name__ for step in planning.plan(wanted(applied=0), (first, coming))]
     assert kinds == ["AwaitAgent"]
     kinds = [type(step).__name__ for step in planning.plan(wanted(applied=0, absent=frozenset("b")), (first, coming))]
@@ -205,7 +205,7 @@ def test_two_that_begin_are_served_when_both_are_there():
 
 
 def test_one_that_has_users_is_given_their_change_while_the_other_boots():
-    coming = but(B, state=State.BOOTING, confirmed=0, booted_at=NOW)
+    coming = but(B, state=AmphoraState.BOOTING, confirmed=0, booted_at=NOW)
     behind = but(M, confirmed=3, partners=())
     assert [type(step).__name__ for step in planning.plan(wanted(), (behind, coming))] == ["AwaitAgent"]
     (push,) = planning.plan(wanted(absent=frozenset("b")), (behind, coming))
@@ -213,7 +213,7 @@ def test_one_that_has_users_is_given_their_change_while_the_other_boots():
 
 
 def test_one_that_does_not_come_does_not_keep_the_other_from_being_served():
-    coming = but(B, state=State.BOOTING, confirmed=0)
+    coming = but(B, state=AmphoraState.BOOTING, confirmed=0)
     behind = but(M, confirmed=0, partners=())
     (push,) = planning.plan(wanted(attempts=1), (behind, coming))
     assert (push.waves, push.whole) == ((("m",),), False)
@@ -256,7 +256,7 @@ def test_deletion():
     ("vip", "expected"), [("198.51.100.10", "198.51.100.21"), ("2001:db8::10", "2001:db8::21"), ("203.0.113.9", None)]
 )
 def test_partners_speak_the_family_of_the_first_vip(vip, expected):
-    both = Plugged(
+    both = AttachedPort(
         port=Port(
             id="p",
             network_id="n1",

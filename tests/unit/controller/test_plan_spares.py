@@ -6,7 +6,7 @@ import pytest
 from amphora_driver.reconcile import plan as planning
 from amphora_driver.reconcile.spare_pool_plan import LOOK_PAUSE
 from amphora_driver.store import spare_pools
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 NOW = 1000.0
@@ -22,13 +22,13 @@ def wanted(number=2, users=1, unfit=None, **more):
 
 
 def spare(name, **more):
-    values = {"id": name, "load_balancer_id": SPEC.id, "role": "SPARE", "state": State.READY, "compute_id": name}
+    values = {"id": name, "load_balancer_id": SPEC.id, "role": "SPARE", "state": AmphoraState.READY, "compute_id": name}
     values |= {"management_address": "203.0.113.9", "confirmed": 0, "plugged": (), "heard_at": NOW - 1}
     return Amphora(**{**values, **more})
 
 
 def coming(name, **more):
-    return spare(name, **{"state": State.BOOTING, "heard_at": None, **more})
+    return spare(name, **{"state": AmphoraState.BOOTING, "heard_at": None, **more})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def coming(name, **more):
         ),
         pytest.param(
             wanted(attempts=1),
-            (coming("a", management_address=None), coming("b"), spare("c", state=State.RETIRING)),
+            (coming("a", management_address=None), coming("b"), spare("c", state=AmphoraState.RETIRING)),
             ["AwaitAgent", "AwaitAgent", "Release", "Boot"],
             id="something failed",
         ),
@@ -104,8 +104,12 @@ def coming(name, **more):
             id="a new one is let be",
         ),
         pytest.param(wanted(number=1), (spare("a"), spare("b")), ["Retire"], id="too many"),
-        pytest.param(wanted(), (spare("a", state=State.RETIRING), spare("b"), spare("c")), ["Release"], id="leaves"),
-        pytest.param(wanted(), (spare("a", state=State.RETIRING), spare("b")), ["Record"], id="a new one comes first"),
+        pytest.param(
+            wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b"), spare("c")), ["Release"], id="leaves"
+        ),
+        pytest.param(
+            wanted(), (spare("a", state=AmphoraState.RETIRING), spare("b")), ["Record"], id="a new one comes first"
+        ),
         pytest.param(wanted(number=0, users=0), (spare("a"), coming("b")), ["Retire", "Retire"], id="nobody uses it"),
         pytest.param(wanted(number=0, users=0), (), ["Disband"], id="and it is empty"),
         pytest.param(wanted(number=0, users=3), (), ["Await"], id="none are wanted any more by those who use it"),

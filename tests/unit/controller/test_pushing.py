@@ -26,7 +26,7 @@ from amphora_driver.reconcile.job import Turn
 from amphora_driver.reconcile.push import Pushing
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, config_drift, generations, sealed_secrets, status_outbox
-from amphora_driver.store.amphorae import Plugged, State
+from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 from amphora_driver.store.requests import RequestRecorder
 
 LB, LISTENER, SECOND, THIRD, FOURTH = (f"10000000-0000-4000-8000-00000000000{number}" for number in range(1, 6))
@@ -91,8 +91,8 @@ class House:
         self.vault = Vault([Fernet.generate_key()])
         RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
         for number, (name, role) in enumerate(((M, "MASTER"), (B, "BACKUP")), start=21):
-            database.write(lambda c, name=name, role=role: amphorae.record(c, name, LB, role, b"key"))
-            self.change(name, state=State.READY, plugged=(plugged(number),), management_address="203.0.113.9")
+            database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, LB, role, b"key"))
+            self.change(name, state=AmphoraState.READY, plugged=(plugged(number),), management_address="203.0.113.9")
         nothing = dict.fromkeys(("catalogue", "authority"))
         backends = Backends(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
         lease = Jobs(database, "me", 60.0).claim()
@@ -111,10 +111,10 @@ class House:
         self.database.write(write)
 
     def change(self, name, **values):
-        self.database.write(lambda c: amphorae.change(c, name, **values))
+        self.database.write(lambda c: amphorae.update_amphora(c, name, **values))
 
     def observed(self):
-        return self.database.read(lambda c: amphorae.of_load_balancer(c, LB))
+        return self.database.read(lambda c: amphorae.load_amphorae(c, LB))
 
     def one(self, name):
         return next(one for one in self.observed() if one.id == name)
@@ -145,7 +145,7 @@ def wanted(generation=1, **more):
 def plugged(number):
     address = FixedAddress(subnet_id="s1", address=f"198.51.100.{number}")
     port = Port(id=f"p{number}", network_id="n1", mac=f"fa:16:3e:00:00:{number}", mtu=1500, addresses=(address,))
-    return Plugged(port=port, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
+    return AttachedPort(port=port, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
 
 
 def refuses(status, **more):
@@ -323,7 +323,7 @@ def test_what_is_confirmed_is_as_wanted_again(house):
     house.agents.answers[M] = away
     with pytest.raises(AgentUnreachable):
         house.push(((B,), (M,)))
-    marked = house.database.read(lambda c: amphorae.of_same_load_balancers(c, [M]))[LB].drifting
+    marked = house.database.read(lambda c: amphorae.load_serving_states(c, [M]))[LB].drifting
     assert marked == {M}
 
 
@@ -372,7 +372,7 @@ def test_a_seed_that_cannot_be_used_any_more_is_made_anew(house, spoilt):
 
 def test_one_whose_connections_go_on_takes_no_vips_and_holds_nobody_up(house):
     house.push(((B,), (M,)))
-    house.change(M, state=State.RETIRING, handed_over=True, drains_until=time.time() + 60)
+    house.change(M, state=AmphoraState.RETIRING, handed_over=True, drains_until=time.time() + 60)
     house.agents.given.clear()
     house.push(((M,),), optional=frozenset((M,)), whole=False)
     ((who, document),) = house.agents.given

@@ -132,7 +132,7 @@ def test_a_machine_that_ends_while_it_boots_is_booted_anew(control):
 def test_one_that_never_comes_is_told_and_booted_anew(control):
     control.work()
     most = control.conf.controller.boot_timeout
-    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - most - 1))
+    control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
     control.hurry()
     control.work()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
@@ -149,7 +149,7 @@ def test_one_that_never_comes_is_told_and_booted_anew(control):
 def test_one_that_takes_long_only_by_a_clock_that_was_set_is_waited_for(control, monkeypatch):
     control.work()
     most = control.conf.controller.boot_timeout
-    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - 3600))
+    control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
     control.hurry()
     control.work()
@@ -165,7 +165,7 @@ def test_one_that_answers_wrongly_is_booted_anew_too(control):
     control.work()
     assert (control.row().attempts, control.world.destroyed) == (1, 0), "it may have been a moment's trouble"
     most = control.conf.controller.boot_timeout
-    control.database.write(lambda c: amphorae.change(c, only(control).id, booted_at=time.time() - most - 1))
+    control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
     control.hurry()
     control.work()
     assert control.provisioning()[LB] == "ERROR"

@@ -16,7 +16,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.topology import SingleTopology
 
@@ -201,7 +201,7 @@ def test_the_replacement_dies_before_it_confirmed_and_is_replaced(alone):
 
     alone.world.put_bundle = lost
     alone.work()
-    (second,) = [one for one in alone.observed().values() if one.state is State.READY]
+    (second,) = [one for one in alone.observed().values() if one.state is AmphoraState.READY]
     alone.world.put_bundle = push
     assert begin(alone, [second.id]) == 1
     assert alone.row().free_at == URGENT
@@ -223,7 +223,7 @@ def test_a_machine_that_cannot_be_destroyed_holds_nobody_up(pair):
     pair.hurry()
     pair.work()
     now = pair.observed()
-    assert len([one for one in now.values() if one.state is State.READY and one.confirmed]) == 2
+    assert len([one for one in now.values() if one.state is AmphoraState.READY and one.confirmed]) == 2
     assert old in now, "it is tried again"
     (row,) = rows(pair)
     assert row.served_at is not None
@@ -298,7 +298,7 @@ def test_what_is_urgent_stays_so_whoever_makes_it_due(alone, waker):
         alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
     else:
         alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
-        assert alone.database.write(lambda c: amphorae.take_back(c, old, 1, 0))
+        assert alone.database.write(lambda c: amphorae.lower_confirmed(c, old, 1, 0))
     assert alone.row().free_at == URGENT
 
 
@@ -388,7 +388,7 @@ def pool_of(control):
 
 
 def warm(control):
-    found = control.database.read(lambda c: amphorae.of_load_balancer(c, pool_of(control).load_balancer_id))
+    found = control.database.read(lambda c: amphorae.load_amphorae(c, pool_of(control).load_balancer_id))
     return {one.id: one for one in found}
 
 
@@ -415,7 +415,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_is_booted(spared):
     assert line(spared) == ["begun", "adopted", "confirmed", "served", "released", "ended"]
     assert len(warm(spared)) == 1
     assert spare not in warm(spared)
-    assert all(one.role == "SPARE" and one.state is State.READY for one in warm(spared).values())
+    assert all(one.role == "SPARE" and one.state is AmphoraState.READY for one in warm(spared).values())
 
 
 def test_a_spare_that_does_not_answer_costs_a_moment(spared):
@@ -442,7 +442,7 @@ def test_one_of_an_old_image_is_not_taken_and_is_replaced(spared):
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare in warm(spared), "it was booted a moment ago: that is not done again and again"
-    spared.database.write(lambda c: amphorae.change(c, spare, booted_at=time.time() - 100))
+    spared.database.write(lambda c: amphorae.update_amphora(c, spare, booted_at=time.time() - 100))
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare not in warm(spared)

@@ -8,7 +8,7 @@ from control import LB, LISTENER, TREE, controlled
 
 from amphora_driver.model.enums import Kind
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import State
+from amphora_driver.store.amphorae import AmphoraState
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def draining(control):
     control.intents.fail_over(LB)
     assert control.work() == 1, "one job, that ends and is due later"
     assert control.provisioning()[LB] == "ACTIVE"
-    assert control.observed()[old].state is State.RETIRING
+    assert control.observed()[old].state is AmphoraState.RETIRING
     assert len(control.observed()) == 3
     return old
 
@@ -99,7 +99,7 @@ def test_nobody_waits_while_connections_go_on(control):
 
 def test_its_time_is_over(control):
     old = draining(control)
-    control.database.write(lambda c: amphorae.change(c, old, drains_until=time.time() - 1))
+    control.database.write(lambda c: amphorae.update_amphora(c, old, drains_until=time.time() - 1))
     control.hurry()
     control.work()
     assert old not in control.observed()

@@ -76,11 +76,11 @@ class Fleet:
         def write(connection):
             ids = connection.execute(sa.select(amphora.c.id)).scalars().all()
             heard = [
-                amphorae.Heard(amphora_id=one, at=float(number), generation=1, epoch=1, sequence=number)
+                amphorae.LastHeartbeat(amphora_id=one, at=float(number), generation=1, epoch=1, sequence=number)
                 for one in ids
                 if one not in silent
             ]
-            amphorae.seen(connection, heard)
+            amphorae.record_heartbeats(connection, heard)
 
         self.database.write(write)
 

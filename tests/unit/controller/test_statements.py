@@ -26,7 +26,7 @@ from amphora_driver.queue.jobs import Jobs
 from amphora_driver.reconcile.executor import Backends
 from amphora_driver.reconcile.reconciler import Reconciler
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import Plugged, State
+from amphora_driver.store.amphorae import AmphoraState, AttachedPort
 from amphora_driver.store.requests import RequestRecorder
 
 # The incumbent takes 208 for the job alone, and 2,297 where the load balancer is larger.
@@ -36,7 +36,7 @@ PORT = Port(
     id="p9", network_id="n1", mac="fa:16:3e:00:00:01", mtu=1500,
     addresses=(FixedAddress(subnet_id="s1", address="198.51.100.20"),),
 )  # fmt: skip
-PLUGGED = Plugged(port=PORT, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
+PLUGGED = AttachedPort(port=PORT, subnets=(Subnet(id="s1", network_id="n1", cidr="198.51.100.0/24", gateway=None),))
 
 
 def member(number, pool="pool0"):
@@ -101,10 +101,10 @@ class House:
         self.reporter.turn()
 
     def _serving(self, connection):
-        amphorae.record(connection, "a", "lb", "STANDALONE", b"key")
-        amphorae.change(
-            connection, "a", state=State.READY, plugged=(PLUGGED,), compute_id="a", management_address="203.0.113.9",
-            booted_at=time.time(), ready_at=time.time(),
+        amphorae.insert_amphora(connection, "a", "lb", "STANDALONE", b"key")
+        amphorae.update_amphora(
+            connection, "a", state=AmphoraState.READY, plugged=(PLUGGED,), compute_id="a",
+            management_address="203.0.113.9", booted_at=time.time(), ready_at=time.time(),
         )  # fmt: skip
 
     def put_bundle(self, _amphora_id, _address, body, **_more):

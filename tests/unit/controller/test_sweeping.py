@@ -85,12 +85,12 @@ def time_passes(database):
 def own(database):
     """A load balancer with one amphora, of which rows say so."""
     database.write(lambda c: c.execute(work.insert().values(load_balancer_id="mine", op="apply", generation=1)))
-    database.write(lambda c: amphorae.record(c, OWNED, "mine", "STANDALONE", b"key"))
+    database.write(lambda c: amphorae.insert_amphora(c, OWNED, "mine", "STANDALONE", b"key"))
 
 
 def test_ports_and_vips_that_belong_to_nobody(database, network, sweeper):
     own(database)
-    database.write(lambda c: vip_claims.note(c, "claimed", "local"))
+    database.write(lambda c: vip_claims.record_claim(c, "claimed", "local"))
     for owner in (LOST, OWNED):
         network.ensure_port(owner, "vip", ["vip-subnet"])
     for load_balancer in ("lost", "mine", "claimed"):

@@ -21,13 +21,13 @@ from amphora_driver.reconcile import vip_allocation
 from amphora_driver.reconcile.vip_allocation import Given, Vips
 from amphora_driver.store import desired_objects as store
 from amphora_driver.store import vip_claims
-from amphora_driver.store.amphorae import State
-from amphora_driver.store.vip_claims import Wish
+from amphora_driver.store.amphorae import AmphoraState
+from amphora_driver.store.vip_claims import PendingVipRequest
 
 BARE = without_addresses(TREE)
 GUARDED = msgspec.structs.replace(TREE, vip_qos_policy_id="q1", vip_sg_ids=("g2", "g1"))
 OPTIONS = VipOptions(qos_policy_id="q1", security_group_ids=("g1", "g2"))
-BOOTING = amphora(state=State.BOOTING, management_address=None, plugged=(), confirmed=0)
+BOOTING = amphora(state=AmphoraState.BOOTING, management_address=None, plugged=(), confirmed=0)
 FOUND = (Vip(address="198.51.100.99", subnet_id="s1", network_id="n1", port_id="p9"),)
 
 
@@ -87,14 +87,14 @@ def test_plan(want, observed, steps):
 
 
 def test_pauses_grow_unless_the_backend_says_when():
-    wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1"),), since=0.0)
+    wish = PendingVipRequest(project_id="demo", vips=(VipRequest(subnet_id="s1"),), since=0.0)
     pauses = []
     for _ in range(7):
         now = wish.again_at
-        wish = vip_claims.later(wish, "busy", None, now)
+        wish = vip_claims.schedule_retry(wish, "busy", None, now)
         pauses.append(wish.again_at - now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert vip_claims.later(wish, "busy", 0.5, 10.0).again_at == 10.5
+    assert vip_claims.schedule_retry(wish, "busy", 0.5, 10.0).again_at == 10.5
 
 
 class Backend:
@@ -127,8 +127,10 @@ def database(tmp_path):
     def write(connection):
         connection.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=4, committed=4))
         store.insert_objects(connection, "lb", 4, [BARE])
-        wish = Wish(project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time())
-        vip_claims.keep(connection, "lb", "local", wish)
+        wish = PendingVipRequest(
+            project_id="demo", vips=(VipRequest(subnet_id="s1", address="198.51.100.99"),), since=time.time()
+        )
+        vip_claims.write_pending_request(connection, "lb", "local", wish)
 
     database.write(write)
     yield database
@@ -150,12 +152,12 @@ def test_an_answer_becomes_the_next_generation(database):
     tree = database.read(lambda c: store.load_tree(c, "lb"))
     assert tree.vips == FOUND
     assert (row(database).generation, row(database).committed) == (5, 5)
-    assert database.read(lambda c: vip_claims.wish_of(c, "lb")) is None
+    assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")) is None
 
 
 def test_no_answer_is_written_down_and_nothing_else(database):
     steps(database).allocate(Backend(NotYet(reason="busy", again_in=9.0)), wanted(tree=BARE), BARE, [])
-    wish = database.read(lambda c: vip_claims.wish_of(c, "lb"))
+    wish = database.read(lambda c: vip_claims.read_pending_request(c, "lb"))
     assert (wish.reason, wish.attempts, wish.project_id) == ("busy", 2, "demo")
     assert wish.vips[0].address == "198.51.100.99", "what was asked for is not forgotten"
     assert database.read(lambda c: vip_allocation.again_at(c, "lb", time.time())) == pytest.approx(
@@ -171,7 +173,7 @@ def test_no_answer_for_too_long_is_an_error_but_it_is_asked_on(database):
     with pytest.raises(NetworkError, match=r"none in \d+ s: busy") as error:
         steps(database, patience=-1.0).allocate(Backend(NotYet(reason="busy")), wanted(tree=BARE), BARE, [])
     assert error.value.final
-    assert database.read(lambda c: vip_claims.wish_of(c, "lb")).attempts == 2
+    assert database.read(lambda c: vip_claims.read_pending_request(c, "lb")).attempts == 2
 
 
 def test_a_refusal_is_the_users(database):
@@ -181,9 +183,9 @@ def test_a_refusal_is_the_users(database):
 
 def test_a_claim_that_waits_is_not_settled(database):
     database.write(lambda c: c.execute(vip_claim.update().values(claimed_at=0.0)))
-    assert database.read(lambda c: vip_claims.settled(c, time.time())) == ([], [])
-    database.write(lambda c: vip_claims.answered(c, "lb"))
-    assert database.read(lambda c: vip_claims.settled(c, time.time() + 1)) == ([], ["lb"])
+    assert database.read(lambda c: vip_claims.list_settled_claims(c, time.time())) == ([], [])
+    database.write(lambda c: vip_claims.clear_pending_request(c, "lb"))
+    assert database.read(lambda c: vip_claims.list_settled_claims(c, time.time() + 1)) == ([], ["lb"])
 
 
 def test_options_are_noted_and_forgotten(database):

@@ -36,7 +36,7 @@ from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.udp import virtual_servers
-from amphora_driver.store.amphorae import Amphora, State
+from amphora_driver.store.amphorae import Amphora, AmphoraState
 
 
 def ident(kind: int, number: int) -> str:
@@ -311,7 +311,7 @@ def test_a_push_and_an_audit_make_the_same(tmp_path):
     assert {one: one in pushing._failed for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}
     assert served.virtual[0].connection_limit == 700
     amphora = Amphora(
-        id=str(uuid.UUID(int=1)), load_balancer_id=LB, role="MASTER", state=next(iter(State)), compute_id=None,
+        id=str(uuid.UUID(int=1)), load_balancer_id=LB, role="MASTER", state=next(iter(AmphoraState)), compute_id=None,
         management_address=None, confirmed=0, plugged=(),
     )  # fmt: skip
     recorded = Recorded(

@@ -76,7 +76,7 @@ class House:
         self.amphora(f"am{name}", f"lb{name}")
 
     def amphora(self, amphora_id, load_balancer_id):
-        self.database.write(lambda c: amphorae.record(c, amphora_id, load_balancer_id, "standalone", b"key"))
+        self.database.write(lambda c: amphorae.insert_amphora(c, amphora_id, load_balancer_id, "standalone", b"key"))
 
     def say(self, amphora_id="am1", name="1", *, word="UP", count=5, generation=1, drift=(), drifted=None, **more):
         self.sequence += 1
@@ -186,7 +186,7 @@ def test_after_an_outage_the_newest_word_is_written(house):
 
 def test_the_word_of_a_retiring_amphora_does_not_count(house):
     house.amphora("am-new", "lb1")
-    house.database.write(lambda c: amphorae.change(c, "am1", state=amphorae.State.RETIRING))
+    house.database.write(lambda c: amphorae.update_amphora(c, "am1", state=amphorae.AmphoraState.RETIRING))
     house.say("am1", word="DOWN", count=99)
     house.say("am-new", word="UP")
     house.flush()
@@ -299,7 +299,7 @@ def test_memory_of_what_is_gone_is_dropped(house, now):
     house.ledger.resume({"long gone": (1, 1)})
 
     def gone(connection):
-        amphorae.forget(connection, "am2")
+        amphorae.delete_amphora(connection, "am2")
         connection.execute(work.delete().where(work.c.load_balancer_id == "lb2"))
 
     house.database.write(gone)
@@ -326,7 +326,7 @@ def test_counters_of_a_replaced_amphora_are_dropped(house, now):
     house.flush()
     account = house.books._accounts["lb1"]
     assert account.flushed.keys() == {("li1", "am1"), ("li1", "am-new")}
-    house.database.write(lambda c: amphorae.forget(c, "am1"))
+    house.database.write(lambda c: amphorae.delete_amphora(c, "am1"))
     house.flush()
     assert account.flushed.keys() == {("li1", "am-new")}
 
@@ -369,7 +369,7 @@ def test_an_old_heartbeat_is_refused_after_a_restart(house):
     house.say()
     house.flush()
     house.start()
-    house.ledger.resume(house.database.read(amphorae.last_heard))
+    house.ledger.resume(house.database.read(amphorae.last_heartbeats))
     report = Report(1, {}, {"po1:li1": PoolReport("DOWN", {"me1": "DOWN"})}, "am1")
     for sequence in (1, 2):
         assert not house.ledger.accept(Heartbeat("am1", 7, sequence, report), time.monotonic())
@@ -399,7 +399,7 @@ def test_what_another_health_manager_heard_later_stays(house, now):
 def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
     rung = []
     house.books = Bookkeeper(house.trying, house.ledger, interval=0.0, due=lambda: rung.append(True))
-    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, state=amphorae.State.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=amphorae.AmphoraState.READY))
     database.write(lambda c: c.execute(work.update().values(dirty=False, applied=1)))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
     house.say()
@@ -422,11 +422,11 @@ def test_an_amphora_that_lost_what_it_served_is_given_it_again(house, database):
 
 
 def test_what_was_confirmed_anew_meanwhile_stays(house, database):
-    database.write(lambda c: amphorae.change(c, "am1", confirmed=2, state=amphorae.State.READY))
-    assert not database.write(lambda c: amphorae.take_back(c, "am1", 1, 0))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=2, state=amphorae.AmphoraState.READY))
+    assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 1, 0))
     assert [row.confirmed for row in house.rows(amphora)] == [2]
-    database.write(lambda c: amphorae.change(c, "am1", state=amphorae.State.RETIRING))
-    assert not database.write(lambda c: amphorae.take_back(c, "am1", 2, 0))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", state=amphorae.AmphoraState.RETIRING))
+    assert not database.write(lambda c: amphorae.lower_confirmed(c, "am1", 2, 0))
 
 
 FOUND = Drifted(at=1000000000.0, what=("eth1 is down",), mended=False)
@@ -441,7 +441,7 @@ def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house,
         (row,) = house.rows(amphora)
         return row.drifts, row.drift
 
-    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, state=amphorae.State.READY))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=amphorae.AmphoraState.READY))
     listens()
     house.say(drift=("link",), drifted=FOUND)
     house.flush()
@@ -452,20 +452,20 @@ def test_a_complaint_is_marked_and_ends_and_is_told_once_whoever_restarts(house,
     house.flush()
     pushed = "2001-09-09 01:46:40 UTC, its agent cannot mend what is not as confirmed: link"
     assert noted() == (True, pushed)
-    database.write(lambda c: amphorae.change(c, "am1", confirmed=1, drifts=False))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, drifts=False))
     listens()
     for expected in (False, True, True):
         house.say(drift=("link",), drifted=FOUND)
         house.flush()
         assert noted() == (expected, pushed)
-        database.write(lambda c: amphorae.change(c, "am1", confirmed=1))
+        database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1))
     house.say(drifted=FOUND)
     house.flush()
     assert noted() == (False, pushed), "it is history"
     assert caplog.text.count("was not as confirmed") == 1, "the row knew"
     house.say(drifted=FOUND)
     house.flush()
-    database.write(lambda c: amphorae.change(c, "am1", drifts=True))
+    database.write(lambda c: amphorae.update_amphora(c, "am1", drifts=True))
     for _ in range(3):
         house.say(drifted=FOUND)
         house.flush()

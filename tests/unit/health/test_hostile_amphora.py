@@ -55,8 +55,8 @@ class Amphora:
         self.sequence = count(1)
 
     def record(self, connection, vault):
-        sealed = vault.seal(Secret(self.key), amphorae.key_place(self.id))
-        amphorae.record(connection, self.id, self.load_balancer, "standalone", sealed)
+        sealed = vault.seal(Secret(self.key), amphorae.key_location(self.id))
+        amphorae.insert_amphora(connection, self.id, self.load_balancer, "standalone", sealed)
 
     def tree(self):
         listener = Listener(

@@ -116,7 +116,7 @@ class House:
         self.database = database
         RequestRecorder(database, lambda node: None).create_load_balancer(TREE, read_back=False)
         for name, role in (("a", "MASTER"), ("b", "BACKUP")):
-            database.write(lambda c, name=name, role=role: amphorae.record(c, name, "lb", role, b"key"))
+            database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, "lb", role, b"key"))
         database.write(lambda c: c.execute(work.update().values(committed=1)))
         self.sequence = 0
         self.ledger = Ledger(expiry=EXPIRY)
@@ -199,7 +199,7 @@ def test_who_has_the_vips_is_written_down(house):
     house.say("a", "UP", holds_vip=True)
     house.say("b", "UP", holds_vip=False)
     house.books.flush(last=True)
-    found = {one.id: one for one in house.database.read(lambda c: amphorae.of_load_balancer(c, "lb"))}
+    found = {one.id: one for one in house.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
     assert {name: one.holds_vip for name, one in found.items()} == {"a": True, "b": False}
     assert all(abs(one.heard_at - time.time()) < 60 for one in found.values())
     house.say("a", "UP", holds_vip=None)

@@ -43,11 +43,11 @@ def datagram(sequence, epoch=EPOCH):
 def conf(tmp_path, database):
     (tmp_path / "key").write_bytes(Fernet.generate_key())
     (tmp_path / "key").chmod(0o600)
-    sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY), amphorae.key_place(AMPHORA))
+    sealed = Vault.load(str(tmp_path / "key")).seal(Secret(KEY), amphorae.key_location(AMPHORA))
     RequestRecorder(database, lambda node: None).create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False
     )
-    database.write(lambda c: amphorae.record(c, AMPHORA, "lb", "standalone", sealed))
+    database.write(lambda c: amphorae.insert_amphora(c, AMPHORA, "lb", "standalone", sealed))
     path = tmp_path / "driver.conf"
     path.write_text(
         f"[store]\nconnection = {database.url}\nencryption_key_file = {tmp_path}/key\n"
@@ -93,7 +93,7 @@ def operating(database):
 
 
 def place(database):
-    return database.read(amphorae.last_heard).get(AMPHORA)
+    return database.read(amphorae.last_heartbeats).get(AMPHORA)
 
 
 def test_what_was_heard_is_written_down_at_the_latest_at_the_end(conf, database):
@@ -158,6 +158,6 @@ def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):
         until(lambda: place(database) == (EPOCH, 1))
         budgets, misbehaved = manager._receiver._budgets._accounts, manager._receiver.misbehaved
         assert list(budgets) == [AMPHORA] == list(misbehaved)
-        database.write(lambda c: amphorae.forget(c, AMPHORA))
+        database.write(lambda c: amphorae.delete_amphora(c, AMPHORA))
         # Another flush is needed: the health manager makes one in each second.
         until(lambda: not budgets and not misbehaved)

@@ -25,7 +25,7 @@ _BUSY = sa.select(work.c.load_balancer_id, work.c.op, work.c.generation, work.c.
         ),
     )
 )
-_UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != amphorae.State.READY.value)
+_UNSETTLED = sa.select(tables.amphora.c.id).where(tables.amphora.c.state != amphorae.AmphoraState.READY.value)
 
 
 def undone(deployment):
@@ -52,7 +52,7 @@ def waited_for(deployment):
 
 def _unsettled(connection):
     of = tables.amphora
-    return connection.execute(sa.select(of.c.id).where(of.c.state != amphorae.State.READY.value)).scalars()
+    return connection.execute(sa.select(of.c.id).where(of.c.state != amphorae.AmphoraState.READY.value)).scalars()
 
 
 def unowned(deployment):
@@ -108,7 +108,7 @@ def unlike(deployment):
             if row is None:
                 continue
             found += differences(desired_objects.load_tree(connection, of), from_octavia.load_balancer(tree))
-            for one in amphorae.of_load_balancer(connection, of):
+            for one in amphorae.load_amphorae(connection, of):
                 served = (state["machines"].get(one.id, {}).get("bundle") or {}).get("generation")
                 if not served == one.confirmed == row.generation:
                     found.append(f"{one.id} serves {served}, has confirmed {one.confirmed}, wanted is {row.generation}")

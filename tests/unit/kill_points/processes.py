@@ -103,7 +103,7 @@ class _Health:
         self._manager._receiver.close()
         self._manager._database = self._manager._bookkeeper._database = deployment.database
         self._manager._bookkeeper._batches._database = deployment.database
-        self._manager._ledger.resume(deployment.database.read(amphorae.last_heard))
+        self._manager._ledger.resume(deployment.database.read(amphorae.last_heartbeats))
         self._registry = process_registry.ProcessRegistration(
             deployment.database, name, process_registry.ProcessKind.HEALTH_MANAGER
         )

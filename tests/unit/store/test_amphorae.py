@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_seen, work
 from amphora_driver.store import amphorae
-from amphora_driver.store.amphorae import Heard
+from amphora_driver.store.amphorae import LastHeartbeat
 
 
 @pytest.fixture
@@ -17,16 +17,18 @@ def database(any_database):
 
 def record(database, *amphora_ids, load_balancer_id="lb"):
     for amphora_id in amphora_ids:
-        database.write(lambda c, one=amphora_id: amphorae.record(c, one, load_balancer_id, "standalone", b"key"))
+        database.write(
+            lambda c, one=amphora_id: amphorae.insert_amphora(c, one, load_balancer_id, "standalone", b"key")
+        )
 
 
 def heard(amphora_id, epoch, sequence, at=1000.0):
-    return Heard(amphora_id=amphora_id, at=at, generation=sequence, epoch=epoch, sequence=sequence)
+    return LastHeartbeat(amphora_id=amphora_id, at=at, generation=sequence, epoch=epoch, sequence=sequence)
 
 
 def seen(database, *reports):
-    database.write(lambda c: amphorae.seen(c, reports))
-    return database.read(amphorae.last_heard)
+    database.write(lambda c: amphorae.record_heartbeats(c, reports))
+    return database.read(amphorae.last_heartbeats)
 
 
 def test_the_greater_place_stays(database):
@@ -34,7 +36,7 @@ def test_the_greater_place_stays(database):
     assert seen(database, heard("b", 1, 5), heard("a", 1, 9)) == {"a": (1, 9), "b": (1, 5)}
     assert seen(database, heard("a", 1, 8), heard("b", 2, 1)) == {"a": (1, 9), "b": (2, 1)}
     assert seen(database, heard("b", 1, 99)) == {"a": (1, 9), "b": (2, 1)}
-    assert database.read(lambda c: amphorae.last_heard(c, ["a", "unknown"])) == {"a": (1, 9)}
+    assert database.read(lambda c: amphorae.last_heartbeats(c, ["a", "unknown"])) == {"a": (1, 9)}
 
 
 def test_real_epochs_fit(database):
@@ -48,26 +50,26 @@ def test_who_has_the_vips_is_what_was_said_last(database):
     for sequence, said in enumerate((True, False, None, True)):
         at = msgspec.structs.replace(heard("a", 1, sequence, at=1000.5 + sequence), holds_vip=said)
         seen(database, at, heard("b", 1, sequence))
-        one, other = database.read(lambda c: amphorae.of_load_balancer(c, "lb"))
+        one, other = database.read(lambda c: amphorae.load_amphorae(c, "lb"))
         assert (one.holds_vip, one.heard_at) == (said, 1000.5 + sequence)
         assert other.holds_vip is None
     seen(database, msgspec.structs.replace(heard("a", 1, 0), holds_vip=False))
-    assert database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0].holds_vip, "that came late"
+    assert database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].holds_vip, "that came late"
 
 
 def test_how_long_connections_go_on(database):
     record(database, "a")
-    assert database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0].drains_until is None
+    assert database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].drains_until is None
     until = 1795291234.123456
-    database.write(lambda c: amphorae.change(c, "a", handed_over=True, drains_until=until))
-    one = database.read(lambda c: amphorae.of_load_balancer(c, "lb"))[0]
+    database.write(lambda c: amphorae.update_amphora(c, "a", handed_over=True, drains_until=until))
+    one = database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0]
     assert (one.handed_over, one.drains_until) == (True, until)
 
 
 def test_an_amphora_that_is_gone_leaves_no_row(database):
     record(database, "a")
     assert seen(database, heard("a", 1, 1), heard("gone", 1, 1)) == {"a": (1, 1)}
-    database.write(lambda c: amphorae.forget(c, "a"))
+    database.write(lambda c: amphorae.delete_amphora(c, "a"))
     assert seen(database, heard("a", 1, 2)) == {}
 
 
@@ -79,7 +81,7 @@ def test_two_that_hear_an_amphora_for_the_first_time_in_one_moment(database, mon
     stale = sa.select(sa.literal("a").label("id"), nothing.label("amphora_id")).where(
         sa.literal("a").in_(sa.bindparam("ids", expanding=True))
     )
-    monkeypatch.setattr(amphorae, "_RECORDED", stale)
+    monkeypatch.setattr(amphorae, "_WITH_HEARTBEAT", stale)
     assert seen(database, heard("a", 1, 4)) == {"a": (1, 5)}
     assert seen(database, heard("a", 1, 6)) == {"a": (1, 6)}
 
@@ -89,12 +91,12 @@ def test_many_at_once(database):
 
     def write(connection):
         for name in names:
-            amphorae.record(connection, name, f"lb{name[:3]}", "standalone", b"key")
+            amphorae.insert_amphora(connection, name, f"lb{name[:3]}", "standalone", b"key")
         for load_balancer_id in {f"lb{name[:3]}" for name in names}:
             connection.execute(work.insert().values(load_balancer_id=load_balancer_id, op="apply", generation=3))
 
     database.write(write)
     assert len(seen(database, *(heard(name, 1, 1) for name in names))) == 1100
-    found = database.read(lambda c: amphorae.of_same_load_balancers(c, names))
+    found = database.read(lambda c: amphorae.load_serving_states(c, names))
     assert sum(len(one.amphorae) for one in found.values()) == 1100
     assert {one.generation for one in found.values()} == {3}

@@ -26,8 +26,8 @@ def served(database):
 
     def write(connection):
         for one in ("a", "b"):
-            amphorae.record(connection, one, "lb", "STANDALONE", b"")
-            amphorae.change(connection, one, state="ready", confirmed=3, confirmed_at=50.0)
+            amphorae.insert_amphora(connection, one, "lb", "STANDALONE", b"")
+            amphorae.update_amphora(connection, one, state="ready", confirmed=3, confirmed_at=50.0)
         connection.execute(
             work.update().values(generation=3, committed=3, applied=3, dirty=False, owner=None, free_at=900.0)
         )
@@ -52,7 +52,7 @@ def test_what_was_taken_back_is_due_once(served):
     assert served.write(lambda c: config_drift.revoke_confirmation(c, "a", 3, "again")) is False, (
         "it is another one by now"
     )
-    served.write(lambda c: amphorae.change(c, "b", state="retiring"))
+    served.write(lambda c: amphorae.update_amphora(c, "b", state="retiring"))
     assert served.write(lambda c: config_drift.revoke_confirmation(c, "b", 3, "late")) is False
 
 
@@ -112,7 +112,7 @@ def test_what_is_noted_already_is_no_news(served):
 def test_marks(served):
     served.write(lambda c: config_drift.set_drifting(c, {"b": True, "a": True}))
     assert (of(served, "a").drifts, of(served, "b").drifts) == (True, True)
-    serving = served.read(lambda c: amphorae.of_same_load_balancers(c, ["a"]))["lb"]
+    serving = served.read(lambda c: amphorae.load_serving_states(c, ["a"]))["lb"]
     assert serving.drifting == {"a", "b"}
     served.write(lambda c: config_drift.set_drifting(c, {"b": False}))
     assert (of(served, "a").drifts, of(served, "b").drifts) == (True, False)

@@ -110,13 +110,13 @@ def test_what_an_amphora_lost_while_the_job_ended_makes_it_due_again(database):
     add(database, applied=1)
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
-    database.write(lambda c: amphorae.record(c, "am", "lb", "STANDALONE", b"key"))
-    database.write(lambda c: amphorae.change(c, "am", confirmed=1, state=amphorae.State.READY))
-    assert database.write(lambda c: amphorae.take_back(c, "am", 1, 0))
+    database.write(lambda c: amphorae.insert_amphora(c, "am", "lb", "STANDALONE", b"key"))
+    database.write(lambda c: amphorae.update_amphora(c, "am", confirmed=1, state=amphorae.AmphoraState.READY))
+    assert database.write(lambda c: amphorae.lower_confirmed(c, "am", 1, 0))
     one.complete(lease, 1)
     again = one.claim()
     assert again is not None
-    database.write(lambda c: amphorae.change(c, "am", confirmed=1))
+    database.write(lambda c: amphorae.update_amphora(c, "am", confirmed=1))
     one.complete(again, 1)
     assert one.claim() is None
 
@@ -157,14 +157,14 @@ def test_only_what_is_worked_on_is_renewed(database):
 def test_what_an_amphora_lost_while_its_job_ended_is_not_forgotten(database):
     """`take_back` has both rows and is about to commit when the lease is given back: the job is due again."""
     add(database, applied=1)
-    database.write(lambda c: amphorae.record(c, "a", "lb", "STANDALONE", b"key"))
+    database.write(lambda c: amphorae.insert_amphora(c, "a", "lb", "STANDALONE", b"key"))
     database.write(lambda c: c.execute(amphora.update().values(state="ready", confirmed=1)))
     one = jobs.Jobs(database, "one", 30)
     lease = one.claim()
     ending = threading.Thread(target=one.finish, args=(lease, 1))
 
     def take_back(connection):
-        amphorae.take_back(connection, "a", 1, 0)
+        amphorae.lower_confirmed(connection, "a", 1, 0)
         ending.start()
         # It cannot end before this does; long enough to be waiting by then, on a machine that is busy.
         ending.join(0.5)

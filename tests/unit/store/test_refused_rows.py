@@ -50,7 +50,7 @@ def house(any_database, monkeypatch):
     for number in range(MANY):
         intents.create_load_balancer(tree(number), read_back=False)
         any_database.write(
-            lambda c, number=number: amphorae.record(c, f"am{number}", f"lb{number}", "standalone", b"key")
+            lambda c, number=number: amphorae.insert_amphora(c, f"am{number}", f"lb{number}", "standalone", b"key")
         )
     dialect = any_database.engine.dialect.name
     run(any_database, TRIGGERS[dialect])

@@ -64,7 +64,9 @@ def fill(database, certificates=250, machines=3, vault=BEFORE):
                     role="single",
                     state="ready",
                     created_at=0.0,
-                    heartbeat_key=vault.seal(Secret(b"heartbeat %d" % number), amphorae.key_place(f"amphora-{number}")),
+                    heartbeat_key=vault.seal(
+                        Secret(b"heartbeat %d" % number), amphorae.key_location(f"amphora-{number}")
+                    ),
                 )
             )
 
@@ -163,13 +165,13 @@ def test_values_of_an_older_version_are_bound_to_their_rows_on_request(any_datab
     fill(any_database, certificates=120, vault=Unbound([OLD]))
     unbound = {"secret.sealed": (120, 120, 0), "amphora.heartbeat_key": (3, 3, 0), "authority.sealed_key": (1, 1, 0)}
     assert states(any_database) == unbound
-    assert any_database.read(lambda c: amphorae.heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
+    assert any_database.read(lambda c: amphorae.read_heartbeat_keys(c, BOTH)) == {}, "nothing else opens them"
     assert reencryption.reseal(any_database, BOTH) == 0
     assert states(any_database) == unbound, "not unasked: an attacker may have put some there"
     assert reencryption.reseal(any_database, BOTH, bind=True) == 124
     assert states(any_database) == {name: (rows, 0, 0) for name, (rows, *_) in unbound.items()}
     assert reencryption.reseal(any_database, BOTH, bind=True) == 0, "again: nothing to do"
-    keys = any_database.read(lambda c: amphorae.heartbeat_keys(c, Vault([NEW])))
+    keys = any_database.read(lambda c: amphorae.read_heartbeat_keys(c, Vault([NEW])))
     assert keys == {f"amphora-{number}": Secret(b"heartbeat %d" % number) for number in range(3)}
     (signer, _imported) = any_database.read(ca_records.list_cas)
     place = ca_records.key_location(signer.kind, signer.certificate)
@@ -213,9 +215,9 @@ def test_a_certificate_is_no_heartbeat_key(database):
         connection.execute(amphora.update().where(amphora.c.id == "amphora-0").values(heartbeat_key=found))
 
     database.write(copy)
-    assert set(database.read(lambda c: amphorae.heartbeat_keys(c, BOTH))) == {"amphora-1", "amphora-2"}
+    assert set(database.read(lambda c: amphorae.read_heartbeat_keys(c, BOTH))) == {"amphora-1", "amphora-2"}
     with pytest.raises(StoreError, match="table amphora was sealed for another row or purpose"):
-        database.read(lambda c: amphorae.heartbeat_key(c, BOTH, "amphora-0"))
+        database.read(lambda c: amphorae.read_heartbeat_key(c, BOTH, "amphora-0"))
 
 
 def test_no_column_with_bytes_is_forgotten():

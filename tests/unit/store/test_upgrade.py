@@ -162,10 +162,10 @@ def read_by_todays_code(database):
     assert (tree.name, tree.vip.address) == ("web — ünïcode", "198.51.100.5")
     assert [one.id for one in tree.pools[0].members] == list(old.MEMBERS), "without the removed one"
     assert tree.listeners[0].l7policies[0].rules[0].value == "/private"
-    (amphora,) = database.read(lambda connection: amphorae.of_load_balancer(connection, old.LB))
+    (amphora,) = database.read(lambda connection: amphorae.load_amphorae(connection, old.LB))
     assert (amphora.id, amphora.confirmed, amphora.booted_at) == (old.AMPHORA, 3, None)
     assert amphora.plugged[0].port.addresses[0].address == "198.51.100.11"
-    keys = database.read(lambda connection: amphorae.heartbeat_keys(connection, VAULT))
+    keys = database.read(lambda connection: amphorae.read_heartbeat_keys(connection, VAULT))
     assert keys == {old.AMPHORA: Secret(b"h" * 32)}
     kept = database.read(lambda connection: sealed_secrets.load_secrets(connection, old.LB))
     opened = {
@@ -177,7 +177,7 @@ def read_by_todays_code(database):
     assert [(one.object_id, one.operating.value) for one in due] == [(old.MEMBERS[0], "ERROR")]
     (total,) = database.read(lambda connection: listener_stats.list_due_totals(connection, 100))
     assert total.listener_id == old.LISTENER
-    assert database.read(lambda connection: vip_claims.of(connection, old.LATER)) == "local"
+    assert database.read(lambda connection: vip_claims.network_of_claim(connection, old.LATER)) == "local"
 
 
 def continued_by_a_controller(database):
