@@ -1,92 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says about this machine.
+"""Versions, memory, load, disks and processes of this machine, for diagnostics.
 
-Invariant: reads only, from /proc and the file systems. Sources: proc(5), statvfs(3).
+Invariant: all functions only read. psutil is imported at the first call: the agent does not need it to serve.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import ssl
-from contextlib import suppress
+import time
 from pathlib import Path
 from typing import Any
 
-_PROC = Path("/proc")
-_MEMORY = ("MemTotal", "MemFree", "MemAvailable", "Buffers", "Cached", "SwapTotal", "SwapFree", "Slab", "Shmem")
-
 
 def versions() -> dict[str, str]:
-    """What the agent itself stands on."""
+    """Return the versions of Python, OpenSSL and the kernel."""
     return {"python": platform.python_version(), "openssl": ssl.OPENSSL_VERSION, "kernel": os.uname().release}
 
 
 def memory() -> dict[str, int]:
-    """Bytes, by the names of /proc/meminfo.
+    """Return the memory of the machine in bytes."""
+    import psutil  # noqa: PLC0415 - see the invariant
 
-    Raises:
-        OSError: there is no /proc.
-    """
-    found = {}
-    for line in (_PROC / "meminfo").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        if name in _MEMORY:
-            found[name] = int(rest.split()[0]) * 1024
-    return found
+    ram, swap = psutil.virtual_memory(), psutil.swap_memory()
+    return {
+        **{name: getattr(ram, name) for name in ("total", "available", "free", "buffers", "cached", "shared", "slab")},
+        "swap_total": swap.total,
+        "swap_free": swap.free,
+    }
 
 
 def load() -> dict[str, Any]:
-    """Mean numbers of processes that want to run, and for how many seconds the machine has been up.
+    """Return the load averages, the number of processors, and the seconds since boot."""
+    import psutil  # noqa: PLC0415 - see the invariant
+
+    return {
+        "load": list(psutil.getloadavg()),
+        "processors": psutil.cpu_count(),
+        "up_seconds": time.time() - psutil.boot_time(),
+    }
+
+
+def disk(*directories: Path) -> dict[str, dict[str, int]]:
+    """Return the size of the file systems of these directories in bytes, and their numbers of files.
 
     Raises:
-        OSError: there is no /proc.
-    """
-    uptime = float((_PROC / "uptime").read_text(encoding="ascii").split()[0])
-    return {"load": list(os.getloadavg()), "processors": os.cpu_count(), "up_seconds": uptime}
-
-
-def disk(*places: Path) -> dict[str, dict[str, int]]:
-    """Bytes and files of the file systems in which these directories are.
-
-    Raises:
-        OSError: there is no such directory.
+        OSError: a directory does not exist.
     """
     found = {}
-    for place in places:
-        said = os.statvfs(place)
-        found[str(place)] = {
-            "bytes": said.f_blocks * said.f_frsize,
-            "available_bytes": said.f_bavail * said.f_frsize,
-            "files": said.f_files,
-            "available_files": said.f_favail,
+    for directory in directories:
+        usage, files = shutil.disk_usage(directory), os.statvfs(directory)
+        found[str(directory)] = {
+            "bytes": usage.total,
+            "available_bytes": usage.free,
+            "files": files.f_files,
+            "available_files": files.f_favail,
         }
     return found
 
 
 def processes() -> list[dict[str, Any]]:
-    """Every process: its name, when it started (seconds since 1970) and the bytes it keeps in memory."""
-    tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    booted = _booted()
-    found = []
-    for place in _PROC.iterdir():
-        with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile, or is no process
-            pid = int(place.name)
-            head, _, rest = (place / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")
-            fields = rest.split()
-            found.append(
-                {
-                    "pid": pid,
-                    "name": head.partition("(")[2],
-                    "started": booted + int(fields[19]) / tick,
-                    "resident_bytes": int(fields[21]) * page,
-                }
-            )
-    return sorted(found, key=lambda one: one["pid"])
+    """Return all processes: id, name, start (seconds since 1970) and resident memory in bytes."""
+    import psutil  # noqa: PLC0415 - see the invariant
 
-
-def _booted() -> float:
-    for line in (_PROC / "stat").read_text(encoding="ascii").splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    return 0.0
+    found = [one.info for one in psutil.process_iter(("pid", "name", "create_time", "memory_info"))]
+    return [
+        {
+            "pid": one["pid"],
+            "name": one["name"],
+            "started": one["create_time"],
+            "resident_bytes": one["memory_info"].rss if one["memory_info"] is not None else 0,
+        }
+        for one in sorted(found, key=lambda one: one["pid"])
+    ]
