@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets at rest.
+"""Encryption of secrets at rest.
 
-Invariant: a secret reaches a table only as what `Vault.seal` made of it, and opens only in the place it was sealed for:
-the place is part of what is encrypted and signed. A value without a place, as older versions sealed it, is opened by
-`reseal` only. The first key seals, all keys open, so that keys are rotated by putting a new one on top
-(docs/secrets.md). A key file that was changed is taken up by running processes; one that cannot be used any more leaves
-them with the keys they have. A key that is not in it any more opens for a minute longer: a file that is being written
-in place may look like a shorter one. A file that other users can read is refused. Keys are named by their line and a
-fingerprint, and never shown.
+Invariant: a table holds a secret only as a result of `Vault.seal`. A sealed value is bound to its location (table, row,
+purpose), which is part of the authenticated content, so a copy in another location does not open. Older versions
+created unbound values; only `reseal` opens these. The first key seals and all keys open. A new first key therefore
+starts a key rotation (docs/explanation/secrets.md).
+
+Running processes reload a changed key file. They keep their keys if the new file is unusable. A removed key still opens
+for a minute, because a file that is being written in place may look truncated. The vault refuses a key file that other
+users can read. Logs identify keys by line and fingerprint, never by content.
 """
 
 from __future__ import annotations
@@ -37,36 +38,36 @@ LOG = logging.getLogger(__name__)
 _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line."
-# What a fingerprint is made from besides the key: it is the hash of nothing else that anybody may have.
+# Prefix of the hashed content of a fingerprint, so that it equals no other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# Seconds for which a key still opens after it was taken out of the file: writing one takes less.
+# Seconds for which a removed key still opens: longer than writing a file.
 _REMOVED_KEY_SECONDS = 60.0
-# File, time of change in nanoseconds, length: what tells one version of a key file from the next.
+# Inode, modification time in nanoseconds, size and mode identify a version of the key file.
 _FileVersion = tuple[int, int, int, int]
-# What is encrypted is this, a digest of the place, and the secret. Neither PEM texts nor random keys begin so.
+# Encrypted content: this prefix, a digest of the location, the secret. No PEM text begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
 
 class SecretLocation(msgspec.Struct, frozen=True):
-    """Where a sealed secret belongs.
+    """Location of a sealed secret in the database.
 
     Attributes:
         table: its table.
-        row: what identifies the row and the purpose; the same parts in the same order for all rows of a table.
+        row: identifies row and purpose; the same parts in the same order for all rows of a table.
     """
 
     table: str
     row: tuple[str, ...]
 
     def digest(self) -> bytes:
-        """What is sealed of it; no two places have the same."""
+        """Return a digest that is unique to this location."""
         return hashlib.sha256(msgspec.json.encode((self.table, *self.row))).digest()
 
 
 class Binding(Enum):
-    """What a sealed value is bound to: the place it is in, another one, or none."""
+    """Binding of a sealed value: its own location, another one, or none."""
 
     THIS_ROW = "this row"
     OTHER_ROW = "other row"
@@ -77,26 +78,26 @@ class Vault:
     """Seals and opens secrets with the keys of one file (one Fernet key a line), from any thread.
 
     Args:
-        keys: Fernet keys, the one that seals first.
+        keys: Fernet keys; the first one seals.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: a key is not a Fernet key.
     """
 
     def __init__(self, keys: list[bytes]) -> None:
         self._path: Path | None = None
         self._version: _FileVersion | None = None
-        self._loading = threading.Lock()
-        self._ring = _KeyRing(keys)
+        self._reload_lock = threading.Lock()
+        self._key_ring = _KeyRing(keys)
 
     @classmethod
     def load(cls, path: str) -> Vault:
-        """The vault whose keys are in this file, now and after each change of it.
+        """Return a vault with the keys of a file, which it reloads after a change.
 
         Raises:
-            ConfigurationError: the file is missing, empty, readable by everybody, or holds something else.
+            ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # Looked at first: a change between looking and reading is then noticed the next time.
+        # Read the version before the keys, so that a concurrent change is detected later.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
@@ -104,134 +105,134 @@ class Vault:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """What the keys are called, the one that seals first. Nothing about a key follows from it."""
-        return self._current().fingerprints
+        """The fingerprints of the keys, the sealing key first. They reveal nothing about the keys."""
+        return self._current_ring().fingerprints
 
-    def seal(self, secret: Secret, place: SecretLocation) -> bytes:
-        """What may be written to this place, and to no other."""
-        return self._current().cipher.encrypt(_BOUND_PREFIX + place.digest() + secret.reveal())
+    def seal(self, secret: Secret, location: SecretLocation) -> bytes:
+        """Encrypt a secret for this location only."""
+        return self._current_ring().cipher.encrypt(_BOUND_PREFIX + location.digest() + secret.reveal())
 
-    def open(self, sealed: bytes, place: SecretLocation) -> Secret:
-        """What was sealed.
+    def open(self, sealed: bytes, location: SecretLocation) -> Secret:
+        """Decrypt a secret.
 
         Args:
-            sealed: what `seal` returned.
-            place: where it was found.
+            sealed: a result of `seal`.
+            location: its location in the database.
 
         Raises:
-            StoreError: no key of ours opens it, or it was sealed for another place.
+            StoreError: no key opens it, or it is bound to another location.
         """
-        return _require_bound_to(place, self._decrypted(sealed))
+        return _require_bound_to(location, self._decrypted(sealed))
 
-    def binding(self, sealed: bytes, place: SecretLocation) -> Binding | None:
-        """What a value found in this place is bound to; None if no key of ours opens it."""
+    def binding(self, sealed: bytes, location: SecretLocation) -> Binding | None:
+        """Return the binding of a value at this location; None if no key opens it."""
         try:
-            return _binding(place, self._decrypted(sealed))
+            return _binding(location, self._decrypted(sealed))
         except StoreError:
             return None
 
     def key_index(self, sealed: bytes) -> int | None:
-        """The place of the key this was sealed with, counted from 0; None if it is none of ours. Opens nothing."""
-        for place, one in enumerate(self._current().ciphers):
+        """Return the index of the sealing key, from 0; None if it is unknown. Decrypts nothing."""
+        for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # Checks the signature, which another key does not make, and decrypts nothing.
-                one.extract_timestamp(sealed)
-                return place
+                # Verifies the signature and decrypts nothing.
+                cipher.extract_timestamp(sealed)
+                return index
         return None
 
-    def reseal(self, sealed: bytes, place: SecretLocation, *, bind: bool = False) -> bytes:
-        """The same secret sealed with the first key; the same bytes where it is already.
+    def reseal(self, sealed: bytes, location: SecretLocation, *, bind: bool = False) -> bytes:
+        """Return the secret sealed with the first key; the same bytes if it is so already.
 
         Args:
-            sealed: what is in the place.
-            place: where it was found.
-            bind: what is bound to no place belongs here.
+            sealed: the stored value.
+            location: its location in the database.
+            bind: bind an unbound value to this location.
 
         Raises:
-            StoreError: no key of ours opens it, or it was sealed for another place, or for none.
+            StoreError: no key opens it, it is bound to another location, or it is unbound and `bind` is false.
         """
         content = self._decrypted(sealed)
-        if bind and _binding(place, content) is Binding.UNBOUND:
-            return self.seal(Secret(content), place)
-        secret = _require_bound_to(place, content)
-        return sealed if self.key_index(sealed) == 0 else self.seal(secret, place)
+        if bind and _binding(location, content) is Binding.UNBOUND:
+            return self.seal(Secret(content), location)
+        secret = _require_bound_to(location, content)
+        return sealed if self.key_index(sealed) == 0 else self.seal(secret, location)
 
     def _decrypted(self, sealed: bytes) -> bytes:
         with contextlib.suppress(InvalidToken):
-            return self._current().opening.decrypt(sealed)
+            return self._current_ring().opening.decrypt(sealed)
         raise StoreError(
             _OPEN,
-            "none of the encryption keys fits",
-            "Put the key it was sealed with back into the file.",
+            "none of the encryption keys opens it",
+            "Add the key that sealed it to the key file again.",
         )
 
-    def _current(self) -> _KeyRing:
-        """The keys, read again if their file is another one: a look at it costs microseconds."""
+    def _current_ring(self) -> _KeyRing:
+        """Return the keys; reload them if the file has changed. The check takes microseconds."""
         if self._path is not None and _file_version(self._path) != self._version:
-            with self._loading:
-                self._load_again(self._path)
-        ring = self._ring
-        if ring.dropped and time.monotonic() > ring.until:
-            with self._loading:
-                # Another thread may have put a newer one there meanwhile.
-                if self._ring is ring:
-                    self._ring = _KeyRing(ring.keys)
-        return self._ring
+            with self._reload_lock:
+                self._reload(self._path)
+        ring = self._key_ring
+        if ring.removed and time.monotonic() > ring.removed_until:
+            with self._reload_lock:
+                # Another thread may have replaced the ring.
+                if self._key_ring is ring:
+                    self._key_ring = _KeyRing(ring.keys)
+        return self._key_ring
 
-    def _load_again(self, path: Path) -> None:
+    def _reload(self, path: Path) -> None:
         version = _file_version(path)
         if version == self._version:
             return
-        # Whatever comes of it, this version is not tried again: one warning is enough.
+        # Try each version once, so that an unusable file causes one warning.
         self._version = version
         try:
             keys = _read_keys(path)
         except ConfigurationError as error:
-            LOG.warning("the encryption keys in use are kept: %s", error)
+            LOG.warning("keeping the current encryption keys, because the new key file is unusable: %s", error)
             return
-        before = self._ring
-        dropped = [key for key in (*before.keys, *before.dropped) if key not in keys]
-        self._ring = _KeyRing(keys, dropped)
-        LOG.info("encryption keys were read again; %s seals", self._ring.fingerprints[0])
-        if dropped:
-            LOG.info("%d that are not there any more open for another %.0f s", len(dropped), _REMOVED_KEY_SECONDS)
+        before = self._key_ring
+        removed = [key for key in (*before.keys, *before.removed) if key not in keys]
+        self._key_ring = _KeyRing(keys, removed)
+        LOG.info("encryption keys reloaded; key %s seals", self._key_ring.fingerprints[0])
+        if removed:
+            LOG.info("%d removed encryption keys still open for %.0f s", len(removed), _REMOVED_KEY_SECONDS)
 
 
-def _binding(place: SecretLocation, content: bytes) -> Binding:
+def _binding(location: SecretLocation, content: bytes) -> Binding:
     if not content.startswith(_BOUND_PREFIX):
         return Binding.UNBOUND
     found = content[len(_BOUND_PREFIX) :][:_DIGEST_LENGTH]
-    return Binding.THIS_ROW if hmac.compare_digest(found, place.digest()) else Binding.OTHER_ROW
+    return Binding.THIS_ROW if hmac.compare_digest(found, location.digest()) else Binding.OTHER_ROW
 
 
-def _require_bound_to(place: SecretLocation, content: bytes) -> Secret:
-    binding = _binding(place, content)
+def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
+    binding = _binding(location, content)
     if binding is Binding.THIS_ROW:
         return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
     if binding is Binding.UNBOUND:
-        happened = f"a value in table {place.table} is not bound to its row"
-        raise StoreError(_OPEN, happened, "Run: amphoractl secrets reseal --bind (docs/secrets.md).")
+        happened = f"a value in table {location.table} is not bound to its row"
+        raise StoreError(_OPEN, happened, "Run: amphoractl secrets reseal --bind (docs/explanation/secrets.md).")
     raise StoreError(
         _OPEN,
-        f"a value in table {place.table} was sealed for another row or purpose",
-        "It was copied inside the database. Restrict write access to it, and replace the value (docs/secrets.md).",
+        f"a value in table {location.table} was sealed for another row or purpose",
+        "It was copied inside the database. Restrict write access to it, and replace the value (docs/explanation/secrets.md).",
     )
 
 
 class _KeyRing:
-    """Keys that belong together; never changed, so that a thread sees the old ones or the new ones.
+    """An immutable set of keys, which a reload replaces as a whole.
 
     Args:
-        keys: of the file.
-        dropped: keys that were in it until now. They open for some time yet, and do nothing else.
+        keys: the keys of the file.
+        removed: removed keys, which only open, and only for some time.
     """
 
-    def __init__(self, keys: list[bytes], dropped: Sequence[bytes] = ()) -> None:
-        self.keys, self.dropped = keys, dropped
-        self.until = time.monotonic() + _REMOVED_KEY_SECONDS
+    def __init__(self, keys: list[bytes], removed: Sequence[bytes] = ()) -> None:
+        self.keys, self.removed = keys, removed
+        self.removed_until = time.monotonic() + _REMOVED_KEY_SECONDS
         self.ciphers = [Fernet(key) for key in keys]
         self.cipher = MultiFernet(self.ciphers)
-        self.opening = MultiFernet([*self.ciphers, *map(Fernet, dropped)])
+        self.opening = MultiFernet([*self.ciphers, *map(Fernet, removed)])
         self.fingerprints = tuple(
             hashlib.sha256(_FINGERPRINT_PREFIX + key).hexdigest()[:_FINGERPRINT_DIGITS] for key in keys
         )
@@ -251,8 +252,8 @@ def _read_keys(path: Path) -> list[bytes]:
         if mode & stat.S_IRWXO:
             raise ConfigurationError(
                 _READ_KEYS,
-                f"everybody on this machine has access to {path} (mode {stat.S_IMODE(mode):04o})",
-                f"Run chmod o-rwx {path}; if others could read it, replace the keys (docs/secrets.md).",
+                f"other users have access to {path} (mode {stat.S_IMODE(mode):04o})",
+                f"Run chmod o-rwx {path}; if other users may have read it, replace the keys (docs/explanation/secrets.md).",
             )
         keys = path.read_bytes().split()
     except OSError as error:
@@ -263,6 +264,6 @@ def _read_keys(path: Path) -> list[bytes]:
         try:
             Fernet(key)
         except ValueError:
-            # Not what was raised: a traceback would lead through a frame with the key.
-            raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is no Fernet key", _REMEDY) from None
+            # No exception chaining: its traceback would contain a frame with the key.
+            raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", _REMEDY) from None
     return keys

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words Octavia's v2 API uses, as enumerations: one word for one thing.
+"""Enumerations of Octavia's v2 API.
 
-Invariant: every member's value is exactly the text that travels in the API.
+Invariant: every value is exactly the text in the API.
 Source: Octavia API reference v2 and `octavia_lib.common.constants`.
 """
 
@@ -28,7 +28,7 @@ class Kind(StringEnum):
 
 
 class ListenerProtocol(StringEnum):
-    """What a listener speaks with its clients."""
+    """Protocols between clients and a listener."""
 
     TCP = "TCP"
     HTTP = "HTTP"
@@ -40,7 +40,7 @@ class ListenerProtocol(StringEnum):
 
 
 class PoolProtocol(StringEnum):
-    """What a pool speaks with its members."""
+    """Protocols between a pool and its members."""
 
     TCP = "TCP"
     HTTP = "HTTP"
@@ -52,7 +52,7 @@ class PoolProtocol(StringEnum):
 
 
 class Algorithm(StringEnum):
-    """How a pool chooses a member."""
+    """Load balancing algorithms of a pool."""
 
     ROUND_ROBIN = "ROUND_ROBIN"
     LEAST_CONNECTIONS = "LEAST_CONNECTIONS"
@@ -61,7 +61,7 @@ class Algorithm(StringEnum):
 
 
 class MonitorType(StringEnum):
-    """How a health monitor asks a member whether it is well."""
+    """Types of health checks."""
 
     HTTP = "HTTP"
     HTTPS = "HTTPS"
@@ -73,7 +73,7 @@ class MonitorType(StringEnum):
 
 
 class PersistenceType(StringEnum):
-    """What keeps a client on its member."""
+    """Types of session persistence."""
 
     SOURCE_IP = "SOURCE_IP"
     HTTP_COOKIE = "HTTP_COOKIE"
@@ -81,7 +81,7 @@ class PersistenceType(StringEnum):
 
 
 class ClientAuthentication(StringEnum):
-    """Whether a TLS listener asks its clients for certificates."""
+    """Client authentication modes of a TLS listener."""
 
     NONE = "NONE"
     OPTIONAL = "OPTIONAL"
@@ -89,7 +89,7 @@ class ClientAuthentication(StringEnum):
 
 
 class L7Action(StringEnum):
-    """What an L7 policy does with a request that matches."""
+    """Actions of an L7 policy on a matching request."""
 
     REJECT = "REJECT"
     REDIRECT_TO_URL = "REDIRECT_TO_URL"
@@ -98,7 +98,7 @@ class L7Action(StringEnum):
 
 
 class L7RuleType(StringEnum):
-    """What an L7 rule looks at."""
+    """Attributes of a request that an L7 rule compares."""
 
     HOST_NAME = "HOST_NAME"
     PATH = "PATH"
@@ -111,7 +111,7 @@ class L7RuleType(StringEnum):
 
 
 class L7Compare(StringEnum):
-    """How an L7 rule compares what it looks at with its value."""
+    """Comparisons of an L7 rule."""
 
     REGEX = "REGEX"
     STARTS_WITH = "STARTS_WITH"
@@ -121,7 +121,7 @@ class L7Compare(StringEnum):
 
 
 class Provisioning(StringEnum):
-    """Provisioning statuses a provider reports."""
+    """Provisioning statuses that a provider reports."""
 
     ACTIVE = "ACTIVE"
     DELETED = "DELETED"
@@ -129,7 +129,7 @@ class Provisioning(StringEnum):
 
 
 class Operating(StringEnum):
-    """Operating statuses a provider reports."""
+    """Operating statuses that a provider reports."""
 
     ONLINE = "ONLINE"
     OFFLINE = "OFFLINE"
@@ -140,7 +140,7 @@ class Operating(StringEnum):
 
 
 class Topology(StringEnum):
-    """How many amphorae serve one load balancer, and how."""
+    """Number and roles of the amphorae of a load balancer."""
 
     SINGLE = "SINGLE"
     ACTIVE_STANDBY = "ACTIVE_STANDBY"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what Octavia hands over to the model.
+"""Conversion of Octavia's objects to the model.
 
-Invariant: only ids and fields that were really given are trusted. Octavia's own objects say `Unset` for what they do
-not carry and drop lists when turned into dictionaries, so attributes are read one by one; what Octavia *reads back*
-(`DriverLibrary.get_*`) says None instead and nests plain dictionaries. Both arrive here and leave as the same shape.
+Invariant: only ids and fields that Octavia has set are used. Octavia's data models have `Unset` for missing fields, and
+their `to_dict` drops lists, so this module reads each attribute. Objects from `DriverLibrary.get_*` have None instead,
+and nested plain dictionaries. Both forms result in the same model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The name Octavia gives to an object's own id.
+# Octavia's name of an object's own id.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",
@@ -55,34 +55,34 @@ _VIP_FIELDS = {
 
 
 def _type_errors_as_model_errors(read: F) -> F:
-    """Something of another type than Octavia's documentation says is an error of the request, not of ours."""
+    """Decorate a function to raise ModelError for values of a type that Octavia does not document."""
 
     @functools.wraps(read)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return read(*args, **kwargs)
         except (TypeError, AttributeError, ValueError, KeyError) as error:
-            raise ModelError("understand what Octavia sent", f"{type(error).__name__}: {error}") from error
+            raise ModelError("read an object from Octavia", f"{type(error).__name__}: {error}") from error
 
     return cast("F", call)
 
 
 def get_id(kind: Kind, source: Any) -> str:
-    """The id of an object Octavia handed over."""
+    """Return the id of an object from Octavia."""
     return str(_get(source, ID_NAMES[kind]))
 
 
 def get_value(source: Any, name: str) -> Any:
-    """One attribute as Octavia gave it; None where it said nothing."""
+    """Return one attribute of an object from Octavia; None if it is not set."""
     value = _get(source, name)
     return None if value is data_models.Unset else value
 
 
 @_type_errors_as_model_errors
 def changed_fields(kind: Kind, new: Any) -> dict[str, Any]:
-    """The fields an update really names, by the model's own names.
+    """Return the fields that an update sets, by the model's names.
 
-    A value of None means "back to the default", which for a field without one means "leave it".
+    None means the default value. A field without a default is not changed then.
     """
     named: dict[str, Any] = {}
     for field in msgspec.structs.fields(MODEL_CLASSES[kind]):
@@ -100,7 +100,7 @@ def changed_fields(kind: Kind, new: Any) -> dict[str, Any]:
 
 
 def apply_changes(node: S, named: Mapping[str, Any]) -> S:
-    """The object with these fields changed, checked against its shape."""
+    """Return the object with changed fields, validated against its model class."""
     known = {field: getattr(node, field) for field in node.__struct_fields__}
     children = {name: known.pop(name) for name in list(known) if name in _CHILDREN}
     built = _convert(type(node), {**cast("dict[str, Any]", msgspec.to_builtins(known)), **named})
@@ -110,16 +110,15 @@ def apply_changes(node: S, named: Mapping[str, Any]) -> S:
 
 @_type_errors_as_model_errors
 def read_secrets(kind: Kind, source: Any, *, paired: bool = True) -> dict[SecretName, SecretMaterial]:
-    """The secrets that came with an object, and with the listeners and pools of a load balancer.
+    """Return the delivered secrets of an object; of a load balancer, those of its listeners and pools.
 
-    Not every reference comes with its content: Octavia leaves out what it happens not to have loaded.
+    Octavia does not deliver the content of every reference.
 
     Args:
-        kind: what it is.
-        source: as Octavia handed it over.
-        paired: the contents of several SNI certificates come in the order of their references. That is so wherever
-            both were read in one go; in a listener's creation the references are the user's, the contents the
-            database's.
+        kind: kind of the object.
+        source: the object from Octavia.
+        paired: the contents of SNI certificates have the order of their references. False for a new listener:
+            octavia-lib returns the contents in database order, the references in the user's order.
     """
     if kind is Kind.LOAD_BALANCER:
         found: dict[SecretName, SecretMaterial] = {}
@@ -149,7 +148,7 @@ def _read_material(option: str, purpose: Purpose, content: Any) -> SecretMateria
     if purpose is not Purpose.CERTIFICATE:
         return SecretMaterial(option=option, text=_to_secret(option, content))
     if not isinstance(content, Mapping):
-        raise ModelError(f"read what {option} names", f"a dictionary was expected, not {type(content).__name__}")
+        raise ModelError(f"read the secret of {option}", f"expected a dictionary, not {type(content).__name__}")
     key, passphrase = content.get("private_key"), content.get("passphrase")
     return SecretMaterial(
         option=option,
@@ -164,13 +163,13 @@ def _to_secret(option: str, value: Any) -> Secret:
     if isinstance(value, str):
         return Secret(value.encode("utf-8", "replace"))
     if not isinstance(value, bytes):
-        raise ModelError(f"read what {option} names", f"text was expected, not {type(value).__name__}")
+        raise ModelError(f"read the secret of {option}", f"expected text, not {type(value).__name__}")
     return Secret(value)
 
 
 @_type_errors_as_model_errors
 def load_balancer(source: Any) -> LoadBalancer:
-    """A load balancer with all children that were given."""
+    """Convert a load balancer with all delivered children."""
     fields = _given_fields(Kind.LOAD_BALANCER, source)
     fields["vip"] = {name: _text_or_empty(get_value(source, theirs)) for name, theirs in _VIP_FIELDS.items()}
     fields["additional_vips"] = [
@@ -182,7 +181,7 @@ def load_balancer(source: Any) -> LoadBalancer:
         }
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # Read back, the zone is a name; handed over, a dictionary. Only the dictionary says something to us.
+    # A call delivers the zone as a dictionary. `DriverLibrary.get_*` delivers only its name, which is not used.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
     whole = _convert(LoadBalancer, fields)
@@ -195,14 +194,14 @@ def load_balancer(source: Any) -> LoadBalancer:
 
 @_type_errors_as_model_errors
 def listener(source: Any) -> Listener:
-    """A listener with its L7 policies, where they were given."""
+    """Convert a listener with its delivered L7 policies."""
     built = _convert(Listener, _given_fields(Kind.LISTENER, source))
     return msgspec.structs.replace(built, l7policies=tuple(l7policy(child) for child in _items(source, "l7policies")))
 
 
 @_type_errors_as_model_errors
 def pool(source: Any) -> Pool:
-    """A pool with its members and health monitor, where they were given."""
+    """Convert a pool with its delivered members and health monitor."""
     built = _convert(Pool, _given_fields(Kind.POOL, source))
     monitor = get_value(source, "healthmonitor")
     return msgspec.structs.replace(
@@ -214,30 +213,30 @@ def pool(source: Any) -> Pool:
 
 @_type_errors_as_model_errors
 def member(source: Any) -> Member:
-    """A member."""
+    """Convert a member."""
     return _convert(Member, _given_fields(Kind.MEMBER, source))
 
 
 def healthmonitor(source: Any) -> HealthMonitor:
-    """A health monitor."""
+    """Convert a health monitor."""
     return _convert(HealthMonitor, _given_fields(Kind.HEALTH_MONITOR, source))
 
 
 @_type_errors_as_model_errors
 def l7policy(source: Any) -> L7Policy:
-    """An L7 policy with its rules, where they were given."""
+    """Convert an L7 policy with its delivered rules."""
     built = l7policy_positions.clear_unused_redirects(_convert(L7Policy, _given_fields(Kind.L7POLICY, source)))
     return msgspec.structs.replace(built, rules=tuple(l7rule(child) for child in _items(source, "rules")))
 
 
 def l7rule(source: Any) -> L7Rule:
-    """An L7 rule."""
+    """Convert an L7 rule."""
     return _convert(L7Rule, _given_fields(Kind.L7RULE, source))
 
 
 @_type_errors_as_model_errors
 def node(kind: Kind, source: Any) -> Node:
-    """Any object by its kind."""
+    """Convert an object of any kind."""
     return cast("Node", _BUILDERS[kind](source))
 
 
@@ -263,7 +262,7 @@ def _items(source: Any, name: str) -> Iterable[Any]:
 
 
 def _given_fields(kind: Kind, source: Any) -> dict[str, Any]:
-    """The fields that were given with a value; for a whole object None and Unset both mean the default."""
+    """Return the fields with a value; in a complete object, None and Unset both mean the default."""
     fields = {"id": get_id(kind, source)}
     for field in MODEL_CLASSES[kind].__struct_fields__:
         if field in _CHILDREN or field in ("id", "vip", "additional_vips", "profile"):
@@ -276,14 +275,14 @@ def _given_fields(kind: Kind, source: Any) -> dict[str, Any]:
 
 def _value(field: str, value: Any) -> Any:
     if field == "insert_headers":
-        return sorted(str(name) for name, wanted in value.items() if _parse_header_flag(name, wanted))
+        return sorted(str(name) for name, flag in value.items() if _parse_header_flag(name, flag))
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items() if item is not None}
     return value
 
 
 def _parse_header_flag(header: str, value: Any) -> bool:
-    """Octavia says "true" and "false" in words."""
+    """Parse Octavia's header flags, which are the texts "true" and "false"."""
     word = str(value).lower()
     if word not in ("true", "false"):
         raise ModelError(f"insert the header {header!r}", f"{value!r} is neither true nor false")
@@ -294,11 +293,11 @@ def _text_or_empty(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _convert(shape: type[S], fields: Mapping[str, Any]) -> S:
+def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # Not strict: numbers sometimes arrive as text ("redirect_http_code"), which is no reason to refuse them.
-        return msgspec.convert(fields, shape, strict=False)
+        # Not strict: Octavia sends some numbers as text ("redirect_http_code").
+        return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(
-            f"understand the {shape.__name__.lower()} that Octavia sent", str(error), object_id=str(fields.get("id"))
+            f"read the {model_class.__name__.lower()} from Octavia", str(error), object_id=str(fields.get("id"))
         ) from error

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one shape of a load balancer.
+"""The model of a load balancer.
 
-Invariant: values are immutable, carry the names of the Octavia v2 API, and hold no secret: certificates and
-keys are known here by reference only.  `None` always means "not given, use the default", never "unknown".
-A tree is complete: every child hangs where it belongs (members under their pool, policies under their listener).
+Invariant: values are immutable and have the field names of the Octavia v2 API. They contain references to certificates
+and keys, never secrets. `None` always means "use the default", never "unknown". A tree is complete: every child is in
+its parent (members in their pool, policies in their listener).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from amphora_driver.model.enums import (
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
-    """Common behaviour of all model classes: frozen, keyword-only, small when written down, quick to look up."""
+    """Base of the model classes: frozen, keyword-only, JSON without defaults, cached hash."""
 
 
 class Vip(ModelObject, frozen=True):
-    """One address of a load balancer, on one subnet; an empty address is not known yet."""
+    """One address of a load balancer on one subnet; empty until it is allocated."""
 
     address: str
     subnet_id: str
@@ -39,7 +39,7 @@ class Vip(ModelObject, frozen=True):
 
 
 class SessionPersistence(ModelObject, frozen=True):
-    """What keeps a client on its member. Timeout in seconds and granularity (a mask) belong to UDP and SCTP."""
+    """Session persistence. The time-out (seconds) and granularity (a mask) apply to UDP and SCTP only."""
 
     type: PersistenceType
     cookie_name: str | None = None
@@ -48,7 +48,7 @@ class SessionPersistence(ModelObject, frozen=True):
 
 
 class Member(ModelObject, frozen=True):
-    """One server behind a pool."""
+    """One server of a pool."""
 
     id: str
     pool_id: str
@@ -65,7 +65,10 @@ class Member(ModelObject, frozen=True):
 
 
 class HealthMonitor(ModelObject, frozen=True):
-    """How a pool's members are checked. Delay and timeout in seconds; max_retries is rise, max_retries_down fall."""
+    """Health check of a pool's members.
+
+    Delay and timeout are in seconds. max_retries is HAProxy's `rise`, max_retries_down its `fall`.
+    """
 
     id: str
     pool_id: str
@@ -84,7 +87,7 @@ class HealthMonitor(ModelObject, frozen=True):
 
 
 class Pool(ModelObject, frozen=True):
-    """Members that serve the same thing, and how one of them is chosen."""
+    """Members that serve the same content, and their algorithm."""
 
     id: str
     loadbalancer_id: str
@@ -105,7 +108,7 @@ class Pool(ModelObject, frozen=True):
 
     @property
     def uses_l4(self) -> bool:
-        """Whether virtual servers serve it instead of HAProxy."""
+        """Whether the L4 data plane (UDP, SCTP) serves it instead of HAProxy."""
         return self.protocol in (PoolProtocol.UDP, PoolProtocol.SCTP)
 
 
@@ -123,7 +126,7 @@ class L7Rule(ModelObject, frozen=True):
 
 
 class L7Policy(ModelObject, frozen=True):
-    """What happens to requests that match all of its rules."""
+    """An action for requests that match all of its rules."""
 
     id: str
     listener_id: str
@@ -141,8 +144,8 @@ class L7Policy(ModelObject, frozen=True):
 class Listener(ModelObject, frozen=True):
     """One port of a load balancer.
 
-    Timeouts in milliseconds; connection_limit -1 is "no limit of its own"; insert_headers names those that are on. One
-    that is `unread` Octavia has not handed over: it may have policies that are not known here, so it is not served.
+    Timeouts are in milliseconds. A connection_limit of -1 sets no limit. insert_headers names the enabled headers. An
+    `unread` listener was not delivered by Octavia: it may have unknown policies, so it is not served.
     """
 
     id: str
@@ -175,16 +178,15 @@ class Listener(ModelObject, frozen=True):
 
     @property
     def uses_l4(self) -> bool:
-        """Whether a virtual server serves it instead of HAProxy."""
+        """Whether the L4 data plane (UDP, SCTP) serves it instead of HAProxy."""
         return self.protocol in (ListenerProtocol.UDP, ListenerProtocol.SCTP)
 
 
 class Profile(ModelObject, frozen=True):
-    """What flavor, availability zone and configuration chose for a load balancer when it was created.
+    """Options from flavor, availability zone and configuration, fixed at a load balancer's creation.
 
-    It stays with the load balancer: a later change of flavor or configuration changes no load balancer that exists.
-    Backends are named by their entry points; times are milliseconds, but the interval of VRRP is seconds; None is "as
-    configured".
+    A later change of flavor or configuration does not change existing load balancers. Backends are named by their entry
+    points. Times are milliseconds, except the VRRP interval, which is seconds. None means "as configured".
     """
 
     topology: Topology = Topology.SINGLE
@@ -213,7 +215,7 @@ class Profile(ModelObject, frozen=True):
 
 
 class LoadBalancer(ModelObject, frozen=True):
-    """The whole: addresses, listeners and pools."""
+    """A load balancer with its addresses, listeners and pools."""
 
     id: str
     project_id: str
@@ -236,16 +238,16 @@ class LoadBalancer(ModelObject, frozen=True):
         return (self.vip, *self.additional_vips)
 
     def pool(self, pool_id: str | None) -> Pool | None:
-        """The pool with this id, or None."""
+        """Return the pool with this id, or None."""
         return next((pool for pool in self.pools if pool.id == pool_id), None)
 
     def is_default_pool(self, pool: Pool) -> bool:
-        """Whether the pool is the default pool of a listener, enabled or not."""
+        """Return whether the pool is the default pool of a listener, enabled or not."""
         return any(listener.default_pool_id == pool.id for listener in self.listeners)
 
 
 def without_addresses(tree: LoadBalancer) -> LoadBalancer:
-    """The same whose VIPs are still to be had: addresses somebody asked for are none yet."""
+    """Return the load balancer with empty VIP addresses, until the requested ones are allocated."""
     bare = [msgspec.structs.replace(vip, address="") for vip in tree.vips]
     return msgspec.structs.replace(tree, vip=bare[0], additional_vips=tuple(bare[1:]))
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports, subnets and VIP requests: the plain types that network backends, compute backends and the store share."""
+"""Ports, subnets and VIP requests.
+
+Network backends, compute backends and the store share these types.
+"""
 
 from __future__ import annotations
 

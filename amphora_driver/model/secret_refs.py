@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets by name: who uses them, what for, and under which reference the user knows them.
+"""References to secrets: the object that uses a secret, its purpose, and the user's reference.
 
-Invariant: a `SecretName` says nothing about the content, so that names travel where secrets must not: through the
-rendered configuration, through comparisons and logs. Content travels as `SecretMaterial` (as Octavia handed it over) or
-`Secret` (one PEM text, as HAProxy reads it), neither of which shows it.
+Invariant: a `SecretName` contains no secret, so rendered configurations, comparisons and logs may contain it. Content
+is passed as `SecretMaterial` (as delivered by Octavia) or `Secret` (one PEM text for HAProxy). Neither prints it.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Purpose(StringEnum):
-    """What an object uses a secret for."""
+    """Purpose of a secret."""
 
-    # Certificate, intermediates and private key together.
+    # Certificate, intermediates and private key.
     CERTIFICATE = "certificate"
     CA = "ca"
     CRL = "crl"
-    # What the TLS ticket keys of a load balancer are made from; it is ours, no user names it.
+    # The secret from which a load balancer's TLS ticket keys are derived; created by the driver.
     TICKETS = "tickets"
 
 
 class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """One secret of one listener or pool. Secrets are never shared: two objects with one reference have two."""
+    """One secret of one listener or pool; two objects with the same reference have two secrets."""
 
     object_id: str
     purpose: Purpose
@@ -42,12 +41,12 @@ class SecretName(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class SecretMaterial(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one secret, as it was handed over: PEM, but nobody has looked yet.
+    """The content of one secret as delivered by Octavia: PEM, not validated.
 
     Attributes:
-        option: the option that names it, as a refusal calls it.
-        text: the certificate, the authorities' certificates, or the revocation list.
-        intermediates: certificates between it and the authority.
+        option: name of the API option in error messages.
+        text: the certificate, the CA certificates, or the revocation list.
+        intermediates: certificates between the certificate and its CA.
     """
 
     option: str
@@ -58,7 +57,7 @@ class SecretMaterial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ticket_secret_name(load_balancer_id: str) -> SecretName:
-    """What the TLS ticket keys of a load balancer are made from: one for all of its listeners and amphorae."""
+    """Return the name of the secret for TLS ticket keys: one per load balancer."""
     return SecretName(load_balancer_id, Purpose.TICKETS, "")
 
 
@@ -73,28 +72,28 @@ _POOL_FIELDS = (
     ("ca_tls_container_ref", Purpose.CA),
     ("crl_container_ref", Purpose.CRL),
 )
-# The fields that name secrets, by the kind of object that has them.
+# The fields that refer to secrets, by model class.
 SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 
 def secrets_of_object(node: Node) -> dict[SecretName, str]:
-    """The secrets an object itself refers to, with the field that does; its children's are theirs."""
+    """Return the secrets of an object without its children, with the referring field."""
     return secrets_in_fields(node, (field for field, _ in SECRET_FIELDS.get(type(node), ())))
 
 
 def secrets_in_fields(node: Node, fields: Iterable[str]) -> dict[SecretName, str]:
-    """The secrets that these fields of an object refer to."""
-    wanted = set(fields)
+    """Return the secrets that these fields of an object refer to, with the field."""
+    selected = set(fields)
     found: dict[SecretName, str] = {}
     for field, purpose in SECRET_FIELDS.get(type(node), ()):
-        if field in wanted:
+        if field in selected:
             for ref in _refs(getattr(node, field)):
                 found.setdefault(SecretName(node.id, purpose, ref), field)
     return found
 
 
 def secrets_of_tree(tree: LoadBalancer) -> Iterator[SecretName]:
-    """Every secret a load balancer uses."""
+    """Yield every secret of a load balancer."""
     nodes: tuple[Node, ...] = (*tree.listeners, *tree.pools)
     for node in nodes:
         yield from secrets_of_object(node)

@@ -19,7 +19,7 @@ class Unbound(Vault):
     """Seals as an older version did, for no place."""
 
     def seal(self, secret, place):
-        return self._current().cipher.encrypt(secret.reveal())
+        return self._current_ring().cipher.encrypt(secret.reveal())
 
 
 OLD, NEW, LOST = (Fernet.generate_key() for _ in range(3))

@@ -165,7 +165,7 @@ def test_a_file_that_is_spoilt_leaves_the_keys_in_use(path, caplog, spoil):
     spoil(path)
     for _ in range(3):
         assert vault.open(sealed, HERE) == CANARY
-    assert caplog.text.count("the encryption keys in use are kept") == 1, "said once, not with every secret"
+    assert caplog.text.count("keeping the current encryption keys") == 1, "said once, not with every secret"
     write(path, NEW, OLD)
     assert vault.key_index(sealed) == 1, "and the next good one is taken up"
 
