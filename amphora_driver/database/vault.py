@@ -37,6 +37,7 @@ LOG = logging.getLogger(__name__)
 
 _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
+_DOCS = "docs/explanation/secrets.md"
 _REMEDY = "Set [store] encryption_key_file to a file with one Fernet key a line."
 # Prefix of the hashed content of a fingerprint, so that it equals no other hash of the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
@@ -211,11 +212,11 @@ def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
         return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
     if binding is Binding.UNBOUND:
         happened = f"a value in table {location.table} is not bound to its row"
-        raise StoreError(_OPEN, happened, "Run: amphoractl secrets reseal --bind (docs/explanation/secrets.md).")
+        raise StoreError(_OPEN, happened, f"Run: amphoractl secrets reseal --bind ({_DOCS}).")
     raise StoreError(
         _OPEN,
         f"a value in table {location.table} was sealed for another row or purpose",
-        "It was copied inside the database. Restrict write access to it, and replace the value (docs/explanation/secrets.md).",
+        f"It was copied inside the database. Restrict write access to it, and replace the value ({_DOCS}).",
     )
 
 
@@ -253,7 +254,7 @@ def _read_keys(path: Path) -> list[bytes]:
             raise ConfigurationError(
                 _READ_KEYS,
                 f"other users have access to {path} (mode {stat.S_IMODE(mode):04o})",
-                f"Run chmod o-rwx {path}; if other users may have read it, replace the keys (docs/explanation/secrets.md).",
+                f"Run chmod o-rwx {path}; if other users may have read it, replace the keys ({_DOCS}).",
             )
         keys = path.read_bytes().split()
     except OSError as error:
