@@ -26,7 +26,7 @@ from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.vip_handover import VipHandover
 from amphora_agent.keepalived.vrrp_state import VrrpState
-from amphora_agent.l4_daemon.client import Checker
+from amphora_agent.l4_daemon.client import CheckerClient
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
@@ -54,7 +54,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     services = connect_service_manager(settings.services, paths, inheritance)
     inner = Namespace(paths.inner_namespace)
     sysctls.apply_settings(inner)
-    virtual = Checker(paths, services)
+    virtual = CheckerClient(paths, services)
     collector = Collector(paths, services, UdpStats(paths, virtual))
     drift = Drift()
     haproxy = Haproxy(paths, services, inner, collector)

@@ -190,7 +190,7 @@ class Bundle:
             "allowed": [_stored_allowed(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _stored_vrrp(self.vrrp),
             # Left out where there is none, as controllers do: agents before 2.0 do not know the key.
-            **({"virtual_servers": model.document(self.virtual_servers)} if self.virtual_servers else {}),
+            **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
 
@@ -441,7 +441,7 @@ def _interface(document: Any) -> Interface:
 
 
 def _unscoped(value: Any, where: str) -> str:
-    return model.unscoped(_typed(value, str, where), where)
+    return model.reject_scope(_typed(value, str, where), where)
 
 
 def _host(value: Any, where: str) -> Host:

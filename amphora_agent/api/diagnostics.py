@@ -25,7 +25,7 @@ from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.l4_daemon import client as checker
-from amphora_agent.l4_daemon.client import ANSWER_SECONDS, Checker
+from amphora_agent.l4_daemon.client import ANSWER_TIMEOUT_SECONDS, CheckerClient
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
@@ -67,7 +67,7 @@ def blueprint(
     applier: Applier,
     vrrp_state: VrrpState,
     identity: Identity,
-    virtual: Checker,
+    virtual: CheckerClient,
 ) -> Blueprint:
     """The route."""
     routes = Blueprint("diagnostics", __name__)
@@ -134,9 +134,9 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def _virtual(checker: Checker) -> dict[str, Any] | None:
+def _virtual(checker: CheckerClient) -> dict[str, Any] | None:
     """What the checker says of UDP and SCTP listeners; None: there are none, or it does not answer."""
-    state = checker.state(ANSWER_SECONDS, members=True)
+    state = checker.read_state(ANSWER_TIMEOUT_SECONDS, members=True)
     return None if state is None else asdict(state)
 
 

@@ -21,15 +21,15 @@ _Wanted = tuple[tuple[VirtualServer, ...], bool]
 
 
 class Forwards(Protocol):
-    """Who has virtual servers served (`virtual_servers.launch.Checker`). Methods raise `AgentError`."""
+    """Who has virtual servers served (`l4_daemon.client.CheckerClient`). Methods raise `AgentError`."""
 
-    def check(self, servers: Sequence[VirtualServer], /) -> None:
+    def check_servers(self, servers: Sequence[VirtualServer], /) -> None:
         """Refuse what cannot be served; changes nothing."""
 
     def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> None:
         """Have these served, and no others."""
 
-    def differs(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
+    def find_drift(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
         """What is otherwise, as sentences."""
 
 
@@ -54,7 +54,7 @@ class VirtualServing:
         """
         wanted = _of(bundle)
         if wanted not in (self._served, self._checked):
-            self._forwards.check(wanted[0])
+            self._forwards.check_servers(wanted[0])
             self._checked = wanted
 
     def bring_about(self, bundle: Bundle) -> None:
@@ -69,7 +69,7 @@ class VirtualServing:
         known, self._served = self._served, None
         # Who has begun, or says the same once more, looks first; the checker then writes anew what it has found.
         if known is None:
-            self._forwards.differs(wanted[0], paired=wanted[1])
+            self._forwards.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
     def _serve(self, bundle: Bundle) -> None:
@@ -98,7 +98,7 @@ class VirtualServing:
             AgentError: it cannot be found out.
         """
         servers, paired = _of(bundle)
-        return self._forwards.differs(servers, paired=paired)
+        return self._forwards.find_drift(servers, paired=paired)
 
 
 def _of(bundle: Bundle) -> _Wanted:

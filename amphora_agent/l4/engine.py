@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forwards the packets of virtual servers: the interface of an engine.
+"""The interface between the checker and the engine that forwards packets of virtual servers.
 
-Invariant: whatever an engine cannot do it refuses in `check`, by name, before anything is changed; `bring_about`
+There is one engine, on nftables. The checker's tests use a second implementation that records its calls.
+
+Invariant: `check_servers` refuses everything that the engine does not support, before anything is changed. `apply`
 disturbs no flow of a member that stays.
 """
 
@@ -16,7 +18,7 @@ from amphora_agent.l4.model import Host, VirtualServer
 
 @dataclass(frozen=True)
 class Counters:
-    """What one virtual server has done since the kernel began to count; bytes as clients sent and got them."""
+    """Counters of a virtual server since the kernel began to count; bytes as clients see them."""
 
     active_connections: int = 0
     total_connections: int = 0
@@ -27,7 +29,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class MemberCounters:
-    """What one member has been given since the engine's process began to count; bytes as in `Counters`."""
+    """Counters of a member since the engine's process began to count; bytes as in `Counters`."""
 
     active_connections: int = 0
     total_connections: int = 0
@@ -35,43 +37,42 @@ class MemberCounters:
     bytes_out: int = 0
 
 
-Place = tuple[str, Host, int]
+MemberPlace = tuple[str, Host, int]
 """A member by the id of its virtual server, its address and its port."""
 
 
 class Engine(Protocol):
     """Used by one thread at a time, in the inner namespace. Methods raise `AgentError`."""
 
-    def check(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse what this engine, or this kernel, cannot do; touches nothing."""
+    def check_servers(self, servers: Sequence[VirtualServer]) -> None:
+        """Refuse virtual servers that this engine or this kernel does not support; changes nothing."""
 
-    def bring_about(
+    def apply(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """Make the kernel forward exactly so, and end the flows of members that are gone, disabled or down.
+        """Forward exactly for these, and end the flows of removed, disabled and failed members.
 
         Args:
-            servers: all that are wanted.
-            up: by id of the virtual server and of the member, who may be given clients as far as checks say. Who is
-                not named is up.
-            paired: whether another amphora may have to go on with the flows that this one has.
+            servers: all wanted virtual servers.
+            up: health by virtual server id and member id. A member without an entry is up.
+            paired: whether another amphora may have to continue the flows of this one.
         """
 
-    def differs(
+    def find_drift(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> list[str]:
-        """What the kernel has otherwise than `bring_about` would leave it, as sentences; changes nothing."""
+        """Return the differences from the state that `apply` would leave, as sentences; changes nothing."""
 
-    def balance(
+    def rebalance(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """Look who has the fewest flows, where that decides; called about once a second with what was brought about."""
+        """Adjust LEAST_CONNECTIONS to the present flows; called about once a second."""
 
     def counters(self) -> Mapping[str, Counters]:
-        """By id of the virtual server."""
+        """Return the counters by virtual server id."""
 
-    def member_counters(self) -> Mapping[Place, MemberCounters]:
-        """By place; for whoever asks now and then."""
+    def member_counters(self) -> Mapping[MemberPlace, MemberCounters]:
+        """Return the counters of members. Slower than `counters`; meant for occasional calls."""
 
     def release(self) -> None:
-        """Take away all that `bring_about` ever made."""
+        """Remove everything that `apply` made."""

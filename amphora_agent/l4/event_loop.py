@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and times that one thread waits for.
+"""Event loop of one thread: sockets and timers.
 
-Invariant: what has arrived is handed out before what is late: a process that was held up for a while does not take
-answers that have been here for long for missing ones.
+Invariant: events of sockets are handled before expired timers. After a delay of the process, an answer that arrived in
+time is not taken for a missing one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import socket
 import time
 from collections.abc import Callable
 
-# libnftables waits with select(2), which cannot wait for larger numbers: those below are left to it.
-_SCARCE, _PLENTY = 512, 1024
-# epoll counts milliseconds in 32 bits: who waits for longer looks in between.
-_LONGEST_SECONDS = 3600.0
+# libnftables uses select(2), which supports descriptors below 1024 only. They are reserved for it from 512 on.
+_RESERVED_FROM, _RESERVED_BELOW = 512, 1024
+# epoll counts milliseconds in 32 bits, so a longer wait is split.
+_MAX_WAIT_SECONDS = 3600.0
 
 
 class Timer:
-    """Something that is done at a time, unless it is cancelled."""
+    """A call at a time, unless it is cancelled."""
 
     __slots__ = ("action", "order", "when")
 
@@ -31,46 +31,47 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
+        """Do not call the action."""
         self.action = None
 
     def __lt__(self, other: Timer) -> bool:
         return (self.when, self.order) < (other.when, other.order)
 
 
-class Loop:
-    """Who waits for what. Used by one thread."""
+class EventLoop:
+    """Registered sockets and timers. Used by one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._timers: list[Timer] = []
         self._order = 0
 
-    def at(self, when: float, action: Callable[[], None]) -> Timer:
-        """Have something done at a time of the monotonic clock."""
+    def call_at(self, when: float, action: Callable[[], None]) -> Timer:
+        """Call an action once at a time of the monotonic clock."""
         self._order += 1
         timer = Timer(when, self._order, action)
         heapq.heappush(self._timers, timer)
         return timer
 
-    def read(self, one: socket.socket, action: Callable[[], None]) -> None:
-        """Have something done whenever a socket has something to read, or an error."""
+    def add_reader(self, one: socket.socket, action: Callable[[], None]) -> None:
+        """Call an action whenever a socket is readable or has an error."""
         self._selector.register(one, selectors.EVENT_READ, [action])
 
-    def written(self, one: socket.socket, action: Callable[[], None]) -> None:
-        """The same when a socket can be written to."""
+    def add_writer(self, one: socket.socket, action: Callable[[], None]) -> None:
+        """Call an action whenever a socket is writable."""
         self._selector.register(one, selectors.EVENT_WRITE, [action])
 
-    def forget(self, one: socket.socket) -> None:
-        """Wait for this socket no longer; no error if nobody does."""
+    def remove(self, one: socket.socket) -> None:
+        """Stop watching a socket; no error if it is not watched."""
         try:
             self._selector.unregister(one)
         except (KeyError, ValueError):
             return
 
-    def turn(self, longest: float | None = None) -> None:
-        """Wait for the next thing, at most for so many seconds, and do all that is due."""
-        for key, _ in self._selector.select(self._patience(longest)):
-            # An event before this one may have closed it; another socket may have its number by now.
+    def run_once(self, longest: float | None = None) -> None:
+        """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
+        for key, _ in self._selector.select(self._timeout(longest)):
+            # An earlier event may have closed the socket, and another socket may have its descriptor.
             present = self._selector.get_map().get(key.fileobj) if _is_open(key.fileobj) else None
             if present is not None and present.data is key.data:
                 key.data[0]()
@@ -80,15 +81,16 @@ class Loop:
             if action is not None:
                 action()
 
-    def _patience(self, longest: float | None) -> float | None:
+    def _timeout(self, longest: float | None) -> float | None:
         while self._timers and self._timers[0].action is None:
             heapq.heappop(self._timers)
         if not self._timers:
             return longest
-        until = min(max(0.0, self._timers[0].when - time.monotonic()), _LONGEST_SECONDS)
+        until = min(max(0.0, self._timers[0].when - time.monotonic()), _MAX_WAIT_SECONDS)
         return until if longest is None else min(until, longest)
 
     def close(self) -> None:
+        """Close the selector."""
         self._selector.close()
 
 
@@ -96,15 +98,15 @@ def _is_open(one: object) -> bool:
     return isinstance(one, socket.socket) and one.fileno() >= 0
 
 
-def roomy(one: socket.socket) -> socket.socket:
-    """The same socket that does not block, under a large number if small ones are about to be scarce."""
+def make_nonblocking(one: socket.socket) -> socket.socket:
+    """Return the socket in non-blocking mode, with a high descriptor if the low ones are reserved."""
     one.setblocking(False)
-    if one.fileno() < _SCARCE:
+    if one.fileno() < _RESERVED_FROM:
         return one
     try:
-        number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _PLENTY)
+        number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
     except OSError:
-        return one  # there is no large one
+        return one  # the limit of descriptors is too low
     with one:
         moved = socket.socket(fileno=number)
     moved.setblocking(False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual servers as a bundle wants them: UDP and SCTP listeners with their members.
+"""Virtual servers of a bundle: UDP and SCTP listeners with their members.
 
-Invariant: pure, standard library only (the checker reads the same document). What `parse` returns is complete and
-well-formed, and `document` makes of it what it was read from.
+Invariant: pure, standard library only, because the checker reads the same document. The result of `parse` is complete
+and well-formed, and `to_document` is its inverse.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", 
 VERSIONS = ("1.0", "1.1")
 LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
 LONGEST_FORMAT = 2048
-# What bundles from before this was there do not say.
+# Keys that older bundles do not have.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
-# What would end a line of a request, or begin a second word of its first one (RFC 9112, section 3).
+# No space and no line end: either would change the request line (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
 
 
 @dataclass(frozen=True)
 class Persistence:
-    """For how many seconds a client stays with its member, and how much of its address is the client."""
+    """Seconds that a client stays with its member, and the prefix lengths that identify a client."""
 
     timeout: int
     prefix_v4: int
@@ -43,7 +43,7 @@ class Persistence:
 
 @dataclass(frozen=True)
 class Monitor:
-    """How members are checked; times are seconds. What belongs to HTTP is None for the others."""
+    """A health monitor; times are in seconds. The fields of HTTP are None for other types."""
 
     id: str
     type: str
@@ -60,7 +60,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Member:
-    """One member. ``check_address`` and ``check_port`` are None where it is checked at its own."""
+    """One member. ``check_address`` and ``check_port`` are None for its own address and port."""
 
     id: str
     address: Host
@@ -76,7 +76,7 @@ class Member:
 class VirtualServer:
     """One listener. ``connection_limit`` None is "no limit"; without a pool there are no members.
 
-    ``log_format`` is what is written of each of its flows (`flow_lines`); None: nothing.
+    ``log_format`` is the format of its lines in the flow log (`l4_flow_log.format`); None for no lines.
     """
 
     id: str
@@ -94,10 +94,10 @@ class VirtualServer:
 
 
 def parse(value: Any) -> tuple[VirtualServer, ...]:
-    """Read the list of a bundle.
+    """Return the virtual servers of a bundle's list.
 
     Raises:
-        ValueError, KeyError, TypeError: saying which key of which virtual server is wrong.
+        ValueError, KeyError, TypeError: naming the virtual server and the wrong key.
     """
     found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
     for what, values in (
@@ -109,22 +109,22 @@ def parse(value: Any) -> tuple[VirtualServer, ...]:
     return found
 
 
-def unscoped(value: str, where: str) -> str:
-    """The same text, if it names no scope (RFC 4007, section 11).
+def reject_scope(value: str, where: str) -> str:
+    """Return an address without a scope (RFC 4007, section 11) unchanged.
 
-    What stands behind the "%" of an IPv6 address may be anything for the standard library, also a line's end, and
-    would come so into what is written for nft and keepalived.
+    The standard library accepts any text after the "%" of an IPv6 address, even a line end. The text would reach the
+    input of nft and keepalived.
 
     Raises:
-        ValueError: it names one.
+        ValueError: the address has a scope.
     """
     if "%" in value:
-        raise ValueError(f"{where} {value!r} names a scope, which no address here has")
+        raise ValueError(f"{where} {value!r} has a scope, which is not supported")
     return value
 
 
-def document(servers: Sequence[VirtualServer]) -> list[dict[str, Any]]:
-    """What `parse` reads."""
+def to_document(servers: Sequence[VirtualServer]) -> list[dict[str, Any]]:
+    """Return the list that `parse` reads."""
     return [_plain(server) for server in servers]
 
 
@@ -156,7 +156,7 @@ def _of(kind: type, value: Any, where: str) -> Any:
 def _id(value: Any, where: str) -> str:
     text: str = _of(str, value, where)
     if str(uuid.UUID(text)) != text:
-        raise ValueError(f"{where} {text!r} is no id")
+        raise ValueError(f"{where} {text!r} is not a UUID")
     return text
 
 
@@ -179,7 +179,7 @@ def _maybe(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _address(value: Any, where: str) -> Host:
-    return ipaddress.ip_address(unscoped(_of(str, value, where), where))
+    return ipaddress.ip_address(reject_scope(_of(str, value, where), where))
 
 
 def _server(value: Any) -> VirtualServer:
@@ -192,7 +192,7 @@ def _server(value: Any) -> VirtualServer:
     listed = _of(list, found["addresses"], f"{where} addresses")
     addresses = tuple(_address(item, f"{where} address") for item in listed)
     if not addresses or len(set(addresses)) != len(addresses):
-        raise ValueError(f"{where} it has no address, or one of them twice")
+        raise ValueError(f"{where} there is no address, or one address occurs twice")
     return VirtualServer(
         id=name,
         protocol=_one_of(found["protocol"], PROTOCOLS, f"{where} protocol"),
@@ -210,10 +210,10 @@ def _server(value: Any) -> VirtualServer:
 
 
 def _log_format(value: Any, where: str) -> str:
-    """A line must not become two, nor longer than a pipe takes."""
+    """Return a printable text: a line must stay one line, and fit into one write to a pipe."""
     text: str = _of(str, value, where)
     if not text.isprintable() or not 1 <= len(text) <= LONGEST_FORMAT:
-        raise ValueError(f"{where} is no line of up to {LONGEST_FORMAT} characters")
+        raise ValueError(f"{where} is not one line of 1 to {LONGEST_FORMAT} printable characters")
     return text
 
 
@@ -251,13 +251,13 @@ def _monitor(value: Any, where: str) -> Monitor:
         _one_of(found["method"], METHODS, f"{where} method")
         _one_of(found["version"], VERSIONS, f"{where} version")
         if not _PATH.fullmatch(_of(str, found["path"], f"{where} path")):
-            raise ValueError(f"{where} path {found['path']!r} is none of a request")
+            raise ValueError(f"{where} path {found['path']!r} is not valid in a request")
         if not codes or not all(_CODES.fullmatch(code) for code in codes):
-            raise ValueError(f"{where} codes {codes} are no status codes")
+            raise ValueError(f"{where} codes {codes} are not status codes")
         if found["host"] is not None and not _HOST.fullmatch(_of(str, found["host"], f"{where} host")):
-            raise ValueError(f"{where} host {found['host']!r} is no name")
+            raise ValueError(f"{where} host {found['host']!r} is not a host name")
     elif codes or any(found[name] is not None for name in ("method", "path", "host", "version")):
-        raise ValueError(f"{where} of type {kind} has what belongs to HTTP")
+        raise ValueError(f"{where} of type {kind} has options of HTTP")
     return Monitor(
         id=_id(found["id"], f"{where} id"),
         type=kind,

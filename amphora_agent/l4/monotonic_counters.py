@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel has counted, over exchanges of its table.
+"""Sums of kernel counters that never fall, although the kernel's table may be replaced.
 
-Invariant: pure. What `visible` says of a virtual server never falls as long as this lives, or is restored from
-`document`.
+Invariant: pure. The totals of a virtual server never fall during the life of an object, or after `from_document`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any
 from amphora_agent.l4.engine import Counters
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# Of virtual servers that are gone; they may come back.
-MOST_FORMER = 500
+# Virtual servers that were removed and may return.
+MAX_FORMER = 500
 _Sums = tuple[int, ...]
-_NOTHING: _Sums = (0,) * len(SUMMED)
+_ZERO: _Sums = (0,) * len(SUMMED)
 
 
-class Counted:
+class MonotonicCounters:
     """Sums by virtual server.
 
     Attributes:
-        birth: the name of these sums; others that begin at zero have another one.
+        birth: identity of these sums; sums that begin at zero have another one.
     """
 
     def __init__(self) -> None:
@@ -33,43 +32,43 @@ class Counted:
         self._last: dict[str, _Sums] = {}
         self._active: dict[str, int] = {}
 
-    def read(self, now: Mapping[str, Counters]) -> bool:
-        """Take note of what the kernel says; whether it has begun anew somewhere since the last time."""
-        anew = False
+    def update(self, now: Mapping[str, Counters]) -> bool:
+        """Add the kernel's present counters; returns whether a counter has restarted since the last call."""
+        restarted = False
         found = {name: tuple(getattr(one, field) for field in SUMMED) for name, one in now.items()}
         for name, before in self._last.items():
-            present = found.get(name, _NOTHING)
+            present = found.get(name, _ZERO)
             if any(one < other for one, other in zip(present, before, strict=True)):
-                earlier = self._settled.pop(name, _NOTHING)
+                earlier = self._settled.pop(name, _ZERO)
                 self._settled[name] = tuple(one + other for one, other in zip(earlier, before, strict=True))
-                anew = True
+                restarted = True
         self._last = found
         self._active = {name: one.active_connections for name, one in now.items()}
-        for name in [name for name in self._settled if name not in found][:-MOST_FORMER]:
+        for name in [name for name in self._settled if name not in found][:-MAX_FORMER]:
             del self._settled[name]
-        return anew
+        return restarted
 
-    def visible(self, name: str) -> Counters:
-        """A virtual server's counters; active connections are those of now."""
-        settled, last = self._settled.get(name, _NOTHING), self._last.get(name, _NOTHING)
+    def totals(self, name: str) -> Counters:
+        """Return the totals of a virtual server; active connections are the present ones."""
+        settled, last = self._settled.get(name, _ZERO), self._last.get(name, _ZERO)
         total, received, sent, errors = (one + other for one, other in zip(settled, last, strict=True))
         return Counters(self._active.get(name, 0), total, received, sent, errors)
 
     @property
     def names(self) -> set[str]:
-        """All of which anything is known."""
+        """All virtual servers with counters."""
         return {*self._settled, *self._last}
 
-    def document(self) -> dict[str, Any]:
-        """For the disk."""
+    def to_document(self) -> dict[str, Any]:
+        """Return the sums for the disk."""
         return {"birth": self.birth, "columns": SUMMED, "settled": self._settled, "last": self._last}
 
     @classmethod
-    def restored(cls, value: Any) -> Counted:
-        """What `document` made.
+    def from_document(cls, value: Any) -> MonotonicCounters:
+        """Return the sums of a document of `to_document`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: the document has another shape.
         """
         if tuple(value["columns"]) != SUMMED:
             raise ValueError("other columns")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Virtual servers as rows of HAProxy's statistics, for the responder's metrics.
 
-Invariant: pure. Columns have HAProxy's names (management guide 9.1), and hold what they hold there; what is not counted
-of virtual servers has no column. No value has a comma in it.
+Invariant: pure. Columns have HAProxy's names and meanings (management guide 9.1). Values that virtual servers do not
+count have no column. No value contains a comma.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = (
     "lbtot",
 )
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# HAProxy has them of a member whether it was chosen or not.
+# In HAProxy lbtot counts only sessions that the algorithm selected; here these are all sessions.
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
@@ -36,11 +36,11 @@ _OF_MEMBERS = {
 }
 
 
-def compose(servers: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line of names, and one for each listener, pool and member.
+def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return CSV: a line of column names, and a line for each listener, pool and member.
 
     Args:
-        servers: as the checker's state has them.
+        servers: the servers of the checker's state.
     """
     lines = [",".join(COLUMNS)]
     for name, found in servers.items():
@@ -52,7 +52,7 @@ def compose(servers: Mapping[str, Mapping[str, Any]]) -> str:
         if (pool := found["pool"]) is None:
             continue
         proxy = f"{pool['id']}:{name}"
-        # All that a listener is given goes to its pool.
+        # All flows of a listener go to its pool.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
             own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}

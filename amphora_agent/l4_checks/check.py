@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked, and what a kind of checks is asked to do.
+"""The interface of health checks: a target, one check of it, and the checks of one monitor type.
 
-Invariant: nothing here blocks. A check calls `done` at most once, and never after it was ended.
+Invariant: no method blocks. A check calls its callback at most once, and never after `end`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Protocol
 
 from amphora_agent.l4.model import Member, Monitor
 
-# Whether the member serves, and what was seen, as a few words.
-Done = Callable[[bool, str], None]
-# What the machine lacks says nothing of a member: there is no verdict then.
-_OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
+OnResult = Callable[[bool, str], None]
+"""Called with the result: whether the member serves, and the reason in a few words."""
+# Errors of this machine. They say nothing about the member, so the check has no result.
+_LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a member is checked, and how. ``direct`` is whether that is where clients reach it too."""
+    """The address and the monitor of a check. ``direct`` is whether clients use the same address and port."""
 
     address: str
     port: int
@@ -34,44 +34,44 @@ class Target:
         return socket.AF_INET6 if ":" in self.address else socket.AF_INET
 
     @property
-    def place(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
         return self.address, self.port
 
 
-def target(member: Member, monitor: Monitor) -> Target:
-    """Where this member is checked."""
+def target_of(member: Member, monitor: Monitor) -> Target:
+    """Return the target for a member."""
     address, port = member.check_address or member.address, member.check_port or member.port
     return Target(str(address), port, monitor, (address, port) == (member.address, member.port))
 
 
 class Check(Protocol):
-    """One question that waits for its answer."""
+    """One pending check."""
 
     def expire(self) -> tuple[bool, str]:
-        """It has waited as long as it may: what that means."""
+        """Return the result after the monitor's time-out."""
 
     def end(self) -> None:
-        """Let go of all it has; more than once does no harm."""
+        """Release all resources; may be called more than once."""
 
 
-class Kind(Protocol):
-    """How members are asked. One for all members."""
+class CheckType(Protocol):
+    """All checks of one monitor type."""
 
-    def begin(self, asked: Target, done: Done) -> Check:
-        """Ask.
+    def start(self, target: Target, on_result: OnResult) -> Check:
+        """Start a check.
 
         Raises:
-            OSError: the question could not even be sent.
+            OSError: the check could not be sent.
         """
 
     def close(self) -> None: ...
 
 
-def is_ours(error: OSError) -> bool:
-    """Whether an error is about this machine and not about the member."""
-    return error.errno in _OUR_OWN
+def is_local_error(error: OSError) -> bool:
+    """Return whether an error is about this machine and not about the member."""
+    return error.errno in _LOCAL_ERRORS
 
 
-def words(error: OSError) -> str:
-    """An error, as short as can be."""
+def error_text(error: OSError) -> str:
+    """Return an error as a few words."""
     return (error.strerror or str(error)).lower()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask the kernel's connection tracking whether there is such a flow.
+"""Look up a flow in the kernel's connection tracking.
 
-Invariant: one question, one answer, nothing changed. A kernel that does not know the question says no.
+Invariant: one request and one answer; nothing is changed. If the kernel does not support the request, there is no flow.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes from ``us`` to ``member``, both as the member sees them."""
+    """A flow from ``local`` to ``member``, both as the member sees them."""
 
     family: socket.AddressFamily
     protocol: int
     member: tuple[str, int]
-    us: tuple[str, int]
+    local: tuple[str, int]
 
 
-def exists(flow: Flow) -> bool:
-    """Whether packets of this flow have passed."""
+def flow_exists(flow: Flow) -> bool:
+    """Return whether connection tracking has this flow."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER) as link:
             link.settimeout(_ANSWER_SECONDS)
             link.bind((0, 0))
-            link.send(question(flow))
+            link.send(build_request(flow))
             answer = link.recv(8192)
     except OSError:
         return False
@@ -44,15 +44,15 @@ def exists(flow: Flow) -> bool:
     return kind != _ERROR
 
 
-def question(flow: Flow) -> bytes:
-    """Ask for the flow whose answers go from the member to us."""
-    (member, port), (us, our_port) = flow.member, flow.us
+def build_request(flow: Flow) -> bytes:
+    """Return the request for the flow, by the tuple of its replies from the member."""
+    (member, port), (local, local_port) = flow.member, flow.local
     family = flow.family
     addresses = _attribute(_SOURCE_OF[family], socket.inet_pton(family, member))
-    addresses += _attribute(_DESTINATION_OF[family], socket.inet_pton(family, us))
+    addresses += _attribute(_DESTINATION_OF[family], socket.inet_pton(family, local))
     protocol = _attribute(_PROTO_NUMBER, bytes((flow.protocol,)))
     protocol += _attribute(_PROTO_SOURCE, struct.pack("!H", port))
-    protocol += _attribute(_PROTO_DESTINATION, struct.pack("!H", our_port))
+    protocol += _attribute(_PROTO_DESTINATION, struct.pack("!H", local_port))
     nested = _attribute(_TUPLE_IP | _NESTED, addresses) + _attribute(_TUPLE_PROTO | _NESTED, protocol)
     body = struct.pack("=BBH", family, 0, 0) + _attribute(_TUPLE_REPLY | _NESTED, nested)
     return struct.pack("=IHHII", 16 + len(body), _GET, _REQUEST, 1, 0) + body

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a socket's error queue says (ip(7), IP_RECVERR): errors of ICMP, and what they are about.
+"""ICMP errors from the error queue of a socket (ip(7), IP_RECVERR).
 
-Invariant: reading it empties it, and never raises: a queue that is left as it is wakes its reader for ever.
+Invariant: reading empties the queue and never raises. A queue that is not empty keeps the socket readable.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
 _EXTENDED = struct.Struct("=IBBBBII")  # errno, origin, type, code, padding, info, data
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
-# What says that nobody is there. Others (a packet that was too large, for example) are about the way.
-_GONE = {
+# Errors that mean an unreachable member. Others are about the path, for example a packet that is too large.
+_UNREACHABLE = {
     errno.ECONNREFUSED: "port unreachable",
     errno.ENOPROTOOPT: "protocol unreachable",
     errno.EHOSTUNREACH: "host unreachable",
     errno.ENETUNREACH: "network unreachable",
     errno.EHOSTDOWN: "host unreachable",
-    errno.EACCES: "it may not be reached",
+    errno.EACCES: "access is prohibited",
 }
 
 
-def ask_for(one: socket.socket) -> None:
-    """Have the kernel fill it. Without it, it says nothing of hosts that cannot be reached."""
+def enable(one: socket.socket) -> None:
+    """Enable the queue. Without it the kernel does not report unreachable hosts."""
     if one.family == socket.AF_INET6:
         one.setsockopt(socket.IPPROTO_IPV6, _IPV6_RECVERR, 1)
     else:
         one.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
 
 
-def read(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
-    """What is in it: what happened, whom it is about, and the packet from its own header on."""
-    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # the same once more, which the next call would raise
+def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
+    """Yield each error: its text, the address it is about, and the packet without the IP header."""
+    one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # clears the same error, which the next call would raise
     while True:
         try:
-            packet, control, _, about = one.recvmsg(_LARGEST, 256, _MSG_ERRQUEUE)
+            packet, control, _, destination = one.recvmsg(_LARGEST, 256, _MSG_ERRQUEUE)
         except OSError:
             return
         for level, kind, data in control:
             if (level, kind) in _LEVELS and len(data) >= _EXTENDED.size:
                 number = _EXTENDED.unpack_from(data)[0]
-                if (happened := _GONE.get(number)) is not None:
-                    yield happened, about[0].partition("%")[0] if about else "", packet
+                if (text := _UNREACHABLE.get(number)) is not None:
+                    yield text, destination[0].partition("%")[0] if destination else "", packet

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request of HTTP/1, and the first line of its answer.
+"""The request of an HTTP/1 check, and the status line of the answer.
 
-Invariant: pure. Of an answer no more is looked at than its first line, and of that no more than `LONGEST` bytes: what
-else a member sends can do nothing.
+Invariant: pure. Only the first line of an answer is read, and at most `MAX_LINE_BYTES` of it. The rest has no effect.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import re
 
 from amphora_agent.l4.model import Monitor
 
-LONGEST = 1024
-# RFC 9112, section 4: the words of the reason may be missing, with the space before them too.
+MAX_LINE_BYTES = 1024
+# RFC 9112, section 4: the reason phrase may be missing, and the space before it too.
 _FIRST_LINE = re.compile(rb"HTTP/1\.[0-9] ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
 
 
-def request(monitor: Monitor, address: str, port: int) -> bytes:
-    """What is sent. HTTP/1.1 wants a name of the host; without one it is the member's address."""
+def build_request(monitor: Monitor, address: str, port: int) -> bytes:
+    """Return the request. HTTP/1.1 requires a host; the default is the member's address."""
     host = monitor.host
     if host is None and monitor.version == "1.1":
         host = (f"[{address}]" if ":" in address else address) + ("" if port == 80 else f":{port}")
@@ -28,26 +27,26 @@ def request(monitor: Monitor, address: str, port: int) -> bytes:
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("ascii")
 
 
-def status_of(received: bytes) -> int | None:
-    """The status that an answer begins with; None: there is not enough of it yet.
+def parse_status(received: bytes) -> int | None:
+    """Return the status of an answer; None if more bytes are needed.
 
     Raises:
-        ValueError: it is no answer of HTTP/1.
+        ValueError: it is not an HTTP/1 answer.
     """
-    line = received[:LONGEST]
+    line = received[:MAX_LINE_BYTES]
     if (found := _FIRST_LINE.match(line)) is not None:
         return int(found[1])
-    if b"\n" in line or len(received) >= LONGEST or not _may_become(line):
-        raise ValueError("no answer of HTTP/1")
+    if b"\n" in line or len(received) >= MAX_LINE_BYTES or not _is_prefix(line):
+        raise ValueError("not an HTTP/1 answer")
     return None
 
 
-def _may_become(line: bytes) -> bool:
+def _is_prefix(line: bytes) -> bool:
     return line.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(line)
 
 
-def among(status: int, codes: tuple[str, ...]) -> bool:
-    """Whether a status is one of these; each is one, or a range as 200-204."""
+def matches_codes(status: int, codes: tuple[str, ...]) -> bool:
+    """Return whether a status is one of these codes; a code may be a range like 200-204."""
     for code in codes:
         least, _, most = code.partition("-")
         if int(least) <= status <= int(most or least):

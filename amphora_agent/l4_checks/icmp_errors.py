@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others were told of members that are not there, overheard.
+"""ICMP errors that the members' kernels send to clients.
 
-A member's kernel says "port unreachable" to one address about once a second (net.ipv4.icmp_ratelimit), and clients'
-packets bear the same address as ours: under load a check of its own hears nothing, and would call a dead member up. So
-what is said to clients counts too; and where a host is gone, that the kernel has not found its link address.
+A kernel sends "port unreachable" to one address about once a second (net.ipv4.icmp_ratelimit). Checks and packets of
+clients have the same source address. So under load a check may get no error, and a failed member would count as up.
+Therefore errors for packets of clients count too, and failed neighbour resolution where a whole host has failed.
 
-Invariant: nobody but the kernel is believed: what is said to a client counts only if the client's flow is there
-(`amphora_agent.l4_checks.conntrack_lookup`). Nothing is read but what the kernel has sorted out.
+Invariant: an error for a packet of a client counts only if connection tracking has the client's flow
+(`amphora_agent.l4_checks.conntrack_lookup`). A filter in the kernel selects the packets to read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import struct
 from collections.abc import Callable
 from functools import partial
 
-from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks.conntrack_lookup import Flow
 
-# By address and port (0: all of them), what happened.
-Heard = Callable[[str, int, str], None]
+OnIcmpError = Callable[[str, int, str], None]
+"""Called with the address, the port (0 for all ports) and the error of a member."""
 _ETH_P_IP, _ETH_P_IPV6, _SO_ATTACH_FILTER, _PACKET_HOST = 0x0800, 0x86DD, 26, 0
-_NETLINK_ROUTE, _NEIGHBOURS, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0, 0x4, 28, 0x20, 1
-_LARGEST, _MOST_AT_ONCE = 8192, 64
-# Classic BPF (linux/filter.h): load a byte, load one behind the header, its length, compare, return.
+_NETLINK_ROUTE, _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0, 0x4, 28, 0x20, 1
+_MAX_BYTES, _MAX_AT_ONCE = 8192, 64
+# Classic BPF (linux/filter.h): load a byte, load one after the IP header, header length, compare, return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
 _ONLY_UNREACHABLE = {
     socket.AF_INET: (
@@ -48,26 +48,27 @@ _ONLY_UNREACHABLE = {
     ),
 }
 _IPV6_HEADER, _ICMP_HEADER = 40, 8
-# Codes of a port that is not there (RFC 792; RFC 4443, section 3.1).
+# ICMP codes for a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
 
-class Evidence:
-    """Listens while it exists. Made in the network namespace it is about.
+class IcmpErrorMonitor:
+    """Sockets that receive the errors, in the network namespace in which the object was created.
 
     Args:
-        exists: whether there is such a flow.
+        on_error: called for each error of a member.
+        flow_exists: returns whether connection tracking has a flow.
     """
 
-    def __init__(self, loop: Loop, heard: Heard, exists: Callable[[Flow], bool]) -> None:
+    def __init__(self, loop: EventLoop, on_error: OnIcmpError, flow_exists: Callable[[Flow], bool]) -> None:
         self._loop = loop
-        self._heard = heard
-        self._exists = exists
+        self._on_error = on_error
+        self._flow_exists = flow_exists
         self._sockets: list[socket.socket] = []
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
-                self._watch(_overhearing(family), partial(self._overhear, family))
-            self._watch(_neighbours(), self._lost)
+                self._watch(_open_icmp_socket(family), partial(self._read_icmp, family))
+            self._watch(_open_neighbor_socket(), self._read_neighbors)
         except OSError:
             self.close()
             raise
@@ -75,61 +76,62 @@ class Evidence:
     def _watch(self, one: socket.socket, read: Callable[[socket.socket], None]) -> None:
         self._sockets.append(one)
         one.setblocking(False)
-        self._loop.read(one, partial(read, one))
+        self._loop.add_reader(one, partial(read, one))
 
-    def _overhear(self, family: socket.AddressFamily, one: socket.socket) -> None:
-        for _ in range(_MOST_AT_ONCE):
+    def _read_icmp(self, family: socket.AddressFamily, one: socket.socket) -> None:
+        for _ in range(_MAX_AT_ONCE):
             try:
-                packet, sender = one.recvfrom(_LARGEST)
+                packet, sender = one.recvfrom(_MAX_BYTES)
             except OSError:
                 return
-            if sender[2] == _PACKET_HOST and (flow := told(family, packet)) is not None and self._exists(flow):
-                self._heard(*flow.member, "port unreachable")
+            flow = parse_port_unreachable(family, packet) if sender[2] == _PACKET_HOST else None
+            if flow is not None and self._flow_exists(flow):
+                self._on_error(*flow.member, "port unreachable")
 
-    def _lost(self, one: socket.socket) -> None:
-        for _ in range(_MOST_AT_ONCE):
+    def _read_neighbors(self, one: socket.socket) -> None:
+        for _ in range(_MAX_AT_ONCE):
             try:
-                messages = one.recv(_LARGEST)
+                messages = one.recv(_MAX_BYTES)
             except OSError as error:
                 if error.errno == errno.ENOBUFS:
                     continue
                 return
-            for address in lost(messages):
-                self._heard(address, 0, "host unreachable")
+            for address in parse_failed_neighbors(messages):
+                self._on_error(address, 0, "host unreachable")
 
     def close(self) -> None:
         for one in self._sockets:
-            self._loop.forget(one)
+            self._loop.remove(one)
             one.close()
 
 
-def _overhearing(family: socket.AddressFamily) -> socket.socket:
-    """A copy of each packet that says "unreachable", taken before anything is done with it, on every interface."""
+def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
+    """Open a socket that receives a copy of each ICMP "unreachable" packet, on every interface."""
     program = b"".join(struct.pack("=HBBI", *line) for line in _ONLY_UNREACHABLE[family])
     code = ctypes.create_string_buffer(program, len(program))
-    # By hand: the socket module wants the name of one interface (packet(7), struct sockaddr_ll).
+    # Built here, because the socket module requires an interface name (packet(7), struct sockaddr_ll).
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
-    one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # deaf until it has its filter
+    one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # receives nothing before it is bound
     place = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, place)
     if libc.bind(one.fileno(), address, len(address)) != 0:
         one.close()
-        raise OSError(ctypes.get_errno(), "ICMP cannot be overheard")
+        raise OSError(ctypes.get_errno(), "the socket for ICMP errors cannot be bound")
     return one
 
 
-def _neighbours() -> socket.socket:
+def _open_neighbor_socket() -> socket.socket:
     one = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
-    one.bind((0, _NEIGHBOURS))
+    one.bind((0, _NEIGHBOR_GROUP))
     return one
 
 
-def told(family: socket.AddressFamily, packet: bytes) -> Flow | None:
-    """The flow that a packet says has no port to go to; None if it says something else.
+def parse_port_unreachable(family: socket.AddressFamily, packet: bytes) -> Flow | None:
+    """Return the flow that a "port unreachable" packet is about; None for another packet.
 
-    Who says so has to be whom the flow went to.
+    The sender of the packet must be the destination of the flow.
     """
     start = 4 * (packet[0] & 0x0F) if family == socket.AF_INET and packet else _IPV6_HEADER
     inner = start + _ICMP_HEADER
@@ -137,22 +139,22 @@ def told(family: socket.AddressFamily, packet: bytes) -> Flow | None:
         return None
     if family == socket.AF_INET:
         source, about, ports, protocol = packet[12:16], packet[inner:], 4 * (packet[inner] & 0x0F), 9
-        us, member = about[12:16], about[16:20]
+        local, member = about[12:16], about[16:20]
     else:
         source, about, ports, protocol = packet[8:24], packet[inner:], _IPV6_HEADER, 6
-        us, member = about[8:24], about[24:40]
+        local, member = about[8:24], about[24:40]
     if source != member or len(about) < ports + 4 or about[protocol] != socket.IPPROTO_UDP:
         return None
-    our_port, port = struct.unpack_from("!HH", about, ports)
-    return Flow(family, socket.IPPROTO_UDP, (_text(family, member), port), (_text(family, us), our_port))
+    local_port, port = struct.unpack_from("!HH", about, ports)
+    return Flow(family, socket.IPPROTO_UDP, (_text(family, member), port), (_text(family, local), local_port))
 
 
 def _text(family: socket.AddressFamily, packed: bytes) -> str:
     return socket.inet_ntop(family, packed)
 
 
-def lost(messages: bytes) -> list[str]:
-    """The addresses of which the kernel has not found the link address (rtnetlink(7), RTM_NEWNEIGH)."""
+def parse_failed_neighbors(messages: bytes) -> list[str]:
+    """Return the addresses whose neighbour resolution failed (rtnetlink(7), RTM_NEWNEIGH)."""
     found = []
     while len(messages) >= 28:
         length, kind = struct.unpack_from("=IH", messages)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a member, and how it changes with each check.
+"""The state of a member, and how each check changes it.
 
-Invariant: pure. A member changes its state after exactly `fall` bad checks in a row, or `rise` good ones; one that
-was never checked is decided by its first check. Until then it gets no clients that others could have served.
+Invariant: pure. A member changes its state after exactly `fall` failed checks in a row, or `rise` successful ones. The
+first check of a member decides at once. Before it, the member gets no clients while other members serve.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 from amphora_agent.l4.model import Member, VirtualServer
 
-# By pool and member: listeners that share a pool share its checks.
-Key = tuple[str, str]
-NOT_YET = "not checked yet"
+MemberKey = tuple[str, str]
+"""Pool id and member id: listeners with the same pool share its checks."""
+NOT_CHECKED = "not checked yet"
 
 
 class Status:
-    """The words of heartbeats, as HAProxy says them (management guide 9.1, field 17)."""
+    """The status words of heartbeats, as in HAProxy (management guide 9.1, field 17)."""
 
     UP = "UP"
     DOWN = "DOWN"
     DRAIN = "DRAIN"
     MAINT = "MAINT"
     NO_CHECK = "no check"
-    # It says nothing of the member's health: nobody has asked yet.
+    # No information about the member: it was not checked yet.
     UNKNOWN = "NOLB"
     OPEN = "OPEN"
     FULL = "FULL"
@@ -34,10 +34,10 @@ class Status:
 
 @dataclass(frozen=True)
 class State:
-    """One member, as checks have found it.
+    """Result of the checks of one member.
 
-    ``up`` is whether it may be given clients, ``proven`` whether there was a check at all. ``against`` counts the last
-    checks in a row that said the opposite of ``up``. ``since`` is in seconds since 1970.
+    ``up`` is whether the member may get clients, ``proven`` whether there was a check. ``against`` counts the latest
+    consecutive checks that contradict ``up``. ``since`` is in seconds since 1970.
     """
 
     up: bool
@@ -47,16 +47,16 @@ class State:
     reason: str
 
 
-States = Mapping[Key, State]
+States = Mapping[MemberKey, State]
 
 
-def first(now: float, *, others: bool) -> State:
-    """A member that nobody has checked; it gets clients if there are no others."""
-    return State(up=not others, proven=False, against=0, since=now, reason=NOT_YET)
+def initial_state(now: float, *, others: bool) -> State:
+    """Return the state of an unchecked member; it gets clients if there are no others."""
+    return State(up=not others, proven=False, against=0, since=now, reason=NOT_CHECKED)
 
 
-def after(state: State, *, good: bool, reason: str, rise: int, fall: int, now: float) -> State:
-    """The state after one more check. ``reason`` is what was seen, as a few words."""
+def next_state(state: State, *, good: bool, reason: str, rise: int, fall: int, now: float) -> State:
+    """Return the state after one more check. ``reason`` is the result in a few words."""
     if not state.proven:
         return State(up=good, proven=True, against=0, since=now, reason=reason)
     if good == state.up:
@@ -67,9 +67,9 @@ def after(state: State, *, good: bool, reason: str, rise: int, fall: int, now: f
     return State(up=good, proven=True, against=0, since=now, reason=reason)
 
 
-def checked(servers: Iterable[VirtualServer]) -> dict[Key, tuple[VirtualServer, Member]]:
-    """Who has to be checked, each once."""
-    found: dict[Key, tuple[VirtualServer, Member]] = {}
+def checked_members(servers: Iterable[VirtualServer]) -> dict[MemberKey, tuple[VirtualServer, Member]]:
+    """Return the members that need checks, each with a virtual server of its pool."""
+    found: dict[MemberKey, tuple[VirtualServer, Member]] = {}
     for server in servers:
         if server.monitor is not None and server.pool_id is not None:
             for member in server.members:
@@ -78,10 +78,13 @@ def checked(servers: Iterable[VirtualServer]) -> dict[Key, tuple[VirtualServer, 
     return found
 
 
-def carried(
+def carry_over(
     known: States, before: Sequence[VirtualServer], wanted: Sequence[VirtualServer], now: float
-) -> dict[Key, State]:
-    """States for what is wanted now: who was there keeps what is known; who served unchecked counts as up."""
+) -> dict[MemberKey, State]:
+    """Return states for new virtual servers.
+
+    A known member keeps its state. A member that served without checks counts as up.
+    """
     serving = {
         (server.pool_id, member.id)
         for server in before
@@ -89,9 +92,9 @@ def carried(
         for member in server.members
         if member.enabled
     }
-    unchecked = State(up=True, proven=True, against=0, since=now, reason="it served before it was checked")
+    unchecked = State(up=True, proven=True, against=0, since=now, reason="served before the first check")
     found, new, with_others = {}, [], set()
-    for key, (_, member) in checked(wanted).items():
+    for key, (_, member) in checked_members(wanted).items():
         state = known.get(key) or (unchecked if key in serving else None)
         if state is None:
             new.append(key)
@@ -99,30 +102,30 @@ def carried(
         found[key] = state
         if state.up and member.weight > 0:
             with_others.add(key[0])
-    return {**found, **{key: first(now, others=key[0] in with_others) for key in new}}
+    return {**found, **{key: initial_state(now, others=key[0] in with_others) for key in new}}
 
 
-def may_serve(servers: Iterable[VirtualServer], states: States) -> dict[tuple[str, str], bool]:
-    """By virtual server and member, who may be given clients as far as checks say; of unchecked pools nobody."""
+def member_health(servers: Iterable[VirtualServer], states: States) -> dict[tuple[str, str], bool]:
+    """Return whether each checked member is up, by virtual server id and member id."""
     return {
         (server.id, member.id): state.up
         for server in servers
         for member in server.members
-        if (state := _of(server, member, states)) is not None
+        if (state := _state_of(server, member, states)) is not None
     }
 
 
-def _of(server: VirtualServer, member: Member, states: States) -> State | None:
+def _state_of(server: VirtualServer, member: Member, states: States) -> State | None:
     if server.monitor is None or server.pool_id is None or not member.enabled:
         return None
     return states.get((server.pool_id, member.id))
 
 
-def word(server: VirtualServer, member: Member, states: States) -> str:
-    """A member's status as heartbeats say it."""
+def member_status(server: VirtualServer, member: Member, states: States) -> str:
+    """Return the status word of a member for heartbeats."""
     if not member.enabled:
         return Status.MAINT
-    state = _of(server, member, states)
+    state = _state_of(server, member, states)
     if state is None:
         return Status.NO_CHECK
     if not state.proven:
@@ -132,29 +135,29 @@ def word(server: VirtualServer, member: Member, states: States) -> str:
     return Status.UP if member.weight else Status.DRAIN
 
 
-def pool_word(server: VirtualServer, states: States) -> str:
-    """As HAProxy has it: a pool is down if it has members, and none of them may be given a client."""
-    up = may_serve((server,), states)
+def pool_status(server: VirtualServer, states: States) -> str:
+    """Return the status word of a pool: as in HAProxy, it is down if none of its members can serve."""
+    up = member_health((server,), states)
     usable = any(one.enabled and one.weight > 0 and up.get((server.id, one.id), True) for one in server.members)
     return Status.UP if usable or not server.members else Status.DOWN
 
 
-def reason(server: VirtualServer, member: Member, states: States) -> tuple[float | None, str]:
-    """Since when a member has been so (None: nobody has looked), and why."""
-    state = _of(server, member, states)
+def last_change(server: VirtualServer, member: Member, states: States) -> tuple[float | None, str]:
+    """Return the time and the reason of a member's latest change; None and empty without a check."""
+    state = _state_of(server, member, states)
     return (None, "") if state is None else (state.since, state.reason)
 
 
-def document(states: States) -> list[list[Any]]:
-    """For the disk."""
+def to_document(states: States) -> list[list[Any]]:
+    """Return the states for the disk."""
     return [[pool, member, asdict(state)] for (pool, member), state in states.items()]
 
 
-def restored(value: Any) -> dict[Key, State]:
-    """What `document` made.
+def from_document(value: Any) -> dict[MemberKey, State]:
+    """Return the states of a document of `to_document`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: the document has another shape.
     """
     found = {}
     for pool, member, plain in value:

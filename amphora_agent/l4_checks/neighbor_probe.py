@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have the kernel look whether a host on our own links is still there.
+"""Let the kernel verify that a host on a connected network is still there.
 
-A kernel that has talked to a neighbour believes for up to a minute that it is there (arp(7), `base_reachable_time`):
-what is sent to a host that has gone is lost in silence. Asked for it here, the kernel sends three questions (ARP, or
-neighbour solicitations) in as many seconds, and says "host unreachable" if none is answered
-(`amphora_agent.l4_checks.icmp_errors`). What clients send meanwhile goes on as before.
+The kernel considers a neighbour reachable for up to a minute after the last contact (arp(7), `base_reachable_time`).
+Packets to a host that has failed meanwhile are lost without a message. After a probe the kernel sends three requests
+(ARP or neighbour solicitation), one a second, and reports "host unreachable" if none is answered
+(`amphora_agent.l4_checks.icmp_errors`). Packets of clients are sent as before meanwhile.
 
-Invariant: only an entry that the kernel has found by itself is touched, and nothing but that it is to be proven. Raw
-rtnetlink(7) and nothing but the standard library. Nothing here waits: the kernel answers at once.
+Invariant: only neighbour entries that the kernel has learned are changed, and only their state. Raw rtnetlink(7) with
+the standard library only. No call waits: the kernel answers at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
 _NEIGHBOUR_ADDRESS = 1
 # linux/neighbour.h
 _INCOMPLETE, _REACHABLE, _STALE, _DELAY, _PROBE, _FAILED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
-_BELIEVED, _UNKNOWN = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
-_FOREIGN = 0x02 | 0x10  # linux/neighbour.h: NTF_SELF, NTF_EXT_LEARNED
+_USABLE, _UNRESOLVED = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
+_NOT_LEARNED = 0x02 | 0x10  # linux/neighbour.h: NTF_SELF, NTF_EXT_LEARNED
 _UNICAST = 1
 _ANSWER_SECONDS, _LARGEST = 0.2, 8192
 
@@ -39,8 +39,8 @@ class _Entry(NamedTuple):
     flags: int
 
 
-class Neighbours:
-    """Asks the kernel of the network namespace in which it was made."""
+class NeighborProbe:
+    """A netlink socket in the network namespace in which the object was created."""
 
     def __init__(self) -> None:
         self._link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE)
@@ -48,38 +48,38 @@ class Neighbours:
         self._link.bind((0, 0))
         self._number = 0
 
-    def prove(self, address: str) -> bool:
-        """Have it proven that a host is there; whether there was something to prove."""
+    def probe(self, address: str) -> bool:
+        """Start a probe of a host; returns False if the kernel has no usable entry for it."""
         found = self._entry(address)
-        if found is None or not found.state & _BELIEVED or found.flags & _FOREIGN:
+        if found is None or not found.state & _USABLE or found.flags & _NOT_LEARNED:
             return False
         try:
-            self._say(_NEW_NEIGHBOUR, _REPLACE, _neighbour(found.family, found.address, found.interface, _PROBE))
+            self._send(_NEW_NEIGHBOUR, _REPLACE, _neighbour(found.family, found.address, found.interface, _PROBE))
         except OSError:
             return False
         return True
 
-    def is_lost(self, address: str) -> bool:
-        """Whether nobody has answered to the question for a host's link address: what was sent to it is still here."""
+    def is_unresolved(self, address: str) -> bool:
+        """Return whether the kernel has no link-layer address for a host, so that packets to it still wait."""
         found = self._entry(address)
-        return found is not None and bool(found.state & _UNKNOWN)
+        return found is not None and bool(found.state & _UNRESOLVED)
 
     def _entry(self, address: str) -> _Entry | None:
-        """What the kernel knows of a neighbour; None: it is none, or there is nothing known."""
+        """Return the neighbour entry of a host; None if there is none, or the host is behind a router."""
         packed, family = ip_address(address).packed, socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             interface = self._interface(family, packed)
             if not interface:
                 return None
-            answer = self._ask(_GET_NEIGHBOUR, _neighbour(family, packed, interface, 0), _NEW_NEIGHBOUR)
+            answer = self._request(_GET_NEIGHBOUR, _neighbour(family, packed, interface, 0), _NEW_NEIGHBOUR)
         except OSError:
             return None
         return None if answer is None else _Entry(family, packed, interface, *struct.unpack_from("=HB", answer, 8))
 
     def _interface(self, family: int, packed: bytes) -> int:
-        """By which interface a host is a neighbour; 0 if it is none."""
+        """Return the index of the interface that connects a host; 0 if it is behind a router."""
         body = struct.pack("=BBBBBBBBI", family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0)
-        answer = self._ask(_GET_ROUTE, body + _attribute(_ROUTE_TO, packed), _NEW_ROUTE)
+        answer = self._request(_GET_ROUTE, body + _attribute(_ROUTE_TO, packed), _NEW_ROUTE)
         # struct rtmsg: the type of the route is its eighth byte.
         if answer is None or answer[7] != _UNICAST:
             return 0
@@ -88,16 +88,16 @@ class Neighbours:
             return 0
         return int.from_bytes(found.get(_ROUTE_LINK, b""), sys.byteorder)
 
-    def _ask(self, kind: int, body: bytes, wanted: int) -> bytes | None:
-        """What the kernel answers, without its head; None if that is an error, or something else."""
-        number = self._say(kind, 0, body)
+    def _request(self, kind: int, body: bytes, wanted: int) -> bytes | None:
+        """Return the body of the kernel's answer; None for an error, or for another message type."""
+        number = self._send(kind, 0, body)
         while True:
             answer = self._link.recv(_LARGEST)
             size, found, _, about = struct.unpack_from("=IHHI", answer)
             if about == number:
                 return answer[16:size] if found == wanted else None
 
-    def _say(self, kind: int, flags: int, body: bytes) -> int:
+    def _send(self, kind: int, flags: int, body: bytes) -> int:
         self._number = self._number % 0xFFFFFFFF + 1
         self._link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | flags, self._number, 0) + body)
         return self._number

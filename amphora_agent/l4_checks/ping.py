@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a member's address answers an ICMP echo.
+"""PING checks: a member's address answers an ICMP echo request.
 
-Invariant: there is one socket for each family, however many members are asked (`amphora_agent.network.icmp_echo`).
+Invariant: one socket for each family, whatever the number of members (`amphora_agent.network.icmp_echo`).
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 from functools import partial
 from socket import AddressFamily
 
-from amphora_agent.l4.event_loop import Loop
-from amphora_agent.l4_checks.check import Check, Done, Target
+from amphora_agent.l4.event_loop import EventLoop
+from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.network.icmp_echo import Pinger
 
 
 class PingChecks:
-    """Checks by echoes."""
+    """Checks by ICMP echo."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._pinger = Pinger()
         for family, one in self._pinger.sockets.items():
-            loop.read(one, partial(self._hear, family))
+            loop.add_reader(one, partial(self._on_readable, family))
 
-    def begin(self, asked: Target, done: Done) -> Check:
-        return _Echo(self._pinger, asked.address, done)
+    def start(self, target: Target, on_result: OnResult) -> Check:
+        return _Echo(self._pinger, target.address, on_result)
 
-    def _hear(self, family: AddressFamily) -> None:
+    def _on_readable(self, family: AddressFamily) -> None:
         found = self._pinger.receive(family)
         if isinstance(found, _Echo):
-            found.done(True, "it answers")
+            found.on_result(True, "it answers")
 
     def close(self) -> None:
         for one in self._pinger.sockets.values():
-            self._loop.forget(one)
+            self._loop.remove(one)
         self._pinger.close()
 
 
 class _Echo:
-    def __init__(self, pinger: Pinger, address: str, done: Done) -> None:
+    def __init__(self, pinger: Pinger, address: str, on_result: OnResult) -> None:
         self._pinger = pinger
-        self.done = done
-        self._mark = pinger.send(address, self)
+        self.on_result = on_result
+        self._key = pinger.send(address, self)
 
     def expire(self) -> tuple[bool, str]:
         self.end()
-        return False, "no echo within the time"
+        return False, "no echo reply within the time"
 
     def end(self) -> None:
-        self._pinger.cancel(self._mark)
+        self._pinger.cancel(self._key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When which member is checked.
+"""The schedule of health checks.
 
-Invariant: each is checked once in its monitor's interval, at its own time: a thousand members are a thousand moments.
-A check that is late because this process was held up is not made up for in a burst.
+Invariant: each member is checked once in the interval of its monitor, at its own time; the checks of many members are
+spread evenly. After a delay of the process, late checks are spread out and not started all at once.
 """
 
 from __future__ import annotations
@@ -13,114 +13,116 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from amphora_agent.l4.event_loop import Loop, Timer
-from amphora_agent.l4_checks.check import Check, Kind, Target, is_ours, words
-from amphora_agent.l4_checks.member_state import Key
+from amphora_agent.l4.event_loop import EventLoop, Timer
+from amphora_agent.l4_checks.check import Check, CheckType, Target, error_text, is_local_error
+from amphora_agent.l4_checks.member_state import MemberKey
 
-# How many new members are asked in a second, at most; one that comes alone is asked at once.
-_AT_A_TIME = 200
-_LATE_SECONDS, _CATCH_UP = 1.0, 0.2
+# Maximum number of first checks in a second. A single new member is checked at once.
+_STARTS_PER_SECOND = 200
+_LATE_SECONDS, _CATCH_UP_SHARE = 1.0, 0.2
 
-Verdict = Callable[[Key, bool, str], None]
+OnCheckResult = Callable[[MemberKey, bool, str], None]
 
 
-class _Job:
-    """One member that is checked."""
+class _ScheduledCheck:
+    """The schedule of one member."""
 
-    __slots__ = ("begun", "check", "key", "target", "timer", "when")
+    __slots__ = ("check", "key", "started", "target", "timer", "when")
 
-    def __init__(self, key: Key, target: Target, when: float) -> None:
+    def __init__(self, key: MemberKey, target: Target, when: float) -> None:
         self.key = key
         self.target = target
         self.when = when
-        self.begun = when
+        self.started = when
         self.check: Check | None = None
         self.timer: Timer | None = None
 
 
 class Schedule:
-    """Checks whom it is told to.
+    """Starts the checks of all members.
 
     Args:
-        kinds: by a monitor's type, what makes its kind of checks. It is made when there is a member to check so,
-            and closed when there is none.
-        verdict: hears of each check.
+        factories: create the checks of a monitor type when its first member appears. They are closed after its last.
+        on_result: called for each result.
     """
 
-    def __init__(self, loop: Loop, kinds: Mapping[str, Callable[[Loop], Kind]], verdict: Verdict) -> None:
+    def __init__(
+        self, loop: EventLoop, factories: Mapping[str, Callable[[EventLoop], CheckType]], on_result: OnCheckResult
+    ) -> None:
         self._loop = loop
-        self._makers = kinds
-        self._verdict = verdict
-        self._kinds: dict[str, Kind] = {}
-        self._jobs: dict[Key, _Job] = {}
-        self._trouble = ""
+        self._factories = factories
+        self._on_result = on_result
+        self._check_types: dict[str, CheckType] = {}
+        self._jobs: dict[MemberKey, _ScheduledCheck] = {}
+        self._last_error = ""
 
-    def want(self, targets: Mapping[Key, Target]) -> None:
-        """Check these from now on. Whose check is the same as before goes on as it was."""
+    def set_targets(self, targets: Mapping[MemberKey, Target]) -> None:
+        """Check these targets from now on. An unchanged target keeps its schedule."""
         for key in [key for key, job in self._jobs.items() if targets.get(key) != job.target]:
             self._end(self._jobs.pop(key))
-        fresh = [key for key in targets if key not in self._jobs]
-        random.shuffle(fresh)
+        new = [key for key in targets if key not in self._jobs]
+        random.shuffle(new)
         now = time.monotonic()
-        for place, key in enumerate(fresh):
-            span = min(targets[key].monitor.interval, len(fresh) / _AT_A_TIME)
-            share = (place + random.random()) / len(fresh)  # noqa: S311 (nobody has to guess it)
-            job = self._jobs[key] = _Job(key, targets[key], now + span * share)
-            job.timer = self._loop.at(job.when, partial(self._begin, job))
+        for number, key in enumerate(new):
+            span = min(targets[key].monitor.interval, len(new) / _STARTS_PER_SECOND)
+            share = (number + random.random()) / len(new)  # noqa: S311 (not a secret)
+            job = self._jobs[key] = _ScheduledCheck(key, targets[key], now + span * share)
+            job.timer = self._loop.call_at(job.when, partial(self._start, job))
         needed = {target.monitor.type for target in targets.values()}
-        for name in [name for name in self._kinds if name not in needed]:
-            self._kinds.pop(name).close()
+        for name in [name for name in self._check_types if name not in needed]:
+            self._check_types.pop(name).close()
 
-    def _begin(self, job: _Job) -> None:
+    def _start(self, job: _ScheduledCheck) -> None:
         now = time.monotonic()
         if now - job.when > _LATE_SECONDS:
-            self._next(job, now + _CATCH_UP * job.target.monitor.interval * random.random())  # noqa: S311 (as above)
+            share = _CATCH_UP_SHARE * random.random()  # noqa: S311 (as above)
+            self._schedule_next(job, now + share * job.target.monitor.interval)
             return
-        job.begun = now
+        job.started = now
         if job.check is not None:
             job.check.end()
             job.check = None
-        job.timer = self._loop.at(now + job.target.monitor.timeout, partial(self._expire, job))
+        job.timer = self._loop.call_at(now + job.target.monitor.timeout, partial(self._expire, job))
         try:
-            job.check = self._kind(job.target.monitor.type).begin(job.target, partial(self._said, job))
+            job.check = self._check_type(job.target.monitor.type).start(job.target, partial(self._finish, job))
         except OSError as error:
-            if is_ours(error):
-                self._complain(str(error))
-                self._next(job)
+            if is_local_error(error):
+                self._log_error(str(error))
+                self._schedule_next(job)
             else:
-                self._said(job, False, words(error))
+                self._finish(job, False, error_text(error))
 
-    def _kind(self, name: str) -> Kind:
-        if name not in self._kinds:
-            self._kinds[name] = self._makers[name](self._loop)
-        return self._kinds[name]
+    def _check_type(self, name: str) -> CheckType:
+        if name not in self._check_types:
+            self._check_types[name] = self._factories[name](self._loop)
+        return self._check_types[name]
 
-    def _expire(self, job: _Job) -> None:
+    def _expire(self, job: _ScheduledCheck) -> None:
         if job.check is not None:
-            self._said(job, *job.check.expire())
+            self._finish(job, *job.check.expire())
 
-    def _said(self, job: _Job, good: bool, seen: str) -> None:
+    def _finish(self, job: _ScheduledCheck, good: bool, reason: str) -> None:
         if self._jobs.get(job.key) is job:
-            self._next(job)
-            self._verdict(job.key, good, seen)
+            self._schedule_next(job)
+            self._on_result(job.key, good, reason)
 
-    def _next(self, job: _Job, when: float | None = None) -> None:
+    def _schedule_next(self, job: _ScheduledCheck, when: float | None = None) -> None:
         if job.timer is not None:
             job.timer.cancel()
-        job.when = max(time.monotonic(), job.begun + job.target.monitor.interval) if when is None else when
-        job.timer = self._loop.at(job.when, partial(self._begin, job))
+        job.when = max(time.monotonic(), job.started + job.target.monitor.interval) if when is None else when
+        job.timer = self._loop.call_at(job.when, partial(self._start, job))
 
-    def _complain(self, text: str) -> None:
-        if text != self._trouble:
-            sys.stderr.write(f"checker: members cannot be checked: {text}\n")
+    def _log_error(self, text: str) -> None:
+        if text != self._last_error:
+            sys.stderr.write(f"checker: checks cannot be started, retrying at the next interval: {text}\n")
             sys.stderr.flush()
-        self._trouble = text
+        self._last_error = text
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _ScheduledCheck) -> None:
         if job.timer is not None:
             job.timer.cancel()
         if job.check is not None:
             job.check.end()
 
     def close(self) -> None:
-        self.want({})
+        self.set_targets({})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a member takes SCTP associations: it is asked for one, and told to forget it when it says yes.
+"""SCTP checks: a member answers INIT with INIT ACK; the check then sends ABORT.
 
-Invariant: the member keeps nothing of a check. There is one raw socket for each family, however many members are
-asked: the kernel need not know SCTP.
+Invariant: the member keeps no state of a check. There is one raw socket for each family, whatever the number of
+members. The kernel needs no support for SCTP.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_checks import error_queue, sctp_packet
-from amphora_agent.l4_checks.check import Check, Done, Target
+from amphora_agent.l4_checks.check import Check, OnResult, Target
 
-_LARGEST = 2048
+_MAX_BYTES = 2048
 _BUFFER_BYTES = 1 << 20
 _SO_RCVBUFFORCE = 33
-_FIRST_PORT, _PORTS = 32768, 28232  # where ports of clients usually are
+_FIRST_PORT, _PORTS = 32768, 28232  # the usual range of client ports
 
 
 class SctpChecks:
     """Checks by INIT."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        self._waiting: dict[int, _Init] = {}  # by our port
+        self._pending: dict[int, _Init] = {}  # by local port
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
@@ -48,78 +48,78 @@ class SctpChecks:
             raise
         self._sockets[family] = opened
         opened.setblocking(False)
-        error_queue.ask_for(opened)
+        error_queue.enable(opened)
         opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        self._loop.read(opened, partial(self._hear, opened))
+        self._loop.add_reader(opened, partial(self._read_packets, opened))
 
-    def begin(self, asked: Target, done: Done) -> Check:
-        opened = self._sockets.get(asked.family)
+    def start(self, target: Target, on_result: OnResult) -> Check:
+        opened = self._sockets.get(target.family)
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
         for _ in range(_PORTS):
             self._next = (self._next + 1) % _PORTS
-            if _FIRST_PORT + self._next not in self._waiting:
+            if _FIRST_PORT + self._next not in self._pending:
                 break
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-        check = _Init(_FIRST_PORT + self._next, asked, done, self._forget)
-        self._hear(opened)  # an error that waits, which is about somebody else, would be raised
-        opened.sendto(sctp_packet.init(check.port, asked.port, check.tag), (asked.address, 0))
-        self._waiting[check.port] = check
+        check = _Init(_FIRST_PORT + self._next, target, on_result, self._forget)
+        self._read_packets(opened)  # sendto() would raise a pending error of another member
+        opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
+        self._pending[check.port] = check
         return check
 
     def _forget(self, check: _Init) -> None:
-        if self._waiting.get(check.port) is check:
-            del self._waiting[check.port]
+        if self._pending.get(check.port) is check:
+            del self._pending[check.port]
 
-    def _hear(self, opened: socket.socket) -> None:
-        """Read all that is there."""
-        for happened, about, question in error_queue.read(opened):
-            check = self._waiting.get(sctp_packet.source_of(question) or 0)
-            if check is not None and check.asked.address == about:
-                check.say(False, happened)
+    def _read_packets(self, opened: socket.socket) -> None:
+        """Read all errors and packets."""
+        for error, address, packet_start in error_queue.read_errors(opened):
+            check = self._pending.get(sctp_packet.source_port(packet_start) or 0)
+            if check is not None and check.target.address == address:
+                check.report(False, error)
         while True:
             try:
-                data, sender = opened.recvfrom(_LARGEST)
+                data, sender = opened.recvfrom(_MAX_BYTES)
             except BlockingIOError:
                 return
             except OSError:
-                continue  # it was in the queue too
+                continue  # the error queue has this error too
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
-            packet = sctp_packet.read(data[start:])
+            packet = sctp_packet.parse(data[start:])
             if packet is not None:
-                self._answered(opened, packet, sender[0].partition("%")[0])
+                self._on_answer(opened, packet, sender[0].partition("%")[0])
 
-    def _answered(self, opened: socket.socket, packet: sctp_packet.Packet, sender: str) -> None:
-        check = self._waiting.get(packet.destination)
-        if check is None or check.tag != packet.tag or (sender, packet.source) != check.asked.place:
+    def _on_answer(self, opened: socket.socket, packet: sctp_packet.Packet, sender: str) -> None:
+        check = self._pending.get(packet.destination)
+        if check is None or check.tag != packet.tag or (sender, packet.source) != check.target.endpoint:
             return
         if packet.kind == sctp_packet.INIT_ACK and packet.initiate is not None:
             with suppress(OSError):
                 opened.sendto(sctp_packet.abort(check.port, packet.source, packet.initiate), (sender, 0))
-            check.say(True, "it takes associations")
+            check.report(True, "association accepted")
         elif packet.kind == sctp_packet.ABORT:
-            check.say(False, "it refuses associations")
+            check.report(False, "association refused")
 
     def close(self) -> None:
         for one in self._sockets.values():
-            self._loop.forget(one)
+            self._loop.remove(one)
             one.close()
         self._sockets.clear()
 
 
 class _Init:
-    def __init__(self, port: int, asked: Target, done: Done, forget: Callable[[_Init], None]) -> None:
+    def __init__(self, port: int, target: Target, on_result: OnResult, forget: Callable[[_Init], None]) -> None:
         self.port = port
-        self.asked = asked
+        self.target = target
         self.tag = int.from_bytes(os.urandom(4), "big") or 1
-        self._done = done
+        self._on_result = on_result
         self._forget = forget
 
-    def say(self, good: bool, seen: str) -> None:
-        """Give the verdict."""
+    def report(self, good: bool, reason: str) -> None:
+        """End the check with a result."""
         self.end()
-        self._done(good, seen)
+        self._on_result(good, reason)
 
     def expire(self) -> tuple[bool, str]:
         self.end()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets of SCTP, as far as a check needs them (RFC 9260).
+"""The SCTP packets that a check needs (RFC 9260).
 
-Invariant: pure; what is packed has a right checksum. Those of packets that arrive are not verified: a sender on the
-same host leaves them to a network card that there is not. Their verification tag is 32 random bits of ours.
+Invariant: pure. Built packets have a correct checksum. The checksum of received packets is not verified, because a
+sender on the same host leaves it to a network card. Instead, the verification tag must repeat 32 random bits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _HEADER = struct.Struct("!HHII")
 _CHUNK = struct.Struct("!BBH")  # type, flags, length
 _START = struct.Struct("!IIHHI")  # initiate tag, window, streams out and in, first TSN
 _CHECKSUM_AT = 8
-# The smallest window there may be (section 3.3.2); nobody will send anything.
+# The smallest permitted window (section 3.3.2). No data is transferred.
 _WINDOW = 1500
 _CASTAGNOLI = 0x82F63B78
 
 
 @dataclass(frozen=True)
 class Packet:
-    """One that arrived. ``initiate`` is the tag that its sender wants to be called by; None: it says none."""
+    """A received packet. ``initiate`` is the tag that its sender expects in answers; None if it has none."""
 
     source: int
     destination: int
@@ -46,7 +46,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of appendix A."""
+    """Return the checksum of appendix A."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _TABLE[(value ^ byte) & 0xFF] ^ value >> 8
@@ -54,13 +54,13 @@ def crc32c(data: bytes) -> int:
 
 
 def init(source: int, destination: int, initiate: int) -> bytes:
-    """Ask for an association (section 3.3.2). ``initiate`` is not 0; answers bear it as their tag."""
+    """Build an INIT (section 3.3.2). ``initiate`` is not 0; answers repeat it as their tag."""
     chunk = _CHUNK.pack(INIT, 0, _CHUNK.size + _START.size) + _START.pack(initiate, _WINDOW, 1, 1, initiate)
     return _packed(source, destination, 0, chunk)
 
 
 def abort(source: int, destination: int, tag: int) -> bytes:
-    """Want it no longer (section 3.3.7)."""
+    """Build an ABORT (section 3.3.7)."""
     return _packed(source, destination, tag, _CHUNK.pack(ABORT, 0, _CHUNK.size))
 
 
@@ -71,8 +71,8 @@ def _packed(source: int, destination: int, tag: int, chunk: bytes) -> bytes:
     return bytes(packet)
 
 
-def read(data: bytes) -> Packet | None:
-    """A packet by its first chunk; None if it is none. Both that matter here come first or alone."""
+def parse(data: bytes) -> Packet | None:
+    """Parse a packet with its first chunk; None if malformed. The answer to INIT is always first."""
     if len(data) < _HEADER.size + _CHUNK.size:
         return None
     source, destination, tag, _ = _HEADER.unpack_from(data)
@@ -86,6 +86,6 @@ def read(data: bytes) -> Packet | None:
     return Packet(source, destination, tag, kind, initiate)
 
 
-def source_of(data: bytes) -> int | None:
-    """Of a packet that an error is about, of which there may be eight bytes, who sent it."""
+def source_port(data: bytes) -> int | None:
+    """Return the source port of a packet in an ICMP error, which may have eight bytes only."""
     return int.from_bytes(data[:2], "big") if len(data) >= 2 else None

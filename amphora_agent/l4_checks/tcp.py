@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a member takes TCP connections.
+"""TCP checks: a member accepts a connection.
 
-Invariant: a connection costs a socket for as long as it is being made and nothing afterwards: it is reset, so no port
-waits for a minute.
+Invariant: a check needs a socket only while it connects. The connection is reset, so no port stays in TIME-WAIT.
 """
 
 from __future__ import annotations
@@ -11,68 +10,68 @@ import errno
 import os
 import socket
 
-from amphora_agent.l4.event_loop import Loop, roomy
-from amphora_agent.l4_checks.check import Check, Done, Target
+from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
+from amphora_agent.l4_checks.check import Check, OnResult, Target
 
-_RESET_AT_ONCE = b"\1\0\0\0\0\0\0\0"  # struct linger
+_RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # struct linger
 
 
 class TcpChecks:
-    """Checks by a connection that is made."""
+    """Checks by a TCP connection."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
 
-    def begin(self, asked: Target, done: Done) -> Check:
-        return Connecting(self._loop, asked, done)
+    def start(self, target: Target, on_result: OnResult) -> Check:
+        return Connection(self._loop, target, on_result)
 
     def close(self) -> None:
-        """There is nothing that all of them share."""
+        """The checks share nothing."""
 
 
-class Connecting:
-    """A connection that is being made; `_made` is what follows."""
+class Connection:
+    """A connection to a member; `_on_connected` decides what follows."""
 
-    def __init__(self, loop: Loop, asked: Target, done: Done) -> None:
+    def __init__(self, loop: EventLoop, target: Target, on_result: OnResult) -> None:
         self._loop = loop
-        self._done = done
-        self._socket = connecting(asked)
-        loop.written(self._socket, self._settled)
+        self._on_result = on_result
+        self._socket = _start_connecting(target)
+        loop.add_writer(self._socket, self._on_writable)
 
-    def _settled(self) -> None:
+    def _on_writable(self) -> None:
         number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
-            self.say(False, os.strerror(number).lower())
+            self.report(False, os.strerror(number).lower())
         else:
-            self._made()
+            self._on_connected()
 
-    def _made(self) -> None:
-        self.say(True, "it takes connections")
+    def _on_connected(self) -> None:
+        self.report(True, "connection accepted")
 
-    def say(self, good: bool, seen: str) -> None:
-        """Give the verdict."""
+    def report(self, good: bool, reason: str) -> None:
+        """End the check with a result."""
         self.end()
-        self._done(good, seen)
+        self._on_result(good, reason)
 
     def expire(self) -> tuple[bool, str]:
         self.end()
         return False, "no connection within the time"
 
     def end(self) -> None:
-        self._loop.forget(self._socket)
+        self._loop.remove(self._socket)
         self._socket.close()
 
 
-def connecting(asked: Target) -> socket.socket:
-    """A TCP connection that is being made.
+def _start_connecting(target: Target) -> socket.socket:
+    """Return a socket that connects.
 
     Raises:
-        OSError: it cannot even be tried.
+        OSError: the connection cannot be started.
     """
-    opened = roomy(socket.socket(asked.family, socket.SOCK_STREAM))
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_ONCE)
+    opened = make_nonblocking(socket.socket(target.family, socket.SOCK_STREAM))
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     try:
-        number = opened.connect_ex(asked.place)
+        number = opened.connect_ex(target.endpoint)
     except OSError as error:
         number = error.errno or errno.EINVAL
     if number not in (0, errno.EINPROGRESS):

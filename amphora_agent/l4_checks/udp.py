@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a member's port of UDP is there: a datagram is sent, and nobody says that there is no such port.
+"""UDP-CONNECT checks: a datagram is sent, and no ICMP error reports a closed port.
 
-Invariant: silence is up, as Octavia has it, if the datagram has left; but what was heard since the check before counts
-as this one's answer, whether it was said to us (too late for that check) or to a client
+Invariant: silence is success, as in Octavia, if the datagram was sent. An error that arrived since the previous check
+counts for this check, whether it answered the previous check too late or a packet of a client
 (`amphora_agent.l4_checks.icmp_errors`).
 """
 
@@ -13,122 +13,122 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from amphora_agent.l4.event_loop import Loop, roomy
+from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_checks import conntrack_lookup, error_queue
-from amphora_agent.l4_checks.check import Check, Done, Target
-from amphora_agent.l4_checks.icmp_errors import Evidence
-from amphora_agent.l4_checks.neighbor_probe import Neighbours
+from amphora_agent.l4_checks.check import Check, OnResult, Target
+from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
+from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# One that is empty is the end of the input to some programs. A line's end is nothing to those that log lines.
-QUESTION = b"\n"
-_LARGEST = 512
-# Of members that are gone by now there may be some left.
-_MOST_HEARD = 4096
+# Some programs take an empty datagram for the end of input. Programs that log lines ignore a line feed.
+PAYLOAD = b"\n"
+_MAX_BYTES = 512
+# Includes errors of members that were removed.
+_MAX_LATE_ERRORS = 4096
 
 
 class UdpChecks:
     """Checks by a datagram."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._asked: dict[str, set[_Datagram]] = {}  # by address
-        self._heard: dict[tuple[str, int], tuple[float, str]] = {}
-        self._neighbours = Neighbours()
+        self._checks: dict[str, set[_Datagram]] = {}  # by address
+        self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
+        self._neighbors = NeighborProbe()
         try:
-            self._evidence = Evidence(loop, self._overheard, conntrack_lookup.exists)
+            self._icmp_errors = IcmpErrorMonitor(loop, self._on_icmp_error, conntrack_lookup.flow_exists)
         except OSError:
-            self._neighbours.close()
+            self._neighbors.close()
             raise
 
-    def begin(self, asked: Target, done: Done) -> Check:
-        when, happened = self._heard.pop(asked.place, (0.0, ""))
-        check = _Datagram(self._loop, asked, done, self._late, self._forget, self._neighbours)
-        self._asked.setdefault(asked.address, set()).add(check)
-        # A host that has gone says nothing: its link address is asked for beside its port.
-        self._neighbours.prove(asked.address)
-        if happened and when >= time.monotonic() - asked.monitor.interval:
-            self._loop.at(0.0, lambda: check.say(False, happened))
+    def start(self, target: Target, on_result: OnResult) -> Check:
+        when, error = self._late_errors.pop(target.endpoint, (0.0, ""))
+        check = _Datagram(self._loop, target, on_result, self._keep_late_error, self._forget, self._neighbors)
+        self._checks.setdefault(target.address, set()).add(check)
+        # A failed host sends no ICMP error, so its link-layer address is probed too.
+        self._neighbors.probe(target.address)
+        if error and when >= time.monotonic() - target.monitor.interval:
+            self._loop.call_at(0.0, lambda: check.report(False, error))
         return check
 
-    def _overheard(self, address: str, port: int, happened: str) -> None:
-        for check in list(self._asked.get(address, ())):
-            if port == 0 or (check.asked.direct and port == check.asked.port):
-                check.happened(happened)
+    def _on_icmp_error(self, address: str, port: int, error: str) -> None:
+        for check in list(self._checks.get(address, ())):
+            if port == 0 or (check.target.direct and port == check.target.port):
+                check.on_error(error)
 
-    def _late(self, place: tuple[str, int], happened: str) -> None:
-        """Something was heard while no check waits: the next one will want to know."""
-        if len(self._heard) >= _MOST_HEARD:
-            self._heard.clear()
-        self._heard[place] = time.monotonic(), happened
+    def _keep_late_error(self, endpoint: tuple[str, int], error: str) -> None:
+        """Keep an error for the next check, because no check is pending."""
+        if len(self._late_errors) >= _MAX_LATE_ERRORS:
+            self._late_errors.clear()
+        self._late_errors[endpoint] = time.monotonic(), error
 
     def _forget(self, check: _Datagram) -> None:
-        known = self._asked.get(check.asked.address, set())
+        known = self._checks.get(check.target.address, set())
         known.discard(check)
         if not known:
-            self._asked.pop(check.asked.address, None)
+            self._checks.pop(check.target.address, None)
 
     def close(self) -> None:
-        self._evidence.close()
-        self._neighbours.close()
+        self._icmp_errors.close()
+        self._neighbors.close()
 
 
 class _Datagram:
-    """One question. Its socket stays until the next one: errors may be late."""
+    """One check. Its socket stays open until the next check, because errors may be late."""
 
     def __init__(
         self,
-        loop: Loop,
-        asked: Target,
-        done: Done,
-        late: Callable[[tuple[str, int], str], None],
+        loop: EventLoop,
+        target: Target,
+        on_result: OnResult,
+        keep_late_error: Callable[[tuple[str, int], str], None],
         forget: Callable[[_Datagram], None],
-        neighbours: Neighbours,
+        neighbors: NeighborProbe,
     ) -> None:
-        self.asked = asked
+        self.target = target
         self._loop = loop
-        self._done: Done | None = done
-        self._late = late
+        self._on_result: OnResult | None = on_result
+        self._keep_late_error = keep_late_error
         self._forget = forget
-        self._neighbours = neighbours
-        self._socket = roomy(socket.socket(asked.family, socket.SOCK_DGRAM))
+        self._neighbors = neighbors
+        self._socket = make_nonblocking(socket.socket(target.family, socket.SOCK_DGRAM))
         try:
-            error_queue.ask_for(self._socket)
-            self._socket.connect(asked.place)
-            self._socket.send(QUESTION)
+            error_queue.enable(self._socket)
+            self._socket.connect(target.endpoint)
+            self._socket.send(PAYLOAD)
         except OSError:
             self._socket.close()
             raise
-        loop.read(self._socket, self._hear)
+        loop.add_reader(self._socket, self._on_readable)
 
-    def _hear(self) -> None:
-        happened = [what for what, *_ in error_queue.read(self._socket)]
+    def _on_readable(self) -> None:
+        errors = [text for text, *_ in error_queue.read_errors(self._socket)]
         with suppress(OSError):
-            self._socket.recv(_LARGEST)
-            self.say(True, "it answers")
-        if happened:
-            self.happened(happened[-1])
+            self._socket.recv(_MAX_BYTES)
+            self.report(True, "it answers")
+        if errors:
+            self.on_error(errors[-1])
 
-    def happened(self, what: str) -> None:
-        """It is not there."""
-        if self._done is None:
-            self._late(self.asked.place, what)
+    def on_error(self, error: str) -> None:
+        """Fail the check, or keep the error for the next one."""
+        if self._on_result is None:
+            self._keep_late_error(self.target.endpoint, error)
         else:
-            self.say(False, what)
+            self.report(False, error)
 
-    def say(self, good: bool, seen: str) -> None:
-        """Give the verdict, if there is none yet."""
-        done, self._done = self._done, None
-        if done is not None:
-            done(good, seen)
+    def report(self, good: bool, reason: str) -> None:
+        """Report a result, if there was none yet."""
+        on_result, self._on_result = self._on_result, None
+        if on_result is not None:
+            on_result(good, reason)
 
     def expire(self) -> tuple[bool, str]:
-        self._done = None
-        if self._neighbours.is_lost(self.asked.address):
+        self._on_result = None
+        if self._neighbors.is_unresolved(self.target.address):
             return False, "host unreachable"
-        return True, "nobody says that it is not there"
+        return True, "no error received"
 
     def end(self) -> None:
-        self._done = None
+        self._on_result = None
         self._forget(self)
-        self._loop.forget(self._socket)
+        self._loop.remove(self._socket)
         self._socket.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker's process.
+"""The process of the checker.
 
-Invariant: it needs nobody: not the agent, and of Python only the standard library. It runs in the load balancer's
-namespace. When it ends, however it does, the kernel goes on forwarding as it was told last. SIGHUP has it execute
-itself anew, with whatever sources are there by then.
+Invariant: it runs without the agent, and imports only the standard library. It runs in the load balancer's namespace.
+However it ends, the kernel continues to forward as before. On SIGHUP it executes itself again, with the present
+sources.
 
     python -I -S __main__.py RUN-DIRECTORY SOCKET
 """
@@ -17,24 +17,24 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 
-# Started by its path: -I and -S spare a megabyte, and leave nothing of ours on the path.
+# Started by path with -I and -S, which save a megabyte. So the package is not on sys.path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.l4.engine import Engine
-from amphora_agent.l4.event_loop import Loop
-from amphora_agent.l4_checks.check import Kind
+from amphora_agent.l4.event_loop import EventLoop
+from amphora_agent.l4_checks.check import CheckType
 from amphora_agent.l4_daemon.checker import Checker
 from amphora_agent.l4_daemon.code_version import version
-from amphora_agent.l4_daemon.control_socket import Control
-from amphora_agent.l4_daemon.persisted_state import Record
+from amphora_agent.l4_daemon.control_socket import ControlSocket
+from amphora_agent.l4_daemon.persisted_state import StateFiles
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
-_FILES = 16384
-ROWS = "rows.sock"
+_MAX_OPEN_FILES = 16384
+ROWS_SOCKET = "rows.sock"
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Serve until a signal arrives."""
     _, directory, path = sys.argv
     received = serve(NftablesEngine(), directory, path)
     if received == signal.SIGHUP:
@@ -42,18 +42,19 @@ def main() -> None:
 
 
 def serve(engine: Engine, directory: str, path: str) -> int:
-    """Serve until a signal says otherwise; which one it was."""
-    _have_files()
-    woken = _signals()
-    loop = Loop()
+    """Serve until a signal arrives; returns its number."""
+    _raise_file_limit()
+    wakeup = _open_signal_socket()
+    loop = EventLoop()
     received: list[int] = []
-    loop.read(woken, lambda: received.extend(woken.recv(64)))
-    checker = Checker(loop, engine, Record(directory), KINDS, version())
-    control = Control(loop, path, checker.answer)
-    # For the responder, which is another user and is to change nothing.
-    rows = Control(loop, f"{directory}/{ROWS}", lambda _: checker.answer({"op": "rows"}), mode=0o666)
+    loop.add_reader(wakeup, lambda: received.extend(wakeup.recv(64)))
+    checker = Checker(loop, engine, StateFiles(directory), KINDS, version())
+    control = ControlSocket(loop, path, checker.handle_request)
+    # For the responder, which runs as another user and may change nothing.
+    rows_path = f"{directory}/{ROWS_SOCKET}"
+    rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:
-        checker.turn()
+        checker.run_once()
     rows.close()
     control.close()
     checker.close()
@@ -61,37 +62,37 @@ def serve(engine: Engine, directory: str, path: str) -> int:
     return received[0]
 
 
-def _udp(loop: Loop) -> Kind:
+def _udp(loop: EventLoop) -> CheckType:
     from amphora_agent.l4_checks.udp import UdpChecks  # noqa: PLC0415 (loaded only where it is used, to save memory)
 
     return UdpChecks(loop)
 
 
-def _sctp(loop: Loop) -> Kind:
+def _sctp(loop: EventLoop) -> CheckType:
     from amphora_agent.l4_checks.sctp import SctpChecks  # noqa: PLC0415 (as above)
 
     return SctpChecks(loop)
 
 
-def _tcp(loop: Loop) -> Kind:
+def _tcp(loop: EventLoop) -> CheckType:
     from amphora_agent.l4_checks.tcp import TcpChecks  # noqa: PLC0415 (as above)
 
     return TcpChecks(loop)
 
 
-def _http(loop: Loop) -> Kind:
+def _http(loop: EventLoop) -> CheckType:
     from amphora_agent.l4_checks.http import HttpChecks  # noqa: PLC0415 (as above)
 
     return HttpChecks(loop)
 
 
-def _ping(loop: Loop) -> Kind:
+def _ping(loop: EventLoop) -> CheckType:
     from amphora_agent.l4_checks.ping import PingChecks  # noqa: PLC0415 (as above)
 
     return PingChecks(loop)
 
 
-KINDS: Mapping[str, Callable[[Loop], Kind]] = {
+KINDS: Mapping[str, Callable[[EventLoop], CheckType]] = {
     "UDP-CONNECT": _udp,
     "SCTP": _sctp,
     "TCP": _tcp,
@@ -101,21 +102,21 @@ KINDS: Mapping[str, Callable[[Loop], Kind]] = {
 """The check implementation for each health monitor type."""
 
 
-def _signals() -> socket.socket:
-    """Signals as bytes of a socket: they wake the loop and interrupt nothing."""
-    woken, wake = socket.socketpair()
-    woken.setblocking(False)
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.detach(), warn_on_full_buffer=False)
+def _open_signal_socket() -> socket.socket:
+    """Return a socket that gets a byte for each signal, so that no signal interrupts a call."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    return woken
+    return reader
 
 
-def _have_files() -> None:
-    """Each check may have a socket."""
+def _raise_file_limit() -> None:
+    """Raise the limit of open files: each check may have a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

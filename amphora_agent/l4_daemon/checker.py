@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of virtual servers are checked, and the engine is told.
+"""The checker: it checks the members of virtual servers and applies the results to the engine.
 
-Invariant: what is served is always what was wanted last and could be brought about; a wish that cannot be fulfilled
-leaves the one before it in force. A state that changes is in the kernel before anything else is done.
+Invariant: the kernel serves the latest desired state that could be applied. A desired state that fails leaves the
+previous one in force. A changed member state is applied before anything else is done.
 """
 
 from __future__ import annotations
@@ -16,271 +16,271 @@ from typing import Any
 
 from amphora_agent.errors import AgentError
 from amphora_agent.l4 import model, stat_rows
-from amphora_agent.l4.engine import Engine, MemberCounters, Place
-from amphora_agent.l4.event_loop import Loop, Timer
+from amphora_agent.l4.engine import Engine, MemberCounters, MemberPlace
+from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4.monotonic_counters import SUMMED
 from amphora_agent.l4_checks import member_state
-from amphora_agent.l4_checks.check import Kind, target
-from amphora_agent.l4_checks.member_state import Key, States, Status
+from amphora_agent.l4_checks.check import CheckType, target_of
+from amphora_agent.l4_checks.member_state import MemberKey, States, Status
 from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
-from amphora_agent.l4_daemon.persisted_state import Record, Wish
+from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.l4_flow_log.writer import FlowLog
 
-FIRST_RETRY, LAST_RETRY = 0.5, 30.0
-# How often it is looked who has the fewest flows.
-_BALANCE_SECONDS = 1.0
-# What changes no member's status may be lost if this process is killed.
-_NOTE_SECONDS = 1.0
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
+# Interval of flow counts for LEAST_CONNECTIONS.
+_REBALANCE_SECONDS = 1.0
+# Delay before changes are written that alter no member's status. A kill may lose them.
+_SAVE_SECONDS = 1.0
 
 
 class Checker:
-    """States of members, and what follows from them. Used by one thread.
+    """Member states, and the engine that follows them. Used by one thread.
 
     Args:
-        kinds: as `Schedule` has it.
-        version: of the code that runs, for whoever asks.
+        factories: as for `Schedule`.
+        version: of the running code, for the agent's request.
     """
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         engine: Engine,
-        kept: Record,
-        kinds: Mapping[str, Callable[[Loop], Kind]],
+        files: StateFiles,
+        factories: Mapping[str, Callable[[EventLoop], CheckType]],
         version: str = "",
     ) -> None:
         self._loop = loop
         self._engine = engine
         self._flow_log = FlowLog(loop)
-        self._record = kept
+        self._files = files
         self._version = version
-        self._schedule = Schedule(loop, kinds, self._verdict)
-        left = kept.read()
-        self._wish = left.wish
-        self._counted = left.counted
-        self._states = member_state.carried(left.states, (), left.wish.servers, time.time())
-        self._monitors: dict[Key, model.Monitor] = {}
-        # What the engine was told last; until then what the one before has noted.
-        self._told = member_state.may_serve(left.wish.servers, self._states)
-        self._changed = bool(left.wish.servers)  # the kernel may hold what nobody has noted
-        self._noted = True
-        self._trouble: str | None = None
-        self._retry: Timer | None = None
-        self._notes: Timer | None = None
-        self._balancing: Timer | None = None
-        self._rests_until = 0.0
-        self._patience = FIRST_RETRY
-        self._look_after(self._wish.servers)
+        self._schedule = Schedule(loop, factories, self._on_check_result)
+        loaded = files.load()
+        self._desired = loaded.desired
+        self._counters = loaded.counters
+        self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
+        self._monitors: dict[MemberKey, model.Monitor] = {}
+        # The health that was applied last. Initially the recorded one of the previous process.
+        self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
+        # The previous process may have applied a state that it did not record.
+        self._must_apply = bool(loaded.desired.servers)
+        self._is_saved = True
+        self._last_error: str | None = None
+        self._retry_timer: Timer | None = None
+        self._save_timer: Timer | None = None
+        self._rebalance_timer: Timer | None = None
+        self._apply_not_before = 0.0
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._schedule_checks(self._desired.servers)
 
     # -- checks ---------------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Wait for the next thing and do all that is due."""
-        rest = self._rests_until - time.monotonic()
-        if self._changed and self._retry is None and rest <= 0:
-            self._follow()
+    def run_once(self) -> None:
+        """Apply changed states, or wait for the next event and handle everything that is due."""
+        must_apply = self._must_apply and self._retry_timer is None
+        wait = self._apply_not_before - time.monotonic()
+        if must_apply and wait <= 0:
+            self._apply_states()
             return
-        self._loop.turn(rest if self._changed and self._retry is None else None)
-        if not self._noted and self._notes is None:
-            self._notes = self._loop.at(time.monotonic() + _NOTE_SECONDS, self._note)
+        self._loop.run_once(wait if must_apply else None)
+        if not self._is_saved and self._save_timer is None:
+            self._save_timer = self._loop.call_at(time.monotonic() + _SAVE_SECONDS, self._save)
 
-    def _verdict(self, key: Key, good: bool, seen: str) -> None:
+    def _on_check_result(self, key: MemberKey, good: bool, reason: str) -> None:
         before, monitor = self._states.get(key), self._monitors.get(key)
         if before is None or monitor is None:
             return
-        state = member_state.after(
-            before, good=good, reason=seen, rise=monitor.rise, fall=monitor.fall, now=time.time()
+        state = member_state.next_state(
+            before, good=good, reason=reason, rise=monitor.rise, fall=monitor.fall, now=time.time()
         )
         if state == before:
             return
         self._states[key] = state
-        self._noted = False
+        self._is_saved = False
         if state.up != before.up:
-            self._changed = True
-            _say(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {seen}")
+            self._must_apply = True
+            _log(f"member {key[1]} of pool {key[0]} is {Status.UP if state.up else Status.DOWN}: {reason}")
 
-    def _follow(self) -> None:
-        """Have the engine do what the states say; again a while later if it cannot.
+    def _apply_states(self) -> None:
+        """Apply the member states to the engine; schedule a retry after an error.
 
-        Where many change, half of the time is left for checks.
+        After many changes, the checks get half of the time.
         """
         begun = time.monotonic()
         try:
-            self._bring_about(self._wish, self._states)
-        except Exception as error:  # noqa: BLE001 (members are to be checked whatever the kernel says)
+            self._apply(self._desired, self._states)
+        except Exception as error:  # noqa: BLE001 (checks continue after any error of the kernel)
             text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
-            if text != self._trouble:
-                _say(text)
-            self._trouble = text
-            self._retry = self._loop.at(time.monotonic() + self._patience, self._again)
-            self._patience = min(LAST_RETRY, 2 * self._patience)
+            if text != self._last_error:
+                _log(text)
+            self._last_error = text
+            self._retry_timer = self._loop.call_at(time.monotonic() + self._retry_seconds, self._clear_retry)
+            self._retry_seconds = min(LAST_RETRY_SECONDS, 2 * self._retry_seconds)
         else:
-            self._done()
-        self._note()
-        self._rests_until = 2 * time.monotonic() - begun
+            self._mark_applied()
+        self._save()
+        self._apply_not_before = 2 * time.monotonic() - begun
 
-    def _again(self) -> None:
-        self._retry = None
+    def _clear_retry(self) -> None:
+        self._retry_timer = None
 
-    def _done(self) -> None:
-        self._changed, self._trouble, self._patience = False, None, FIRST_RETRY
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+    def _mark_applied(self) -> None:
+        self._must_apply, self._last_error, self._retry_seconds = False, None, FIRST_RETRY_SECONDS
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
 
-    def _note(self) -> None:
-        self._noted = True
-        if self._notes is not None:
-            self._notes.cancel()
-            self._notes = None
-        self._record.knows(self._states, self._counted)
+    def _save(self) -> None:
+        self._is_saved = True
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+            self._save_timer = None
+        self._files.write_states(self._states, self._counters)
 
-    def _bring_about(self, wish: Wish, known: States) -> None:
-        """What is counted until the kernel's table is another one, and what that one begins with, is told apart."""
-        self._count()
-        up = member_state.may_serve(wish.servers, known)
-        self._flow_log.listen(wish.servers)
+    def _apply(self, desired: DesiredState, states: States) -> None:
+        """Apply to the engine. Counters are read before and after, because the kernel's table may be replaced."""
+        self._update_counters()
+        up = member_state.member_health(desired.servers, states)
+        self._flow_log.start(desired.servers)
         begun, done = time.time_ns(), False
         try:
-            if wish.servers:
-                self._engine.bring_about(wish.servers, up, paired=wish.paired)
+            if desired.servers:
+                self._engine.apply(desired.servers, up, paired=desired.paired)
             else:
                 self._engine.release()
             done = True
         finally:
-            self._flow_log.follow(wish.servers, up, begun, done=done)
-        self._told = up
-        self._count()
+            self._flow_log.servers_applied(desired.servers, up, begun, done=done)
+        self._applied_health = up
+        self._update_counters()
 
-    def _count(self) -> None:
+    def _update_counters(self) -> None:
         with suppress(AgentError):
-            if self._counted.read(self._engine.counters()):
-                self._noted = False
+            if self._counters.update(self._engine.counters()):
+                self._is_saved = False
 
-    def _look_after(self, servers: Sequence[VirtualServer]) -> None:
-        """Check the members of these."""
-        found = member_state.checked(servers)
+    def _schedule_checks(self, servers: Sequence[VirtualServer]) -> None:
+        found = member_state.checked_members(servers)
         self._monitors = {key: server.monitor for key, (server, _) in found.items() if server.monitor is not None}
-        self._schedule.want({key: target(found[key][1], monitor) for key, monitor in self._monitors.items()})
-        if self._balancing is None:
-            self._again_in_a_second()
+        self._schedule.set_targets({key: target_of(found[key][1], monitor) for key, monitor in self._monitors.items()})
+        if self._rebalance_timer is None:
+            self._schedule_rebalance()
 
-    def _again_in_a_second(self) -> None:
-        self._balancing = None
-        if self._counts:
-            self._balancing = self._loop.at(time.monotonic() + _BALANCE_SECONDS, self._balance)
+    def _schedule_rebalance(self) -> None:
+        self._rebalance_timer = None
+        if self._uses_least_connections:
+            self._rebalance_timer = self._loop.call_at(time.monotonic() + _REBALANCE_SECONDS, self._rebalance)
 
     @property
-    def _counts(self) -> bool:
-        """Whether how many flows there are decides anything."""
-        return any(one.algorithm == "LEAST_CONNECTIONS" for one in self._wish.servers)
+    def _uses_least_connections(self) -> bool:
+        return any(one.algorithm == "LEAST_CONNECTIONS" for one in self._desired.servers)
 
-    def _balance(self) -> None:
-        if self._counts and not self._changed:
+    def _rebalance(self) -> None:
+        if self._uses_least_connections and not self._must_apply:
             try:
-                self._engine.balance(self._wish.servers, self._told, paired=self._wish.paired)
+                self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                self._changed = True  # all of it is brought about once more, and what happens is said
-        self._again_in_a_second()
+                self._must_apply = True  # applying everything again logs the error if it persists
+        self._schedule_rebalance()
 
-    # -- questions ------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------
 
-    def answer(self, question: Mapping[str, Any]) -> dict[str, Any] | str:
-        """What the control socket says.
+    def handle_request(self, request: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the answer to a request on the control socket.
 
         Raises:
             AgentError: the engine refuses, or fails.
-            KeyError, TypeError, ValueError: it is no question.
+            KeyError, TypeError, ValueError: the request is malformed.
         """
-        operation = question["op"]
+        operation = request["op"]
         if operation == "version":
             return {"version": self._version}
         if operation == "state":
-            return self._state(with_members=question.get("members") is True)
+            return self._describe(with_members=request.get("members") is True)
         if operation == "rows":
-            return stat_rows.compose(self._state(with_members=True)["servers"])
+            return stat_rows.render_rows(self._describe(with_members=True)["servers"])
         if operation not in ("check", "serve", "differs"):
-            raise ValueError(f"there is no {operation!r}")
+            raise ValueError(f"unknown operation {operation!r}")
         if operation == "check":
-            self._engine.check(model.parse(question["servers"]))
+            self._engine.check_servers(model.parse(request["servers"]))
             return {}
         if operation == "differs":
-            return {"differs": self._differs(persisted_state.wish(question))}
-        self._serve(persisted_state.wish(question))
-        return self._state()
+            return {"differs": self._find_drift(persisted_state.parse_desired(request))}
+        self._serve(persisted_state.parse_desired(request))
+        return self._describe()
 
-    def _serve(self, wish: Wish) -> None:
-        before = self._wish
-        known = member_state.carried(self._states, before.servers, wish.servers, time.time())
-        self._engine.check(wish.servers)
+    def _serve(self, desired: DesiredState) -> None:
+        before = self._desired
+        states = member_state.carry_over(self._states, before.servers, desired.servers, time.time())
+        self._engine.check_servers(desired.servers)
         try:
-            self._bring_about(wish, known)
-            self._record.serves(wish)
+            self._apply(desired, states)
+            self._files.write_servers(desired)
         except Exception:
             with suppress(AgentError):
-                self._bring_about(before, self._states)
+                self._apply(before, self._states)
             raise
-        self._wish, self._states = wish, known
-        self._done()
-        self._note()
-        self._look_after(wish.servers)
+        self._desired, self._states = desired, states
+        self._mark_applied()
+        self._save()
+        self._schedule_checks(desired.servers)
 
-    def _differs(self, wish: Wish) -> list[str]:
-        """A member's change that waits for its turn is nobody's hand."""
-        if not wish.servers and not self._wish.servers:
+    def _find_drift(self, desired: DesiredState) -> list[str]:
+        """Return differences in the kernel. A member state that is not applied yet is not a difference."""
+        if not desired.servers and not self._desired.servers:
             return []
-        if wish.digest != self._wish.digest:
-            return ["the checker serves other virtual servers than those of the last confirmed bundle"]
-        return list(self._engine.differs(wish.servers, self._told, paired=wish.paired))
+        if desired.digest != self._desired.digest:
+            return ["the checker serves other virtual servers than the confirmed bundle"]
+        return list(self._engine.find_drift(desired.servers, self._applied_health, paired=desired.paired))
 
-    def _state(self, *, with_members: bool = False) -> dict[str, Any]:
-        """All there is to tell; what each member has been given costs more, and is for who asks for it."""
-        self._count()
-        given: Mapping[Place, MemberCounters] = {}
+    def _describe(self, *, with_members: bool = False) -> dict[str, Any]:
+        """Return the whole state. Counters of members take longer, so they are optional."""
+        self._update_counters()
+        counters: Mapping[MemberPlace, MemberCounters] = {}
         if with_members:
             with suppress(AgentError):
-                given = self._engine.member_counters()
-        present = {server.id for server in self._wish.servers}
+                counters = self._engine.member_counters()
+        present = {server.id for server in self._desired.servers}
         return {
-            "digest": self._wish.digest,
-            "error": self._trouble,
-            "birth": self._counted.birth,
+            "digest": self._desired.digest,
+            "error": self._last_error,
+            "birth": self._counters.birth,
             "flow_log": self._flow_log.counts,
-            "servers": {server.id: self._of(server, given) for server in self._wish.servers},
-            "former": {name: self._sums(name) for name in sorted(self._counted.names - present)},
+            "servers": {server.id: self._describe_server(server, counters) for server in self._desired.servers},
+            "former": {name: self._totals(name) for name in sorted(self._counters.names - present)},
         }
 
-    def _sums(self, name: str) -> dict[str, int]:
-        found = self._counted.visible(name)
+    def _totals(self, name: str) -> dict[str, int]:
+        found = self._counters.totals(name)
         return {field: getattr(found, field) for field in SUMMED}
 
-    def _of(self, server: VirtualServer, given: Mapping[Place, MemberCounters]) -> dict[str, Any]:
-        active = self._counted.visible(server.id).active_connections
+    def _describe_server(self, server: VirtualServer, counters: Mapping[MemberPlace, MemberCounters]) -> dict[str, Any]:
+        active = self._counters.totals(server.id).active_connections
         full = server.connection_limit is not None and active >= server.connection_limit
         pool = None
         if server.pool_id is not None:
             members = {}
             for member in server.members:
-                since, reason = member_state.reason(server, member, self._states)
-                status = member_state.word(server, member, self._states)
-                found = given.get((server.id, member.address, member.port))
+                since, reason = member_state.last_change(server, member, self._states)
+                status = member_state.member_status(server, member, self._states)
+                found = counters.get((server.id, member.address, member.port))
                 counted = {} if found is None else asdict(found)
                 plain = {"status": status, "since": since, "reason": reason, "weight": member.weight}
                 members[member.id] = {**plain, **counted}
-            pool = {"id": server.pool_id, "status": member_state.pool_word(server, self._states), "members": members}
+            pool = {"id": server.pool_id, "status": member_state.pool_status(server, self._states), "members": members}
         status = Status.FULL if full else Status.OPEN
-        return {"status": status, "active_connections": active, **self._sums(server.id), "pool": pool}
+        return {"status": status, "active_connections": active, **self._totals(server.id), "pool": pool}
 
     def close(self) -> None:
-        """Check nobody any more. The kernel goes on as it is."""
-        self._count()
-        self._note()
+        """Stop all checks. The kernel continues to forward."""
+        self._update_counters()
+        self._save()
         self._flow_log.close()
         self._schedule.close()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"checker: {text}\n")
     sys.stderr.flush()

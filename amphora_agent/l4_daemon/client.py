@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's side of the checker: start it when there are virtual servers, replace it when its code changed, ask it.
+"""The agent's side of the checker: starts, replaces, and queries its process.
 
-Invariant: the checker outlives the agent. Nothing here ends it but that nothing is wanted any more, or a change of how
-it is started; the kernel forwards meanwhile. Where no virtual server was ever wanted there is no checker.
+Invariant: the checker outlives the agent. It is stopped only when no virtual server is wanted any more, or when its
+command line changes; the kernel forwards meanwhile. Without a virtual server the checker is never started.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from amphora_agent.services.control import ServiceManager, ServicePolicy
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# Heartbeats wait for it, those of all listeners: what it said last is believed for longer (`stats/virtual`).
-STATE_SECONDS = 0.3
-ANSWER_SECONDS = 1.0
-# To change the kernel's table takes milliseconds; on a machine that has much else to do, more.
-SERVE_SECONDS = 60.0
-# An emulated machine with other things to do took more than fifteen.
-START_SECONDS = 60.0
+# Heartbeats wait for this answer. After a time-out they use the previous one (`stats.udp_stats`).
+STATE_TIMEOUT_SECONDS = 0.3
+ANSWER_TIMEOUT_SECONDS = 1.0
+# A change of the kernel's table takes milliseconds, and longer on a busy machine.
+SERVE_TIMEOUT_SECONDS = 60.0
+# A busy emulated machine took more than fifteen seconds.
+START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
-_PIECE = 1 << 18
-_GIVEN = ("active_connections", "total_connections", "bytes_in", "bytes_out")
+_READ_BYTES = 1 << 18
+_MEMBER_COUNTERS = ("active_connections", "total_connections", "bytes_in", "bytes_out")
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What one virtual server has counted since the amphora's kernel began."""
+class ServerTotals:
+    """Counters of one virtual server since the start of the amphora's kernel."""
 
     total_connections: int
     bytes_in: int
@@ -54,10 +54,10 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The pool of a virtual server; ``members`` are their words, ``reasons`` why they are so.
+class PoolState:
+    """A pool of a virtual server; ``members`` are status words, ``reasons`` explain their latest change.
 
-    ``given`` is what they were given, where that was asked for.
+    ``counters`` are the counters of members, if they were requested.
     """
 
     id: str
@@ -65,230 +65,233 @@ class Pool:
     members: dict[str, str]
     reasons: dict[str, str]
     weights: dict[str, int]
-    given: dict[str, dict[str, int]] = field(default_factory=dict)
+    counters: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Listener:
-    """One virtual server as the checker sees it."""
+class ListenerState:
+    """The state of one virtual server."""
 
     status: str
     active_connections: int
-    pool: Pool | None
+    pool: PoolState | None
 
 
 @dataclass(frozen=True)
-class State:
-    """One answer of the checker's.
+class CheckerState:
+    """The state that the checker reports.
 
-    ``sums`` are also of virtual servers that are wanted no longer; ``birth`` is the name of the counters' life, after
-    which they begin at zero. ``flow_log`` is how many flows have a line in it, and how many have none, since the
-    checker's process began.
+    ``sums`` include virtual servers that were removed. ``birth`` identifies the counters: with another value they began
+    at zero. ``flow_log`` has the numbers of logged and lost flows since the start of the process.
     """
 
     digest: str | None
     birth: str
     error: str | None
-    listeners: dict[str, Listener]
-    sums: dict[str, Sums]
+    listeners: dict[str, ListenerState]
+    sums: dict[str, ServerTotals]
     flow_log: dict[str, int] = field(default_factory=dict)
 
 
-def digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
-    """SHA-256 of what is wanted, in hexadecimal."""
-    document = {"paired": paired, "servers": model.document(servers)}
+def desired_digest(servers: Sequence[VirtualServer], *, paired: bool = False) -> str:
+    """Return the SHA-256 of the desired state, in hexadecimal."""
+    document = {"paired": paired, "servers": model.to_document(servers)}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-class Checker:
-    """Whoever wants virtual servers served. Safe to use from several threads."""
+class CheckerClient:
+    """Controls and queries the checker. Safe to use from several threads."""
 
     def __init__(self, paths: Paths, services: ServiceManager) -> None:
         self._paths = paths
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # A lock of its own: who asks for them waits for no checker.
-        self._words_lock = threading.Lock()
-        self._last_words: State | None = None
+        # A separate lock: a reader of the final state does not wait for the checker.
+        self._final_state_lock = threading.Lock()
+        self._final_state: CheckerState | None = None
 
-    def check(self, servers: Sequence[VirtualServer]) -> None:
-        """Ask whether these could be served; changes nothing.
+    def check_servers(self, servers: Sequence[VirtualServer]) -> None:
+        """Check whether virtual servers can be served; changes nothing.
 
         Raises:
-            ConfigurationRefused: they cannot.
-            VirtualServersError, ServiceError: nobody can tell.
+            ConfigurationRefused: they cannot be served.
+            VirtualServersError, ServiceError: the checker does not answer.
         """
         if not servers:
             return
         with self._lock:
-            self._ensure()
-            self._ask({"op": "check", "servers": model.document(servers)}, SERVE_SECONDS)
+            self._ensure_running()
+            self._request({"op": "check", "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
 
     def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
-        """Have these served and no others; returns when it is so.
+        """Serve exactly these virtual servers; returns when the kernel does.
 
         Args:
             paired: the amphora has a partner.
 
         Raises:
-            ConfigurationRefused, VirtualServersError, ServiceError: what was served before is still served.
+            ConfigurationRefused, VirtualServersError, ServiceError: the previous virtual servers are still served.
         """
-        wish = digest(servers, paired=paired)
+        digest = desired_digest(servers, paired=paired)
         with self._lock:
             if not servers and not self._exists():
                 return
-            document = {"op": "serve", "digest": wish, "paired": paired, "servers": model.document(servers)}
-            if not servers and not self._serves():
-                # It may never have come up: then that is known at once. One that is busy with what failed is awaited.
+            document = {"op": "serve", "digest": digest, "paired": paired, "servers": model.to_document(servers)}
+            if not servers and not self._may_be_forwarding():
+                # A checker that never started fails at once. One that is busy with the failed change answers later.
                 with suppress(VirtualServersError, ConfigurationRefused):
-                    if (state := _state(self._ask(document, SERVE_SECONDS))).sums:
-                        self._keep_words(state)
-                self._end()
+                    if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
+                        self._keep_final_state(state)
+                self._stop()
                 return
-            self._ensure()
-            state = _state(self._ask(document, SERVE_SECONDS))
+            self._ensure_running()
+            state = _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))
             if not servers:
-                self._keep_words(state)
-                self._end()
+                self._keep_final_state(state)
+                self._stop()
 
-    def differs(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> list[str]:
-        """What is otherwise than `serve` would leave it, as sentences."""
+    def find_drift(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> list[str]:
+        """Return the differences from the state that `serve` would leave, as sentences."""
         if not servers and not self._exists():
             return []
-        document = {"op": "differs", "digest": digest(servers, paired=paired), "paired": paired}
+        document = {"op": "differs", "digest": desired_digest(servers, paired=paired), "paired": paired}
         try:
-            said = self._ask({**document, "servers": model.document(servers)}, SERVE_SECONDS)
-            return [str(one) for one in said["differs"]]
+            answer = self._request({**document, "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
+            return [str(one) for one in answer["differs"]]
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the checker of UDP and SCTP listeners: {error.happened}"]
 
-    def state(self, seconds: float = STATE_SECONDS, *, members: bool = False) -> State | None:
-        """What is found and counted; None: nothing is wanted, or nobody answers for so long.
+    def read_state(self, seconds: float = STATE_TIMEOUT_SECONDS, *, members: bool = False) -> CheckerState | None:
+        """Return the checker's state; None without a checker, or without an answer in time.
 
         Args:
-            members: also what each member was given, which takes the checker longer.
+            members: include the counters of members, which takes longer.
         """
         if not self._paths.checker_socket.exists():
             return None
         try:
-            return _state(self._ask({"op": "state", "members": members}, seconds))
+            return _parse_state(self._request({"op": "state", "members": members}, seconds))
         except (VirtualServersError, ConfigurationRefused):
             return None
 
-    def last_words(self) -> State | None:
-        """What was counted when the last virtual server was given up; it is told once. Waits for nobody."""
-        with self._words_lock:
-            said, self._last_words = self._last_words, None
-            return said
+    def take_final_state(self) -> CheckerState | None:
+        """Return the state at the removal of the last virtual server, once. Does not wait for the checker."""
+        with self._final_state_lock:
+            state, self._final_state = self._final_state, None
+            return state
 
-    def _keep_words(self, said: State) -> None:
-        with self._words_lock:
-            self._last_words = said
+    def _keep_final_state(self, state: CheckerState) -> None:
+        with self._final_state_lock:
+            self._final_state = state
 
     # -- the process ----------------------------------------------------------------------------------------
 
     def _exists(self) -> bool:
-        """Whether there is, or should be, a checker."""
+        """Return whether there is a checker, or should be one."""
         if self._paths.checker_socket.exists() or self._paths.virtual_servers.exists():
             return True
         status = self._services.status(SERVICE)
         return status is not None and status.wanted
 
-    def _serves(self) -> bool:
-        """Whether the kernel may forward something that only a checker can take back."""
+    def _may_be_forwarding(self) -> bool:
+        """Return whether the kernel may forward for virtual servers, so that a checker has to remove them."""
         try:
             return bool(json.loads(self._paths.virtual_servers.read_text(encoding="utf-8"))["servers"])
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            return True  # nobody can tell
+            return True  # unknown
 
-    def _ensure(self) -> None:
-        """Return when a checker answers that runs the code that is here.
+    def _ensure_running(self) -> None:
+        """Start the checker, or replace it if it runs other code; returns when it answers.
 
         Raises:
-            ServiceError, VirtualServersError: there is none.
+            ServiceError, VirtualServersError: it does not start.
         """
         self._start()
-        present = self._await(None)
+        present = self._wait_for_version(None)
         if present != self._version:
-            _log.info("The checker is replaced: it runs %s, this is %s", present, self._version)
+            _log.info("replacing the checker: running version %s, installed version %s", present, self._version)
             self._services.signal(SERVICE, signal.SIGHUP)
-            self._await(self._version)
+            self._wait_for_version(self._version)
 
     def _start(self) -> None:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # In a virtual machine systemd gives it to the checker's user.
+        # In a virtual machine systemd gives the directory to the checker's user.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            self._services.stop(SERVICE)  # another Python, other arguments: it cannot go on as it is
+            self._services.stop(SERVICE)  # its command line has changed
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 
-    def _await(self, version_wanted: str | None) -> str:
-        """Ask for its version until it is this one; None: until there is an answer at all."""
-        deadline = time.monotonic() + START_SECONDS
+    def _wait_for_version(self, version_wanted: str | None) -> str:
+        """Poll the version until it is the wanted one; None accepts any version. Returns the version."""
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while True:
             with suppress(VirtualServersError):
-                found = str(self._ask({"op": "version"}, ANSWER_SECONDS)["version"])
+                found = str(self._request({"op": "version"}, ANSWER_TIMEOUT_SECONDS)["version"])
                 if version_wanted in (None, found):
                     return found
             if time.monotonic() > deadline:
-                said = self._services.log(SERVICE)
-                why = said[-1] if said else f"no answer within {START_SECONDS:.0f} s"
-                raise VirtualServersError("start the checker of UDP and SCTP listeners", why)
-            time.sleep(_POLL_SECONDS)  # it announces itself to nobody
+                lines = self._services.log(SERVICE)
+                reason = lines[-1] if lines else f"no answer within {START_TIMEOUT_SECONDS:.0f} s"
+                raise VirtualServersError("start the checker of UDP and SCTP listeners", reason)
+            time.sleep(_POLL_SECONDS)
 
-    def _end(self) -> None:
-        """Nothing is wanted any more, and the kernel holds nothing of it."""
+    def _stop(self) -> None:
+        """Stop the checker. The kernel forwards for no virtual server any more."""
         self._services.stop(SERVICE)
         for path in (self._paths.checker_socket, self._paths.virtual_servers, self._paths.virtual_states):
             path.unlink(missing_ok=True)
 
-    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(seconds)
                 connection.connect(str(self._paths.checker_socket))
-                connection.sendall(json.dumps(question).encode() + b"\n")
-                with connection.makefile("rb", _PIECE) as lines:
+                connection.sendall(json.dumps(request).encode() + b"\n")
+                with connection.makefile("rb", _READ_BYTES) as lines:
                     answer: dict[str, Any] = json.loads(lines.readline())
         except (OSError, ValueError) as error:
             raise VirtualServersError(
-                f"have the checker do '{question['op']}'", f"it does not answer: {error or type(error).__name__}"
+                f"send '{request['op']}' to the checker", f"it does not answer: {error or type(error).__name__}"
             ) from error
-        if isinstance(said := answer.get("error"), dict):
-            kind = ConfigurationRefused if said.get("refused") else VirtualServersError
-            raise kind(said["wanted"], said["happened"], said["remedy"], object_id=said.get("object_id"))
+        if isinstance(found := answer.get("error"), dict):
+            kind = ConfigurationRefused if found.get("refused") else VirtualServersError
+            raise kind(found["wanted"], found["happened"], found["remedy"], object_id=found.get("object_id"))
         return answer
 
 
-def _state(answer: dict[str, Any]) -> State:
-    listeners, sums = {}, {name: _sums(found) for name, found in answer["former"].items()}
+def _parse_state(answer: dict[str, Any]) -> CheckerState:
+    listeners, sums = {}, {name: _parse_totals(found) for name, found in answer["former"].items()}
     for name, found in answer["servers"].items():
         pool = found["pool"]
-        sums[name] = _sums(found)
-        listeners[name] = Listener(
-            found["status"], found["active_connections"], None if pool is None else _pool(pool, pool["members"])
+        sums[name] = _parse_totals(found)
+        listeners[name] = ListenerState(
+            found["status"], found["active_connections"], None if pool is None else _parse_pool(pool, pool["members"])
         )
     logged = answer.get("flow_log", {})
-    return State(answer["digest"], answer["birth"], answer["error"], listeners, sums, logged)
+    return CheckerState(answer["digest"], answer["birth"], answer["error"], listeners, sums, logged)
 
 
-def _pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> Pool:
-    return Pool(
+def _parse_pool(found: dict[str, Any], members: dict[str, dict[str, Any]]) -> PoolState:
+    return PoolState(
         id=found["id"],
         status=found["status"],
         members={name: one["status"] for name, one in members.items()},
         reasons={name: one["reason"] for name, one in members.items()},
         weights={name: one["weight"] for name, one in members.items()},
-        given={name: {key: one[key] for key in _GIVEN} for name, one in members.items() if _GIVEN[0] in one},
+        counters={
+            name: {key: one[key] for key in _MEMBER_COUNTERS}
+            for name, one in members.items()
+            if _MEMBER_COUNTERS[0] in one
+        },
     )
 
 
-def _sums(found: dict[str, Any]) -> Sums:
-    return Sums(found["total_connections"], found["bytes_in"], found["bytes_out"], found["request_errors"])
+def _parse_totals(found: dict[str, Any]) -> ServerTotals:
+    return ServerTotals(found["total_connections"], found["bytes_in"], found["bytes_out"], found["request_errors"])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker's socket: a line of JSON each way (or a text for an answer), one question for each connection.
+"""The control socket of the checker: one request for each connection, a line of JSON each way.
 
-Invariant: who asks slowly, or does not take its answer, holds up nobody; who asks what is not known is told so.
+An answer may also be plain text.
+
+Invariant: a slow client delays neither other clients nor checks. An unknown request gets an error as its answer.
 """
 
 from __future__ import annotations
@@ -16,33 +18,33 @@ from contextlib import suppress
 from typing import Any
 
 from amphora_agent.errors import AgentError, ConfigurationRefused
-from amphora_agent.l4.event_loop import Loop, Timer, roomy
+from amphora_agent.l4.event_loop import EventLoop, Timer, make_nonblocking
 
-LONGEST_SECONDS = 10.0
-LARGEST_QUESTION = 64 << 20
-_PIECE = 1 << 18
+TIMEOUT_SECONDS = 10.0
+MAX_REQUEST_BYTES = 64 << 20
+_READ_BYTES = 1 << 18
 _BACKLOG = 32
-# Who cannot take anybody in asks again after so long, instead of all the time.
-_REST_SECONDS = 0.1
+# Pause after a failed accept(), instead of a busy loop.
+_PAUSE_SECONDS = 0.1
 
-Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
+HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]
 
 
-class Control:
-    """Listens while it exists.
+class ControlSocket:
+    """A listening socket.
 
     Args:
-        path: of the socket; one that is there already belonged to somebody who is gone.
-        answer: what a question is answered with; raises AgentError, ValueError, KeyError, TypeError.
-        mode: of the socket.
+        path: the path of the socket. An existing one belongs to an ended process and is replaced.
+        handle_request: returns the answer to a request; raises AgentError, ValueError, KeyError, TypeError.
+        mode: the file mode of the socket.
     """
 
-    def __init__(self, loop: Loop, path: str, answer: Answer, mode: int = 0o600) -> None:
+    def __init__(self, loop: EventLoop, path: str, handle_request: HandleRequest, mode: int = 0o600) -> None:
         self._loop = loop
         self._path = path
-        self._answer = answer
-        self._open: set[_Talk] = set()
-        self._rest: Timer | None = None
+        self._handle_request = handle_request
+        self._connections: set[_Connection] = set()
+        self._pause_timer: Timer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
@@ -57,53 +59,54 @@ class Control:
         except OSError:
             self._listener.close()
             raise
-        loop.read(self._listener, self._accept)
+        loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # all files that it may have are open, or those of the machine
-            _say(f"nobody is let in for {_REST_SECONDS} s: {error}")
-            self._loop.forget(self._listener)
-            self._rest = self._loop.at(time.monotonic() + _REST_SECONDS, self._listen)
+        except OSError as error:  # the limit of open files is reached
+            _log(f"connections are not accepted for {_PAUSE_SECONDS} s: {error}")
+            self._loop.remove(self._listener)
+            self._pause_timer = self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
             return
-        self._open.add(_Talk(self._loop, roomy(connection), self._reply, self._open.discard))
+        ready = make_nonblocking(connection)
+        self._connections.add(_Connection(self._loop, ready, self._reply, self._connections.discard))
 
     def _listen(self) -> None:
-        self._loop.read(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept)
 
     def _reply(self, line: bytes) -> bytes:
         try:
-            said = self._answer(json.loads(line))
+            answer = self._handle_request(json.loads(line))
         except AgentError as error:
-            said = {"error": {**_plain(error), "refused": isinstance(error, ConfigurationRefused)}}
+            answer = {"error": {**_error_document(error), "refused": isinstance(error, ConfigurationRefused)}}
         except (ValueError, KeyError, TypeError) as error:
-            said = {"error": _unforeseen(error, refused=True)}
-        except Exception as error:  # noqa: BLE001 (members are checked whatever a question has done)
-            said = {"error": _unforeseen(error, refused=False)}
-            _complain(error)
-        if isinstance(said, str):
-            return said.encode()
-        return json.dumps(said, separators=(",", ":")).encode() + b"\n"
+            answer = {"error": _unexpected_error(error, refused=True)}
+        except Exception as error:  # noqa: BLE001 (checks continue after any error)
+            answer = {"error": _unexpected_error(error, refused=False)}
+            _log_traceback(error)
+        if isinstance(answer, str):
+            return answer.encode()
+        return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
 
     def close(self) -> None:
-        for talk in list(self._open):
-            talk.end()
-        if self._rest is not None:
-            self._rest.cancel()
-        self._loop.forget(self._listener)
+        for connection in list(self._connections):
+            connection.end()
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+        self._loop.remove(self._listener)
         self._listener.close()
 
 
-class _Talk:
+class _Connection:
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         connection: socket.socket,
         reply: Callable[[bytes], bytes],
-        ended: Callable[[_Talk], None],
+        ended: Callable[[_Connection], None],
     ) -> None:
         self._loop = loop
         self._socket = connection
@@ -111,26 +114,26 @@ class _Talk:
         self._ended = ended
         self._received = bytearray()
         self._unsent = memoryview(b"")
-        self._timer: Timer = loop.at(time.monotonic() + LONGEST_SECONDS, self.end)
-        loop.read(connection, self._read)
+        self._timer: Timer = loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
+        loop.add_reader(connection, self._read)
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_PIECE)
+            data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         self._received += data
-        if not data or len(self._received) > LARGEST_QUESTION:
+        if not data or len(self._received) > MAX_REQUEST_BYTES:
             self.end()
         elif data.endswith(b"\n"):
-            self._loop.forget(self._socket)
-            self._timer.cancel()  # how long it takes to find an answer is not the asker's fault
+            self._loop.remove(self._socket)
+            self._timer.cancel()  # the time for the answer does not count
             self._unsent = memoryview(self._reply(bytes(self._received)))
-            self._timer = self._loop.at(time.monotonic() + LONGEST_SECONDS, self.end)
+            self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)
             self._received.clear()
-            self._loop.written(self._socket, self._write)
+            self._loop.add_writer(self._socket, self._write)
             self._write()
 
     def _write(self) -> None:
@@ -145,12 +148,12 @@ class _Talk:
 
     def end(self) -> None:
         self._timer.cancel()
-        self._loop.forget(self._socket)
+        self._loop.remove(self._socket)
         self._socket.close()
         self._ended(self)
 
 
-def _plain(error: AgentError) -> dict[str, Any]:
+def _error_document(error: AgentError) -> dict[str, Any]:
     return {
         "wanted": error.wanted,
         "happened": error.happened,
@@ -159,17 +162,17 @@ def _plain(error: AgentError) -> dict[str, Any]:
     }
 
 
-def _unforeseen(error: Exception, *, refused: bool) -> dict[str, Any]:
+def _unexpected_error(error: Exception, *, refused: bool) -> dict[str, Any]:
     text = f"{type(error).__name__}: {error}"
     return {"wanted": "serve UDP and SCTP listeners", "happened": text, "remedy": "", "refused": refused}
 
 
-def _complain(error: Exception) -> None:
-    import traceback  # noqa: PLC0415 (seldom needed, and paid for in memory)
+def _log_traceback(error: Exception) -> None:
+    import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
-    _say("".join(traceback.format_exception(error)).rstrip())
+    _log("".join(traceback.format_exception(error)).rstrip())
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"checker: {text}\n")
     sys.stderr.flush()

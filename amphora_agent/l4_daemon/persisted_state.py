@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checker leaves to the one after it, in two files of its run directory.
+"""State of the checker in two files of its run directory, for the next checker process.
 
-Invariant: a file has its old content or its new one. What cannot be read counts as nothing known: then members are
-checked anew, and whoever wants virtual servers says so again.
+Invariant: a file has its old content or its new one. An unreadable file counts as missing: members are checked anew,
+and the agent requests the virtual servers again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from amphora_agent.l4 import model
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4.monotonic_counters import Counted
+from amphora_agent.l4.monotonic_counters import MonotonicCounters
 from amphora_agent.l4_checks import member_state
-from amphora_agent.l4_checks.member_state import Key, State
+from amphora_agent.l4_checks.member_state import MemberKey, State
 
 SERVERS, STATES = "virtual-servers.json", "virtual-states.json"
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is to be served. ``digest`` is of all of it; None: nobody has wanted anything yet.
+class DesiredState:
+    """The virtual servers to serve. ``digest`` covers all of it; None before the first request.
 
     ``paired`` is whether the amphora has a partner.
     """
@@ -35,67 +35,73 @@ class Wish:
     paired: bool
 
 
-NOTHING = Wish(None, (), False)
+NO_SERVERS = DesiredState(None, (), False)
 
 
-def wish(found: Mapping[str, Any]) -> Wish:
-    """Read one.
+def parse_desired(found: Mapping[str, Any]) -> DesiredState:
+    """Return the desired state of a request or a file.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: the document has another shape.
     """
-    return Wish(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
+    return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
+
+
+def to_document(desired: DesiredState) -> dict[str, Any]:
+    """Return the document that `parse_desired` reads."""
+    return {"digest": desired.digest, "paired": desired.paired, "servers": model.to_document(desired.servers)}
 
 
 @dataclass
-class Left:
-    """What was found."""
+class LoadedState:
+    """The content of both files; defaults for a missing one."""
 
-    wish: Wish = field(default_factory=lambda: NOTHING)
-    states: Mapping[Key, State] = field(default_factory=dict)
-    counted: Counted = field(default_factory=Counted)
+    desired: DesiredState = field(default_factory=lambda: NO_SERVERS)
+    states: Mapping[MemberKey, State] = field(default_factory=dict)
+    counters: MonotonicCounters = field(default_factory=MonotonicCounters)
 
 
-class Record:
-    """The files."""
+class StateFiles:
+    """The two files."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
 
-    def read(self) -> Left:
-        left = Left()
+    def load(self) -> LoadedState:
+        """Read both files."""
+        loaded = LoadedState()
         try:
-            left.wish = wish(self._load(SERVERS))
+            loaded.desired = parse_desired(self._read(SERVERS))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _complain(SERVERS, error)
+            _log_error(SERVERS, error)
         try:
-            found = self._load(STATES)
-            left.states = member_state.restored(found["states"])
-            left.counted = Counted.restored(found["counted"])
+            found = self._read(STATES)
+            loaded.states = member_state.from_document(found["states"])
+            loaded.counters = MonotonicCounters.from_document(found["counted"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _complain(STATES, error)
-        return left
+            _log_error(STATES, error)
+        return loaded
 
-    def serves(self, served: Wish) -> None:
-        """Write down what is served.
+    def write_servers(self, desired: DesiredState) -> None:
+        """Write the virtual servers that are served.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk is full, for example.
         """
-        self._replace(SERVERS, document(served))
+        self._replace(SERVERS, to_document(desired))
 
-    def knows(self, known: Mapping[Key, State], counted: Counted) -> None:
-        """Write down what is known. If there is no room the next one checks anew."""
+    def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
+        """Write states and counters. After an error the next process checks all members anew."""
         try:
-            self._replace(STATES, {"states": member_state.document(known), "counted": counted.document()})
+            self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
         except OSError as error:
-            _complain(STATES, error)
+            _log_error(STATES, error)
 
-    def _load(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:
         with open(self._path(name), encoding="utf-8") as file:  # noqa: PTH123 (pathlib is a megabyte)
             return json.load(file)
 
@@ -110,11 +116,6 @@ class Record:
         os.replace(temporary, self._path(name))  # noqa: PTH105 (as above)
 
 
-def document(served: Wish) -> dict[str, Any]:
-    """What `wish` reads."""
-    return {"digest": served.digest, "paired": served.paired, "servers": model.document(served.servers)}
-
-
-def _complain(name: str, error: Exception) -> None:
+def _log_error(name: str, error: Exception) -> None:
     sys.stderr.write(f"checker: {name}: {type(error).__name__}: {error}\n")
     sys.stderr.flush()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose a flow was that has ended, how it ended, and how long it lasted.
+"""The listener, the member, the duration and the kind of end of an ended flow.
 
-Invariant: what is gone is known for a while: the end of a flow is told after the listener or the member has gone.
-Whoever has the place of one that is gone has its flows, too.
+Invariant: removed listeners and members stay known for a while, because the kernel reports the end of a flow after the
+removal. If another listener or member has the same address and port, it gets these flows too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from amphora_agent.l4 import eligible_members
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4_flow_log.conntrack_events import SCTP, UDP, Ended
-from amphora_agent.l4_flow_log.format import CUT, SILENT, Format, Line
+from amphora_agent.l4_flow_log.conntrack_events import SCTP, UDP, EndedFlow
+from amphora_agent.l4_flow_log.format import COMPLETED, MEMBER_GONE, LogEntry, LogFormat
 
-_NUMBERS = {"UDP": UDP, "SCTP": SCTP}
-_MOST_FORMER = 4096
+_PROTOCOL_NUMBERS = {"UDP": UDP, "SCTP": SCTP}
+_MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
 # linux/netfilter/nf_conntrack_sctp.h
-_STATES = (
+_SCTP_STATES = (
     "",
     "closed",
     "cookie_wait",
@@ -33,101 +33,107 @@ _STATES = (
     "heartbeat_sent",
 )
 
-_Place = tuple[int, str, int]
-_End = tuple[str, int]
+_Destination = tuple[int, str, int]
+_MemberAddress = tuple[str, int]
 
 
 @dataclass
 class _Listener:
     id: str
     pool: str
-    format: Format | None
-    members: dict[_End, str] = field(default_factory=dict)
+    format: LogFormat | None
+    members: dict[_MemberAddress, str] = field(default_factory=dict)
 
 
-class Owners:
-    """Listeners and members by where they are."""
+class FlowAttribution:
+    """Listeners and members by address and port."""
 
     def __init__(self) -> None:
-        self._listeners: dict[_Place, _Listener] = {}
-        self._formats: dict[str, Format] = {}
-        # Whose flows go on; and of others, between which moments (in nanoseconds) they were ended.
-        self._kept: set[tuple[_Place, _End]] = set()
-        self._cut: dict[tuple[_Place, _End], tuple[int, int]] = {}
+        self._listeners: dict[_Destination, _Listener] = {}
+        self._formats: dict[str, LogFormat] = {}
+        # Members whose flows continue.
+        self._retained: set[tuple[_Destination, _MemberAddress]] = set()
+        # Members whose flows were ended: start and end of that change in nanoseconds.
+        self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
-    def know(self, servers: Sequence[VirtualServer]) -> None:
-        """These are about to be served."""
-        present = set(_places(servers))
-        if len(self._listeners) > _MOST_FORMER:
+    def add_servers(self, servers: Sequence[VirtualServer]) -> None:
+        """Add listeners and members; called before they are served."""
+        present = set(_destinations(servers))
+        if len(self._listeners) > _MAX_FORMER:
             self._listeners = {place: one for place, one in self._listeners.items() if place in present}
         for server in servers:
             members = {(str(one.address), one.port): one.id for one in server.members}
-            for place in _places([server]):
+            for place in _destinations([server]):
                 former = self._listeners.get(place)
                 known = former.members if former is not None and former.id == server.id else {}
-                if len(known) > _MOST_FORMER:
+                if len(known) > _MAX_FORMER:
                     known = {}
                 made = self._format(server.log_format)
                 self._listeners[place] = _Listener(server.id, server.pool_id or "", made, {**known, **members})
 
-    def _format(self, text: str | None) -> Format | None:
+    def _format(self, text: str | None) -> LogFormat | None:
         if text is None:
             return None
         if text not in self._formats:
-            self._formats[text] = Format(text)
+            self._formats[text] = LogFormat(text)
         return self._formats[text]
 
-    def follow(self, servers: Sequence[VirtualServer], up: eligible_members.States, begun: int, *, done: bool) -> None:
-        """The kernel was told of these, from that moment until now.
+    def servers_applied(
+        self, servers: Sequence[VirtualServer], up: eligible_members.MemberHealth, begun: int, *, done: bool
+    ) -> None:
+        """Record the members whose flows the kernel has ended between `begun` and now.
 
         Args:
-            done: whether it has done all of it: what it has not ended yet it will the next time.
+            done: False after an error. The next change then ends the remaining flows.
         """
         begun = begun if self._begun is None else self._begun
         self._begun = None if done else begun
         if not done:
             return
-        kept = {
+        retained = {
             (place, (str(one.address), one.port))
             for server in servers
-            for place in _places([server])
-            for one in eligible_members.kept(server, up)
+            for place in _destinations([server])
+            for one in eligible_members.retained_members(server, up)
         }
         now = time.time_ns()
-        for gone in self._kept - kept:
-            self._cut.pop(gone, None)  # the newest stands last
+        for gone in self._retained - retained:
+            self._cut.pop(gone, None)  # keeps the dictionary in the order of time
             self._cut[gone] = begun, now
-        for old in list(self._cut)[:-_MOST_FORMER]:
+        for old in list(self._cut)[:-_MAX_FORMER]:
             del self._cut[old]
-        self._kept = kept
+        self._retained = retained
 
-    def line(self, flow: Ended, silences: Silences) -> str | None:
-        """What is written of a flow; None where nobody wants it."""
-        place = flow.protocol, *flow.place
+    def render(self, flow: EndedFlow, timeouts: FlowTimeouts) -> str | None:
+        """Return the line for a flow; None if its listener has no log."""
+        place = flow.protocol, *flow.destination
         found = self._listeners.get(place)
         if found is None or found.format is None:
             return None
-        moments = self._cut.get((place, flow.member))
-        is_cut = moments is not None and flow.ended is not None and moments[0] <= flow.ended <= moments[1]
-        lasted = None
+        period = self._cut.get((place, flow.member))
+        is_cut = period is not None and flow.ended is not None and period[0] <= flow.ended <= period[1]
+        duration = None
         if flow.began is not None and flow.ended is not None:
-            lasted = max(0, flow.ended - flow.began - (0 if is_cut else silences.of(flow)))
-        member, how = found.members.get(flow.member, ""), CUT if is_cut else SILENT
-        return found.format.line(Line(flow, found.id, found.pool, member, lasted, how))
+            duration = max(0, flow.ended - flow.began - (0 if is_cut else timeouts.of(flow)))
+        member, ended_by = found.members.get(flow.member, ""), MEMBER_GONE if is_cut else COMPLETED
+        return found.format.render(LogEntry(flow, found.id, found.pool, member, duration, ended_by))
 
 
-class Silences:
-    """How long the kernel remembers a flow of which nothing is heard: so long ago was its last packet."""
+class FlowTimeouts:
+    """The kernel's time-outs for silent flows.
+
+    The last packet of an expired flow came one time-out before its end.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
-    def of(self, flow: Ended) -> int:
-        """Nanoseconds."""
+    def of(self, flow: EndedFlow) -> int:
+        """Return the time-out of a flow in nanoseconds."""
         if flow.protocol == UDP:
             return self._read("udp_timeout_stream" if flow.assured else "udp_timeout")
-        state = _STATES[flow.state] if flow.state < len(_STATES) else ""
+        state = _SCTP_STATES[flow.state] if flow.state < len(_SCTP_STATES) else ""
         return self._read(f"sctp_timeout_{state}") if state else 0
 
     def _read(self, name: str) -> int:
@@ -140,7 +146,7 @@ class Silences:
         return self._known[name]
 
 
-def _places(servers: Sequence[VirtualServer]) -> Iterator[_Place]:
+def _destinations(servers: Sequence[VirtualServer]) -> Iterator[_Destination]:
     for server in servers:
         for address in server.addresses:
-            yield _NUMBERS[server.protocol], str(address), server.port
+            yield _PROTOCOL_NUMBERS[server.protocol], str(address), server.port

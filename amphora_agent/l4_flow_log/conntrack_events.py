@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of a flow that has ended (linux/netfilter/nfnetlink_conntrack.h).
+"""Conntrack events for ended flows (linux/netfilter/nfnetlink_conntrack.h).
 
-Invariant: pure. A message is read whole or counts as none of ours; what the kernel has not counted is None.
+Invariant: pure. A malformed message is ignored as a whole. Values that the kernel has not counted are None.
 """
 
 from __future__ import annotations
@@ -21,72 +21,72 @@ _PORTS = (UDP, SCTP)
 _INFO_SCTP, _SCTP_STATE = 3, 1
 _TYPE_MASK = 0x3FFF
 _ASSURED = 1 << 2
-# Where attributes begin: behind nlmsghdr and nfgenmsg.
+# Offset of the attributes: after nlmsghdr and nfgenmsg.
 _FIRST = 20
 _ADDRESSES = {socket.AF_INET: (1, 2, 4), socket.AF_INET6: (3, 4, 16)}
 _Attributes = dict[int, bytes]
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What went one way."""
+class FlowCounters:
+    """Packets and bytes in one direction."""
 
     packets: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class Ended:
-    """One flow: who sent it to which place of ours, and who got it. Times are nanoseconds since 1970.
+class EndedFlow:
+    """An ended flow from a client to a destination, and its member. Times are nanoseconds since 1970.
 
-    ``ended`` is when the kernel forgot it. ``assured`` is whether it was more than a question and its answer, and
-    ``state`` the number of an SCTP association's state: both decide how long the kernel remembers silence.
+    ``ended`` is the time when the kernel deleted the flow. ``assured`` is whether it had more than a request and a
+    reply. ``state`` is the number of an SCTP state. Both determine the kernel's time-out for a silent flow.
     """
 
     protocol: int
     client: tuple[str, int]
-    place: tuple[str, int]
+    destination: tuple[str, int]
     member: tuple[str, int]
     assured: bool
     state: int
-    received: Counted | None
-    sent: Counted | None
+    received: FlowCounters | None
+    sent: FlowCounters | None
     began: int | None
     ended: int | None
 
 
-def read(messages: bytes) -> Iterator[Ended]:
-    """The flows of UDP and SCTP that have ended, of what a socket got."""
+def parse_events(messages: bytes) -> Iterator[EndedFlow]:
+    """Yield the ended UDP and SCTP flows of received messages."""
     at = 0
     while at + _FIRST <= len(messages):
         size, kind = struct.unpack_from("=IH", messages, at)
         if size < _FIRST or at + size > len(messages):
             return
-        if kind == DELETED and (found := _ended(messages[at : at + size])) is not None:
+        if kind == DELETED and (found := _parse_event(messages[at : at + size])) is not None:
             yield found
         at += (size + 3) & ~3
 
 
-def _ended(message: bytes) -> Ended | None:
+def _parse_event(message: bytes) -> EndedFlow | None:
     family = message[16]
     if family not in _ADDRESSES:
         return None
     try:
         found = _attributes(message, _FIRST)
-        source, target, protocol, port, own_port = _ends(family, found[_TUPLE_ORIG])
+        source, target, protocol, port, local_port = _parse_tuple(family, found[_TUPLE_ORIG])
         if protocol not in _PORTS:
             return None
-        member, _, _, member_port, _ = _ends(family, found[_TUPLE_REPLY])
-        began, ended = _times(found.get(_TIMES))
-        return Ended(
+        member, _, _, member_port, _ = _parse_tuple(family, found[_TUPLE_REPLY])
+        began, ended = _parse_times(found.get(_TIMES))
+        return EndedFlow(
             protocol,
             (source, port),
-            (target, own_port),
+            (target, local_port),
             (member, member_port),
             bool(int.from_bytes(found.get(_STATUS, b""), "big") & _ASSURED),
-            _state(found.get(_PROTOCOL_INFO)),
-            _counted(found.get(_COUNTERS_ORIG)),
-            _counted(found.get(_COUNTERS_REPLY)),
+            _parse_sctp_state(found.get(_PROTOCOL_INFO)),
+            _parse_counters(found.get(_COUNTERS_ORIG)),
+            _parse_counters(found.get(_COUNTERS_REPLY)),
             began,
             ended,
         )
@@ -107,8 +107,8 @@ def _attributes(data: bytes, at: int = 0) -> _Attributes:
     return found
 
 
-def _ends(family: int, data: bytes) -> tuple[str, str, int, int, int]:
-    """Source, destination, protocol, source port, destination port."""
+def _parse_tuple(family: int, data: bytes) -> tuple[str, str, int, int, int]:
+    """Return source, destination, protocol, source port and destination port."""
     parts = _attributes(data)
     source, target, _ = _ADDRESSES[socket.AddressFamily(family)]
     addresses, ports = _attributes(parts[_TUPLE_IP]), _attributes(parts[_TUPLE_PROTO])
@@ -121,20 +121,20 @@ def _ends(family: int, data: bytes) -> tuple[str, str, int, int, int]:
     )
 
 
-def _counted(data: bytes | None) -> Counted | None:
+def _parse_counters(data: bytes | None) -> FlowCounters | None:
     if data is None:
         return None
     found = _attributes(data)
-    return Counted(int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big"))
+    return FlowCounters(int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big"))
 
 
-def _times(data: bytes | None) -> tuple[int | None, int | None]:
+def _parse_times(data: bytes | None) -> tuple[int | None, int | None]:
     found = {} if data is None else _attributes(data)
     began, ended = (int.from_bytes(found.get(kind, b""), "big") or None for kind in (_BEGIN, _END))
     return began, ended
 
 
-def _state(data: bytes | None) -> int:
+def _parse_sctp_state(data: bytes | None) -> int:
     if data is None:
         return 0
     return _attributes(_attributes(data).get(_INFO_SCTP, b"")).get(_SCTP_STATE, b"\0")[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of the flow log: HAProxy's log-format (configuration guide, 8.2.6), for a flow that HAProxy never saw.
+"""Lines of the flow log in HAProxy's log-format (configuration guide, 8.2.6).
 
-Invariant: pure. A variable means what it means in HAProxy's own lines; what nothing here knows is "-". A line has no
-line's end in it, whatever the format is.
+Invariant: pure. A variable has the same meaning as in HAProxy's lines; an unknown one is rendered as "-". A line
+contains no line end, whatever the format is.
 
-Three expressions are ours: ``%[protocol]``, ``%[packets_in]`` (from the client), ``%[packets_out]``.
+There are three additional expressions: ``%[protocol]``, ``%[packets_in]`` (from the client), ``%[packets_out]``.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from amphora_agent.l4_flow_log.conntrack_events import SCTP, Counted, Ended
+from amphora_agent.l4_flow_log.conntrack_events import SCTP, EndedFlow, FlowCounters
 
-NAMES = {17: "UDP", SCTP: "SCTP"}
-SILENT, CUT = "--", "D-"
-"""As HAProxy's termination states: nothing came any more (or both sides ended it); its member is not there any more."""
+PROTOCOL_NAMES = {17: "UDP", SCTP: "SCTP"}
+COMPLETED, MEMBER_GONE = "--", "D-"
+"""Termination states as in HAProxy: the flow expired or both sides ended it; its member was removed or failed."""
 _NANOSECONDS, _MILLISECOND = 10**9, 10**6
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _PIECE = re.compile(r"%%|%(?:\{(?P<flags>[^{}]*)\})?(?:(?P<name>[A-Za-z0-9]+)|\[(?P<expression>[^\[\]]*)\])")
-_NOTHING = "-"
+_UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a line is made of: the flow, and whose it was. ``lasted`` is in nanoseconds."""
+class LogEntry:
+    """The values of a line: the flow and its attribution. ``duration`` is in nanoseconds."""
 
-    flow: Ended
+    flow: EndedFlow
     listener: str
     pool: str
     member: str
-    lasted: int | None
-    how: str
+    duration: int | None
+    ended_by: str
 
 
-def _when(line: Line) -> float:
-    return (line.flow.began or time.time_ns()) / _NANOSECONDS
+def _start_time(entry: LogEntry) -> float:
+    return (entry.flow.began or time.time_ns()) / _NANOSECONDS
 
 
 def _date(seconds: time.struct_time) -> str:
@@ -51,67 +51,67 @@ def _zone(seconds: time.struct_time) -> str:
     return f"{'-' if seconds.tm_gmtoff < 0 else '+'}{minutes // 60:02}{minutes % 60:02}"
 
 
-def _precise(line: Line) -> str:
-    when = _when(line)
+def _date_with_milliseconds(entry: LogEntry) -> str:
+    when = _start_time(entry)
     return f"{_date(time.localtime(when))}.{int(when % 1 * 1000):03}"
 
 
-def _local(line: Line) -> str:
-    found = time.localtime(_when(line))
+def _local_date(entry: LogEntry) -> str:
+    found = time.localtime(_start_time(entry))
     return f"{_date(found)} {_zone(found)}"
 
 
-def _lasted(line: Line) -> str:
-    return "-1" if line.lasted is None else str(line.lasted // _MILLISECOND)
+def _duration(entry: LogEntry) -> str:
+    return "-1" if entry.duration is None else str(entry.duration // _MILLISECOND)
 
 
-def _bytes(counted: Counted | None) -> str:
-    return _NOTHING if counted is None else str(counted.bytes)
+def _bytes(counters: FlowCounters | None) -> str:
+    return _UNKNOWN if counters is None else str(counters.bytes)
 
 
-def _packets(counted: Counted | None) -> str:
-    return _NOTHING if counted is None else str(counted.packets)
+def _packets(counters: FlowCounters | None) -> str:
+    return _UNKNOWN if counters is None else str(counters.packets)
 
 
-_VARIABLES: dict[str, Callable[[Line], str]] = {
-    "f": lambda line: line.listener,
-    "ft": lambda line: line.listener,
-    "b": lambda line: f"{line.pool}:{line.listener}" if line.pool else _NOTHING,
-    "s": lambda line: line.member or _NOTHING,
-    "ci": lambda line: line.flow.client[0],
-    "cp": lambda line: str(line.flow.client[1]),
-    "fi": lambda line: line.flow.place[0],
-    "fp": lambda line: str(line.flow.place[1]),
-    "si": lambda line: line.flow.member[0],
-    "sp": lambda line: str(line.flow.member[1]),
-    "t": _precise,
-    "T": lambda line: f"{_date(time.gmtime(_when(line)))} +0000",
-    "Tl": _local,
-    "Ts": lambda line: str(int(_when(line))),
-    "ms": lambda line: f"{int(_when(line) % 1 * 1000):03}",
-    "B": lambda line: _bytes(line.flow.sent),
-    "U": lambda line: _bytes(line.flow.received),
-    "Tt": _lasted,
-    "Tu": _lasted,
-    "ts": lambda line: line.how,
-    "tsc": lambda line: line.how,
+_VARIABLES: dict[str, Callable[[LogEntry], str]] = {
+    "f": lambda entry: entry.listener,
+    "ft": lambda entry: entry.listener,
+    "b": lambda entry: f"{entry.pool}:{entry.listener}" if entry.pool else _UNKNOWN,
+    "s": lambda entry: entry.member or _UNKNOWN,
+    "ci": lambda entry: entry.flow.client[0],
+    "cp": lambda entry: str(entry.flow.client[1]),
+    "fi": lambda entry: entry.flow.destination[0],
+    "fp": lambda entry: str(entry.flow.destination[1]),
+    "si": lambda entry: entry.flow.member[0],
+    "sp": lambda entry: str(entry.flow.member[1]),
+    "t": _date_with_milliseconds,
+    "T": lambda entry: f"{_date(time.gmtime(_start_time(entry)))} +0000",
+    "Tl": _local_date,
+    "Ts": lambda entry: str(int(_start_time(entry))),
+    "ms": lambda entry: f"{int(_start_time(entry) % 1 * 1000):03}",
+    "B": lambda entry: _bytes(entry.flow.sent),
+    "U": lambda entry: _bytes(entry.flow.received),
+    "Tt": _duration,
+    "Tu": _duration,
+    "ts": lambda entry: entry.ended_by,
+    "tsc": lambda entry: entry.ended_by,
 }
-_EXPRESSIONS: dict[str, Callable[[Line], str]] = {
-    "protocol": lambda line: NAMES[line.flow.protocol],
-    "packets_in": lambda line: _packets(line.flow.received),
-    "packets_out": lambda line: _packets(line.flow.sent),
+_EXPRESSIONS: dict[str, Callable[[LogEntry], str]] = {
+    "protocol": lambda entry: PROTOCOL_NAMES[entry.flow.protocol],
+    "packets_in": lambda entry: _packets(entry.flow.received),
+    "packets_out": lambda entry: _packets(entry.flow.sent),
 }
 
 
-class Format:
-    """A format that was read once.
+class LogFormat:
+    """A parsed log format.
 
     Args:
-        text: as an operator writes it for HAProxy, with the ids of project and load balancer in their places.
+        text: a log-format as for HAProxy, with the ids of project and load balancer inserted.
     """
 
     def __init__(self, text: str) -> None:
-        self._pieces: list[str | Callable[[Line], str]] = []
+        self._pieces: list[str | Callable[[LogEntry], str]] = []
         quoted, at = False, 0
         for found in _PIECE.finditer(text):
             self._pieces.append(text[at : found.start()])
@@ -121,20 +121,20 @@ class Format:
                 continue
             flags = (found["flags"] or "").split(",")
             wanted = "+Q" in flags or (quoted and "-Q" not in flags)
-            if found["name"] == "o":  # flags of all that follow
+            if found["name"] == "o":  # flags for all later variables
                 quoted = wanted
                 continue
             self._pieces.append(_piece(found["name"], found["expression"], quoted=wanted))
         self._pieces.append(text[at:])
 
-    def line(self, line: Line) -> str:
-        """The line, without its end."""
-        return "".join(piece if isinstance(piece, str) else piece(line) for piece in self._pieces)
+    def render(self, entry: LogEntry) -> str:
+        """Return the line, without a line end."""
+        return "".join(piece if isinstance(piece, str) else piece(entry) for piece in self._pieces)
 
 
-def _piece(name: str | None, expression: str | None, *, quoted: bool) -> str | Callable[[Line], str]:
-    known = _VARIABLES.get(name or "") or _EXPRESSIONS.get(expression or "")
-    if known is None:
-        return _NOTHING
-    read = known
-    return (lambda line: f'"{read(line)}"') if quoted else read
+def _piece(name: str | None, expression: str | None, *, quoted: bool) -> str | Callable[[LogEntry], str]:
+    read = _VARIABLES.get(name or "") or _EXPRESSIONS.get(expression or "")
+    if read is None:
+        return _UNKNOWN
+    value = read
+    return (lambda entry: f'"{value(entry)}"') if quoted else value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines for whoever reads this process's standard output.
+"""Non-blocking writer for lines on standard output.
 
-Invariant: nobody is waited for. Lines that nobody takes are kept as far as there is room, and then dropped and counted;
-a line is whole or not there.
+Invariant: no call blocks. Lines that the reader does not take are buffered up to `MAX_BACKLOG` bytes; further lines are
+dropped and counted. A line is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
-MOST_UNSENT = 1 << 18
-# A pipe takes so much in one piece, or nothing.
-_PIECE = 4096
+MAX_BACKLOG = 1 << 18
+# A pipe accepts this number of bytes as a whole or not at all (pipe(7), PIPE_BUF).
+_PIPE_BYTES = 4096
 
 
-class Outlet:
-    """Where lines go.
+class StdoutWriter:
+    """Writes lines to a descriptor.
 
     Args:
-        descriptor: what they are written to. It is shared with others, and stays as it is for them.
+        descriptor: shared with other processes; its flags are not changed.
     """
 
     def __init__(self, descriptor: int = 1) -> None:
@@ -33,27 +33,27 @@ class Outlet:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # Opened once more: whether it waits belongs to what is shared.
+            # Opened again, because O_NONBLOCK of the shared descriptor would affect other processes.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)
 
     @property
-    def full(self) -> bool:
-        """Whether something waits to be taken."""
+    def has_backlog(self) -> bool:
+        """Whether lines are buffered."""
         return bool(self._unsent)
 
     def write(self, lines: Sequence[str]) -> int:
-        """Write lines, and what is left of others; how many of these were dropped."""
+        """Write buffered lines and these; returns how many of these were dropped."""
         dropped = 0
         for line in lines:
-            if len(self._unsent) < MOST_UNSENT:
+            if len(self._unsent) < MAX_BACKLOG:
                 self._unsent += line.encode(errors="replace") + b"\n"
             else:
                 dropped += 1
         with suppress(OSError):
             while self._unsent:
-                del self._unsent[: self._send(bytes(self._unsent[:_PIECE]))]
+                del self._unsent[: self._send(bytes(self._unsent[:_PIPE_BYTES]))]
         return dropped
 
     def _send(self, data: bytes) -> int:

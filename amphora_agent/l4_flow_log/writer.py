@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line for each flow of UDP and SCTP listeners, when it has ended: the kernel says so, and this writes it down.
+"""Writes a line for each ended flow of UDP and SCTP listeners, from conntrack events.
 
-Invariant: never in the way. No more than one part in `SHARE` of the time goes into lines, a check waits for `_AT_ONCE`
-of them at most, and memory is the socket's buffer. Flows for which there was no time, or whose line nobody took, are
-counted, and how many they were is said. Without a listener that wants it nothing is listened to.
+Invariant: checks have priority. Lines take at most one part in `SHARE` of the time. A check waits for at most
+`_MAX_AT_ONCE` lines. Memory is limited by the buffer of the socket. Flows without a line, for lack of time or of a
+reader, are counted and reported. Without a listener with a flow log there is no socket.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from amphora_agent.l4.eligible_members import States
-from amphora_agent.l4.event_loop import Loop, Timer
+from amphora_agent.l4.eligible_members import MemberHealth
+from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_flow_log import conntrack_events
-from amphora_agent.l4_flow_log.attribution import Owners, Silences
-from amphora_agent.l4_flow_log.stdout_writer import Outlet
+from amphora_agent.l4_flow_log.attribution import FlowAttribution, FlowTimeouts
+from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
-TELL_SECONDS = 10.0
-# So long for what is there when nobody wants it any more.
-_LAST_SECONDS = 1.0
-_AT_ONCE = 100
+REPORT_SECONDS = 10.0
+# Maximum time for the remaining messages at the end.
+_CLOSE_SECONDS = 1.0
+_MAX_AT_ONCE = 100
 _NETLINK_NETFILTER, _GROUP_DESTROYED = 12, 1 << 2
 _SOL_NETLINK, _NETLINK_NO_ENOBUFS = 270, 5
 _SO_ATTACH_FILTER, _SO_RCVBUFFORCE, _SO_MEMINFO = 26, 33, 55
 _MEMINFO = struct.Struct("=9I")
-_BUFFER, _LARGEST = 8 << 20, 1 << 16
+_BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Octets and packets of each flow; when it began and ended; and that its end is told of.
-_WANTED = ("acct", "timestamp", "events")
-# Classic BPF (linux/filter.h): an attribute of this number (SKF_AD_NLATTR), and what it says.
+# Byte and packet counters, start and end times, and events.
+_REQUIRED_SETTINGS = ("acct", "timestamp", "events")
+# Classic BPF (linux/filter.h): accept messages whose mark (found by SKF_AD_NLATTR) is not zero.
 _ONLY_MARKED = (
-    (0x00, 0, 0, 20),  # A: where attributes begin
-    (0x01, 0, 0, 8),  # X: the number of the mark
-    (0x20, 0, 0, 0xFFFFF00C),  # A: where it is
-    (0x15, 3, 0, 0),  # nowhere
+    (0x00, 0, 0, 20),  # A: offset of the attributes
+    (0x01, 0, 0, 8),  # X: attribute number of the mark
+    (0x20, 0, 0, 0xFFFFF00C),  # A: offset of the attribute
+    (0x15, 3, 0, 0),  # not found
     (0x07, 0, 0, 0),
-    (0x40, 0, 0, 4),  # A: what it says
+    (0x40, 0, 0, 4),  # A: its value
     (0x15, 0, 1, 0),
     (0x06, 0, 0, 0),
     (0x06, 0, 0, 0xFFFFFFFF),
@@ -50,144 +50,146 @@ _ONLY_MARKED = (
 
 
 class FlowLog:
-    """Listens while a listener wants it. Made in the namespace whose flows they are.
+    """Receives events while a listener has a flow log. Created in the namespace of the flows.
 
     Args:
-        outlet: makes what lines are written to.
+        make_writer: creates the writer for lines.
     """
 
-    def __init__(self, loop: Loop, *, outlet: Callable[[], Outlet] = Outlet) -> None:
+    def __init__(self, loop: EventLoop, *, make_writer: Callable[[], StdoutWriter] = StdoutWriter) -> None:
         self._loop = loop
-        self._make_outlet = outlet
-        self._outlet: Outlet | None = None
+        self._make_writer = make_writer
+        self._writer: StdoutWriter | None = None
         self._socket: socket.socket | None = None
-        self._owners = Owners()
-        self._logged = self._dropped = self._lost_before = self._told = 0
-        self._rest: Timer | None = None
-        self._telling: Timer | None = None
+        self._attribution = FlowAttribution()
+        self._logged = self._dropped = self._lost_on_former_sockets = self._reported = 0
+        self._pause_timer: Timer | None = None
+        self._report_timer: Timer | None = None
 
-    def listen(self, servers: Sequence[VirtualServer]) -> None:
-        """Have the ends of these listeners' flows written down; called before they are served."""
+    def start(self, servers: Sequence[VirtualServer]) -> None:
+        """Begin to log the flows of these listeners; called before they are served."""
         wanted = any(one.log_format is not None for one in servers)
         if wanted and self._socket is None:
             self._open()
         if self._socket is not None:
-            self._owners.know(servers)
+            self._attribution.add_servers(servers)
 
-    def follow(self, servers: Sequence[VirtualServer], up: States, begun: int, *, done: bool) -> None:
-        """See `Owners.follow`; called after they are served, or could not be."""
+    def servers_applied(self, servers: Sequence[VirtualServer], up: MemberHealth, begun: int, *, done: bool) -> None:
+        """See `FlowAttribution.follow`; called after an attempt to serve them."""
         if self._socket is None:
             return
-        self._owners.follow(servers, up, begun, done=done)
+        self._attribution.servers_applied(servers, up, begun, done=done)
         if done and all(one.log_format is None for one in servers):
             self.close()
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many flows have a line, and how many have none because they were too many."""
+        """Numbers of logged flows, and of flows without a line."""
         return {"logged": self._logged, "lost": self._lost}
 
     @property
     def _lost(self) -> int:
-        return self._lost_before + self._dropped + (0 if self._socket is None else _drops(self._socket))
+        return self._lost_on_former_sockets + self._dropped + (0 if self._socket is None else _drops(self._socket))
 
     def _open(self) -> None:
-        for name in _WANTED:
-            _switch_on(name)
+        for name in _REQUIRED_SETTINGS:
+            _enable_setting(name)
         try:
-            self._socket = self._subscribed()
-            self._outlet = self._make_outlet()
-        except OSError as error:  # clients are served all the same
+            self._socket = self._open_socket()
+            self._writer = self._make_writer()
+        except OSError as error:  # clients are served without a flow log
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            _say(f"flows are not logged: {error}")
+            _log(f"flow log is off: {error}")
             return
-        self._loop.read(self._socket, self._hear)
+        self._loop.add_reader(self._socket, self._on_readable)
 
-    def _subscribed(self) -> socket.socket:
+    def _open_socket(self) -> socket.socket:
         opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER)
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # What there is no room for is counted; no reader has to be told.
+            # Lost messages are counted by the socket, so ENOBUFS errors are not needed.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
-            _filter(opened)
+            _attach_filter(opened)
             opened.bind((0, _GROUP_DESTROYED))
         except OSError:
             opened.close()
             raise
         return opened
 
-    def _hear(self) -> None:
-        """Write some lines, and rest so long that others have their time."""
+    def _on_readable(self) -> None:
+        """Write some lines, then pause so that checks have their time."""
         if self._socket is None:
             return
         begun = time.monotonic()
         self._write()
-        if self._telling is None:
-            self._telling = self._loop.at(begun + TELL_SECONDS, self._tell)
-        self._loop.forget(self._socket)
+        if self._report_timer is None:
+            self._report_timer = self._loop.call_at(begun + REPORT_SECONDS, self._report_losses)
+        self._loop.remove(self._socket)
         now = time.monotonic()
-        self._rest = self._loop.at(now + (SHARE - 1) * (now - begun), self._again)
+        self._pause_timer = self._loop.call_at(now + (SHARE - 1) * (now - begun), self._resume)
 
-    def _again(self) -> None:
-        self._rest = None
+    def _resume(self) -> None:
+        self._pause_timer = None
         if self._socket is not None:
-            self._loop.read(self._socket, self._hear)
+            self._loop.add_reader(self._socket, self._on_readable)
 
     def _write(self) -> int:
-        """Read at most `_AT_ONCE` messages and write their lines; how many messages there were."""
+        """Read at most `_MAX_AT_ONCE` messages and write their lines; returns the number of messages."""
         lines: list[str] = []
-        silences, read = Silences(), 0
-        while read < _AT_ONCE and (message := self._message()):
+        timeouts, read = FlowTimeouts(), 0
+        while read < _MAX_AT_ONCE and (message := self._receive()):
             read += 1
-            lines += filter(None, (self._owners.line(flow, silences) for flow in conntrack_events.read(message)))
-        dropped = len(lines) if self._outlet is None else self._outlet.write(lines)
+            lines += filter(
+                None, (self._attribution.render(flow, timeouts) for flow in conntrack_events.parse_events(message))
+            )
+        dropped = len(lines) if self._writer is None else self._writer.write(lines)
         self._dropped += dropped
         self._logged += len(lines) - dropped
         return read
 
-    def _message(self) -> bytes:
-        """The next one; empty if there is none."""
+    def _receive(self) -> bytes:
+        """Return the next message; empty if there is none."""
         try:
-            return b"" if self._socket is None else self._socket.recv(_LARGEST)
+            return b"" if self._socket is None else self._socket.recv(_MAX_MESSAGE_BYTES)
         except OSError:
             return b""
 
-    def _tell(self) -> None:
-        """Say how many have no line, if they became more; offer once more what nobody took."""
-        self._telling = None
-        if self._outlet is not None and self._outlet.full:
-            self._outlet.write(())
-            self._telling = self._loop.at(time.monotonic() + TELL_SECONDS, self._tell)
+    def _report_losses(self) -> None:
+        """Report new losses, and retry buffered lines."""
+        self._report_timer = None
+        if self._writer is not None and self._writer.has_backlog:
+            self._writer.write(())
+            self._report_timer = self._loop.call_at(time.monotonic() + REPORT_SECONDS, self._report_losses)
         lost = self._lost
-        if lost > self._told:
-            _say(f"{lost - self._told} flows have no line in the flow log: more have ended than there was time for")
-        self._told = lost
+        if lost > self._reported:
+            _log(f"{lost - self._reported} flows have no line in the flow log: too many flows have ended")
+        self._reported = lost
 
     def close(self) -> None:
-        """Write down what is there, and listen no longer."""
+        """Write the lines of remaining messages, and close the socket."""
         if self._socket is None:
             return
-        until = time.monotonic() + _LAST_SECONDS
+        until = time.monotonic() + _CLOSE_SECONDS
         while self._write() and time.monotonic() < until:
             pass
-        self._tell()
-        for timer in (self._rest, self._telling):
+        self._report_losses()
+        for timer in (self._pause_timer, self._report_timer):
             if timer is not None:
                 timer.cancel()
-        self._rest = self._telling = None
-        self._lost_before += _drops(self._socket)
-        self._loop.forget(self._socket)
+        self._pause_timer = self._report_timer = None
+        self._lost_on_former_sockets += _drops(self._socket)
+        self._loop.remove(self._socket)
         self._socket.close()
         self._socket = None
-        if self._outlet is not None:
-            self._outlet.close()
-        self._outlet = None
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
-def _switch_on(name: str) -> None:
+def _enable_setting(name: str) -> None:
     path = f"{_SETTINGS}{name}"
     try:
         with open(path, encoding="ascii") as file:  # noqa: PTH123 (pathlib is a megabyte)
@@ -196,21 +198,21 @@ def _switch_on(name: str) -> None:
             with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (as above)
                 file.write("1")
     except OSError as error:
-        _say(f"lines of the flow log lack something, nf_conntrack_{name} cannot be set: {error}")
+        _log(f"lines of the flow log are incomplete, nf_conntrack_{name} cannot be set: {error}")
 
 
-def _filter(one: socket.socket) -> None:
+def _attach_filter(one: socket.socket) -> None:
     program = b"".join(struct.pack("=HBBI", *line) for line in _ONLY_MARKED)
     code = ctypes.create_string_buffer(program, len(program))
     one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_ONLY_MARKED), ctypes.addressof(code)))
 
 
 def _drops(one: socket.socket) -> int:
-    """How many messages a socket had no room for (linux/sock_diag.h, SK_MEMINFO_DROPS)."""
+    """Return the number of messages that a socket has dropped (linux/sock_diag.h, SK_MEMINFO_DROPS)."""
     found = one.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
     return int(_MEMINFO.unpack(found)[-1]) if len(found) == _MEMINFO.size else 0
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"checker: {text}\n")
     sys.stderr.flush()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flows that the kernel forwards, by their marks: how many there are, and an end to some of them.
+"""Count and delete flows in the kernel's connection tracking, by their marks.
 
-Invariant: only flows with one of the given marks are touched, or those without any to one of the given places. Raw
-nfnetlink (linux/netfilter/nfnetlink_conntrack.h) and nothing but the standard library: it is part of the checker.
-Called in the namespace whose flows they are.
+Invariant: only flows with one of the given marks are deleted, or flows without a mark to one of the given destinations.
+Raw nfnetlink (linux/netfilter/nfnetlink_conntrack.h) with the standard library only, because the checker imports it.
+Called in the namespace of the flows.
 
-Nobody is told that a flow was ended. Its client's next packet is the first one of a new flow, for another member.
+Neither end of a deleted flow is informed. The client's next packet begins a new flow to another member.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ _TIMEOUT_SECONDS = 30.0
 _BUFFER = 1 << 20
 _HEAD = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
-# Where attributes begin in a message.
+# Offset of the attributes in a message.
 _FIRST = 20
-# A mark as an attribute. Attributes begin at multiples of four, in a message as in a piece.
+# A mark as an attribute. Attributes are aligned to four bytes, in a message and in a received block.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# The kernel goes through all flows for each mark; beyond so many, going through them here is quicker.
-_MOST_WALKS = 8
-# Orders sent before their answers are read: what fits into the socket's buffer many times over.
+# The kernel goes through all flows for each mark. For more marks, one dump of all flows is faster.
+_MAX_DUMPS = 8
+# Requests before their answers are read. The answers are far smaller than the socket's buffer.
 _BATCH = 200
 
 
-def end(marks: Collection[int], masks: Collection[tuple[int, int]] = ()) -> None:
-    """End every flow that has one of these marks.
+def end_flows(marks: Collection[int], masks: Collection[tuple[int, int]] = ()) -> None:
+    """Delete every flow with one of these marks.
 
     Args:
-        masks: marks of which only some bits count, each with these bits.
+        marks: whole marks.
+        masks: pairs of bits and a mask; a flow matches if its masked mark has these bits.
 
     Raises:
         VirtualServersError: the kernel refused.
@@ -57,43 +58,45 @@ def end(marks: Collection[int], masks: Collection[tuple[int, int]] = ()) -> None
         return
     try:
         with _link() as link:
-            if len(whole) <= _MOST_WALKS:
+            if len(whole) <= _MAX_DUMPS:
                 for mark, mask in whole:
-                    _order(link, [_number(_MARK, mark) + _number(_MARK_MASK, mask)])
+                    _delete(link, [_number(_MARK, mark) + _number(_MARK_MASK, mask)])
             else:
-                _end_each(link, {*marks}, masks)
+                _delete_marked(link, {*marks}, masks)
     except OSError as error:
         raise VirtualServersError("end flows", str(error), _REMEDY) from error
 
 
-def end_unled(places: Collection[tuple[Host, int, int]]) -> None:
-    """End every flow without a mark to one of these places.
+def end_unmarked_flows(places: Collection[tuple[Host, int, int]]) -> None:
+    """Delete every flow without a mark to one of these destinations.
 
-    It began when no rule knew the place. The kernel looks for rules at a flow's first packet only: as long as its
-    client goes on sending, none would ever be found for it.
+    Such a flow began before the rules contained the destination. The kernel applies the rules to the first packet of a
+    flow only. While its client continues to send, the rules would never apply.
 
     Args:
-        places: each an address, a protocol's number, and a port.
+        places: each an address, a protocol number, and a port.
 
     Raises:
         VirtualServersError: the kernel refused.
     """
     if not places:
         return
-    wanted = {_destination(*place) for place in places}
+    wanted = {_packed_destination(*place) for place in places}
     try:
         with _link() as link:
-            unmarked = _walk(link, _number(_MARK, 0) + _number(_MARK_MASK, 0xFFFFFFFF))
-            _end_these(link, [one for one, mark in unmarked if mark == 0 and _sent_to(one) in wanted])
+            unmarked = _flows(link, _number(_MARK, 0) + _number(_MARK_MASK, 0xFFFFFFFF))
+            _delete_messages(
+                link, [one for one, mark in unmarked if mark == 0 and _original_destination(one) in wanted]
+            )
     except OSError as error:
         raise VirtualServersError("end flows", str(error), _REMEDY) from error
 
 
-def count(mask: int) -> dict[int, int]:
-    """How many flows there are, by these bits of their marks.
+def count_flows(mask: int) -> dict[int, int]:
+    """Return the number of flows by the masked mark.
 
     Raises:
-        VirtualServersError: the kernel does not tell.
+        VirtualServersError: the kernel refused.
     """
     found: dict[int, int] = {}
     try:
@@ -126,38 +129,41 @@ def _message(kind: int, flags: int, family: int, attributes: bytes) -> bytes:
 
 
 def _dump(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
-    """All flows, or those the kernel finds by some attributes: pieces, and where in each one begins and ends."""
+    """Yield received blocks of a dump, with the start and end of each flow's message.
+
+    ``only`` are attributes by which the kernel selects flows; empty for all flows.
+    """
     link.send(_message(_GET, _DUMP, socket.AF_UNSPEC, only))
     unpack = struct.Struct("=IH").unpack_from
     while True:
         answer = link.recv(_BUFFER)
-        at, end_, places, last = 0, len(answer), [], False
-        while at < end_ and not last:
+        at, stop, spans, last = 0, len(answer), [], False
+        while at < stop and not last:
             size, kind = unpack(answer, at)
             if kind == _ERROR:
-                _refused(answer, at)
+                _raise_error(answer, at)
             last = kind == _DONE
             if not last:
-                places.append((at, at + size))
+                spans.append((at, at + size))
             at += (size + 3) & ~3
-        yield answer, places
+        yield answer, spans
         if last:
             return
 
 
-def _walk(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]]:
-    """Every flow: its message, and its mark."""
-    for answer, places in _dump(link, only):
-        for at, end_ in places:
-            mark = _find(answer, at + _FIRST, end_, _MARK)
-            # A kernel may be silent about one that is 0.
-            yield answer[at:end_], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
+def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]]:
+    """Yield each flow: its message and its mark."""
+    for answer, spans in _dump(link, only):
+        for at, stop in spans:
+            mark = _find(answer, at + _FIRST, stop, _MARK)
+            # The kernel may omit a mark of 0.
+            yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 
-def _find(message: bytes, at: int, end_: int, wanted: int) -> int | None:
-    """Where an attribute begins."""
+def _find(message: bytes, at: int, stop: int, wanted: int) -> int | None:
+    """Return the offset of an attribute; None if it is missing."""
     unpack = _ATTRIBUTE.unpack_from
-    while at + 4 <= end_:
+    while at + 4 <= stop:
         size, kind = unpack(message, at)
         if kind & _TYPE_MASK == wanted:
             return at
@@ -165,8 +171,8 @@ def _find(message: bytes, at: int, end_: int, wanted: int) -> int | None:
     return None
 
 
-def _value(message: bytes, *kinds: int) -> bytes:
-    """What stands in an attribute in an attribute; empty if it is not there."""
+def _nested_value(message: bytes, *kinds: int) -> bytes:
+    """Return the value of a nested attribute; empty if it is missing."""
     for number, kind in enumerate(kinds):
         at = _find(message, 0 if number else _FIRST, len(message), kind)
         if at is None:
@@ -175,37 +181,37 @@ def _value(message: bytes, *kinds: int) -> bytes:
     return message
 
 
-def _sent_to(message: bytes) -> tuple[bytes, bytes, bytes]:
-    """Where a flow's first packet went to."""
+def _original_destination(message: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the packed destination of a flow's first packet."""
     family = socket.AF_INET6 if message[16] == socket.AF_INET6 else socket.AF_INET
     return (
-        _value(message, _TUPLE_ORIG, _TUPLE_IP, _DESTINATION_OF[family]),
-        _value(message, _TUPLE_ORIG, _TUPLE_PROTO, _PROTO_NUMBER),
-        _value(message, _TUPLE_ORIG, _TUPLE_PROTO, _PROTO_DESTINATION),
+        _nested_value(message, _TUPLE_ORIG, _TUPLE_IP, _DESTINATION_OF[family]),
+        _nested_value(message, _TUPLE_ORIG, _TUPLE_PROTO, _PROTO_NUMBER),
+        _nested_value(message, _TUPLE_ORIG, _TUPLE_PROTO, _PROTO_DESTINATION),
     )
 
 
-def _destination(address: Host, number: int, port: int) -> tuple[bytes, bytes, bytes]:
-    """The same of a place."""
+def _packed_destination(address: Host, number: int, port: int) -> tuple[bytes, bytes, bytes]:
+    """Return a destination in the form of `_original_destination`."""
     return address.packed, bytes((number,)), port.to_bytes(2, "big")
 
 
-def _end_each(link: socket.socket, marks: set[int], masks: Collection[tuple[int, int]]) -> None:
-    """Look at all, and end those."""
-    _end_these(
+def _delete_marked(link: socket.socket, marks: set[int], masks: Collection[tuple[int, int]]) -> None:
+    """Dump all flows, and delete the matching ones."""
+    _delete_messages(
         link,
-        [one for one, mark in _walk(link) if mark in marks or any(mark & mask == bits for bits, mask in masks)],
+        [one for one, mark in _flows(link) if mark in marks or any(mark & mask == bits for bits, mask in masks)],
     )
 
 
-def _end_these(link: socket.socket, messages: list[bytes]) -> None:
-    """End flows, each by the addresses and ports its first packet had."""
+def _delete_messages(link: socket.socket, messages: list[bytes]) -> None:
+    """Delete flows, each identified by the tuple of its first packet."""
     for first in range(0, len(messages), _BATCH):
         some = messages[first : first + _BATCH]
-        _order(link, [_named(one) for one in some], [one[16] for one in some])
+        _delete(link, [_identity(one) for one in some], [one[16] for one in some])
 
 
-def _named(message: bytes) -> bytes:
+def _identity(message: bytes) -> bytes:
     attributes = b""
     for kind in (_TUPLE_ORIG, _ZONE):
         if (at := _find(message, _FIRST, len(message), kind)) is not None:
@@ -214,11 +220,11 @@ def _named(message: bytes) -> bytes:
     return attributes
 
 
-def _order(link: socket.socket, orders: list[bytes], families: list[int] | None = None) -> None:
-    """Have flows deleted, and wait until they are. Those that have ended by themselves meanwhile are no matter."""
-    families = families or [socket.AF_UNSPEC] * len(orders)
-    link.send(b"".join(_message(_DELETE, _ACK, *one) for one in zip(families, orders, strict=True)))
-    left = len(orders)
+def _delete(link: socket.socket, identities: list[bytes], families: list[int] | None = None) -> None:
+    """Delete flows and wait for the answers. A flow that has ended meanwhile is not an error."""
+    families = families or [socket.AF_UNSPEC] * len(identities)
+    link.send(b"".join(_message(_DELETE, _ACK, *one) for one in zip(families, identities, strict=True)))
+    left = len(identities)
     while left:
         answer = link.recv(_BUFFER)
         at = 0
@@ -226,11 +232,11 @@ def _order(link: socket.socket, orders: list[bytes], families: list[int] | None 
             size, kind = struct.unpack_from("=IH", answer, at)
             if kind == _ERROR:
                 left -= 1
-                _refused(answer, at)
+                _raise_error(answer, at)
             at += (size + 3) & ~3
 
 
-def _refused(answer: bytes, at: int) -> None:
+def _raise_error(answer: bytes, at: int) -> None:
     number = -struct.unpack_from("=i", answer, at + 16)[0]
     if number not in (0, _ENOENT):
         raise OSError(number, f"the kernel refused (error {number})")

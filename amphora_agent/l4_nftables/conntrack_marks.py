@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number that the kernel remembers with each flow: which virtual server and which member it belongs to.
+"""Conntrack marks: the numbers of the virtual server and the member of each flow.
 
-Invariant: pure. As long as a virtual server, or a place (address and port) of a member, is wanted, its number stays;
-one that has just become free is not given to anybody in the same exchange, for there may be flows that still have it.
+Invariant: pure. A virtual server, and the address and port of a member, keep their number while they are wanted. A
+number that becomes free is not reused in the same change, because old flows may still have it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from amphora_agent.l4.model import Host, VirtualServer
 
 _MEMBER_BITS = 20
 SERVER_MASK = 0xFFFFFFFF ^ (1 << _MEMBER_BITS) - 1
-MOST_SERVERS = (1 << 32 - _MEMBER_BITS) - 1
-MOST_MEMBERS = (1 << _MEMBER_BITS) - 1
+MAX_SERVERS = (1 << 32 - _MEMBER_BITS) - 1
+MAX_MEMBERS = (1 << _MEMBER_BITS) - 1
 
 Place = tuple[Host, int]
+"""Address and port of a member."""
 _T = TypeVar("_T", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Numbers of virtual servers by id, shifted to where they stand in a mark; whole marks by id and place."""
+    """Numbers of virtual servers by id, shifted to their bits; whole marks by virtual server id and place."""
 
     servers: Mapping[str, int]
     members: Mapping[tuple[str, Place], int]
 
 
-NONE = Marks({}, {})
+NO_MARKS = Marks({}, {})
 
 
-def allot(before: Marks, servers: Sequence[VirtualServer]) -> Marks:
-    """Numbers for what is wanted.
+def assign_marks(before: Marks, servers: Sequence[VirtualServer]) -> Marks:
+    """Return marks for all virtual servers and members.
 
     Args:
-        before: those that were given so far.
+        before: the present marks.
     """
     numbers = _numbers(
         {one: mark >> _MEMBER_BITS for one, mark in before.servers.items()}, [server.id for server in servers]

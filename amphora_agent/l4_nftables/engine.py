@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine that works on every kernel with nf_tables: `ruleset` says what, this brings it into the kernel.
+"""The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. A flow whose member stays is not touched, also by a process that begins
-anew: what was given to whom is read back from the kernel.
+Invariant: one transaction for each change. The flows of members that stay are not disturbed, not even by a new process:
+it reads the assigned marks from the kernel.
 
-Counting flows means to go through all of them. That takes no more than one part in `SHARE` of the time; where the
-member with the fewest gets the next one, no more than one part in `LEAST_SHARE`, with all that follows from it, and
-every `IDLE_SECONDS` where none begins.
+Counting flows requires a dump of all of them. It takes at most one part in `COUNT_SHARE` of the time. For
+LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, flows
+are counted every `IDLE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.engine import Counters, MemberCounters
-from amphora_agent.l4.engine import Place as MemberPlace
+from amphora_agent.l4.engine import Counters, MemberCounters, MemberPlace
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_nftables import conntrack, conntrack_marks, ruleset
-from amphora_agent.l4_nftables.conntrack_marks import MOST_MEMBERS, MOST_SERVERS, SERVER_MASK, Marks
-from amphora_agent.l4_nftables.least_connections import UNKNOWN, Loads
-from amphora_agent.l4_nftables.ruleset import FAMILY, TABLE, Place, Table
+from amphora_agent.l4_nftables.conntrack_marks import MAX_MEMBERS, MAX_SERVERS, SERVER_MASK, Marks
+from amphora_agent.l4_nftables.least_connections import NO_LOADS, Loads
+from amphora_agent.l4_nftables.ruleset import FAMILY, TABLE, ServicePlace, Table
 from amphora_agent.network import libnftables
 from amphora_agent.network.libnftables import STATELESS, NftError
 
-SHARE, LEAST_SHARE = 100, 20
-LEAST_SECONDS, LEAST_SHORT, IDLE_SECONDS = 1.0, 0.2, 10.0
+COUNT_SHARE, LEAST_SHARE = 100, 20
+PERIOD_SECONDS, MIN_PERIOD_SECONDS, IDLE_SECONDS = 1.0, 0.2, 10.0
 _LIST = f"list table {FAMILY} {TABLE}\n"
 _COUNT = f"list counters table {FAMILY} {TABLE}\n"
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
@@ -43,31 +42,31 @@ _TARGET = re.compile(r"(0x[0-9a-f]{8}) : ([0-9a-f.:]+) \. (\d+)")
 
 
 class NftablesEngine:
-    """Forwards by nftables. Used by one thread, in the namespace that has the VIPs."""
+    """The table and the flows of one namespace, which has the VIPs. Used by one thread."""
 
     def __init__(self) -> None:
         self._table: Table | None = None
-        self._marks = conntrack_marks.NONE
-        # How the kernel lists the table since we changed it, and its number for what there was then.
+        self._marks = conntrack_marks.NO_MARKS
+        # The listing after our latest change, and the kernel's generation number of the ruleset at that time.
         self._listed = ""
         self._generation: int | None = None
-        # What may still have flows that are to end: marks, and places whose flows were never led anywhere.
-        self._ending: set[int] = set()
-        self._unled: set[Place] = set()
-        # By mark; and of each virtual server how often a flow has begun.
+        # Flows that still have to end: by mark, and by destination for flows without a mark.
+        self._marks_to_end: set[int] = set()
+        self._unmarked_places: set[ServicePlace] = set()
+        # The latest count of flows, by mark.
         self._flows: dict[int, int] = {}
-        self._count_next = 0.0
-        self._loads = UNKNOWN
-        self._loads_at = self._weighed_at = self._weigh_next = 0.0
+        self._flow_count_due = 0.0
+        self._loads = NO_LOADS
+        self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
-    def check(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse what these rules cannot do.
+    def check_servers(self, servers: Sequence[VirtualServer]) -> None:
+        """Refuse virtual servers that the rules do not support.
 
         Raises:
             ConfigurationRefused: naming the listener.
         """
-        if len(servers) > MOST_SERVERS:
-            raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MOST_SERVERS}")
+        if len(servers) > MAX_SERVERS:
+            raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MAX_SERVERS}")
         for server in servers:
             if server.algorithm == "LEAST_CONNECTIONS" and server.persistence is not None:
                 raise ConfigurationRefused(
@@ -76,182 +75,190 @@ class NftablesEngine:
                     "Choose SOURCE_IP, or go without persistence.",
                     object_id=server.id,
                 )
-            if len(server.members) > MOST_MEMBERS:
+            if len(server.members) > MAX_MEMBERS:
                 raise ConfigurationRefused(
-                    f"serve listener {server.id}", f"it has more than {MOST_MEMBERS} members", object_id=server.id
+                    f"serve listener {server.id}", f"it has more than {MAX_MEMBERS} members", object_id=server.id
                 )
 
-    def bring_about(
+    def apply(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """See `Engine.bring_about`.
+        """See `Engine.apply`.
 
         Raises:
-            VirtualServersError: nftables refused; what was forwarded before is forwarded on.
+            VirtualServersError: nftables refused; the previous rules are still in force.
         """
-        self.check(servers)
-        with suppress(VirtualServersError):  # then it goes on with what was known
-            self._weigh(servers, at_once=self._weigh_next - self._loads_at < LEAST_SECONDS)
-        if self._table is None or not self._is_as_left() or not self._change(self._table, servers, up, paired=paired):
+        self.check_servers(servers)
+        with suppress(VirtualServersError):  # continue with the previous loads
+            self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
+        if (
+            self._table is None
+            or not self._is_unchanged()
+            or not self._apply_difference(self._table, servers, up, paired=paired)
+        ):
             self._table = None
-            self._renew(servers, up, paired=paired)
-        self._remember()
-        # Last: by now a packet that had found its member, or nobody, by the former rules is a flow, and is seen here.
-        self._end()
+            self._rebuild(servers, up, paired=paired)
+        self._record_listing()
+        # Last: packets that were matched by the former rules have become flows by now, so this finds them.
+        self._end_flows()
 
-    def _change(
+    def _apply_difference(
         self, former: Table, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
     ) -> bool:
-        """Change what differs; False if the kernel refuses: it may not have what we think it has."""
-        given = conntrack_marks.allot(self._marks, servers)
-        table = ruleset.table_of(servers, up, given, paired=paired, loads=self._loads)
+        """Apply the difference; returns False if the kernel refuses it."""
+        marks = conntrack_marks.assign_marks(self._marks, servers)
+        table = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
         try:
-            if commands := ruleset.exchange(former, table):
+            if commands := ruleset.diff_commands(former, table):
                 libnftables.run_commands(commands)
         except NftError:
             return False
-        self._wrote(table, given, ruleset.targets(former), ruleset.places(former))
+        self._record_table(table, marks, ruleset.target_marks(former), ruleset.service_places(former))
         return True
 
-    def _renew(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> None:
-        """Write all of it, whatever there is of a process before this one, or of somebody's hand."""
-        listed = self._list()
+    def _rebuild(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> None:
+        """Rebuild the table, whatever a previous process or an operator left."""
+        listed = self._list_table()
         before = {*self._marks.members.values()}
-        # Without rules there are still flows, with the marks that we gave.
-        self._marks = _given(listed) if _BASE.search(listed) else self._marks
+        # Without rules there may still be flows with the assigned marks.
+        self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
-        given = conntrack_marks.allot(self._marks, servers)
-        table = ruleset.table_of(servers, up, given, paired=paired, loads=self._loads)
+        marks = conntrack_marks.assign_marks(self._marks, servers)
+        table = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
         present = {name: word for word, name in _DECLARED.findall(listed)}
         try:
-            libnftables.run_commands(ruleset.anew(present, table))
+            libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # Somebody's hand has been in it: then without what was counted.
-            self._run(ruleset.without() + ruleset.exchange(ruleset.EMPTY, table))
-        self._wrote(table, given, before, set())
+            # The table was changed from outside: delete it, and lose its counters.
+            self._run(ruleset.delete_commands() + ruleset.diff_commands(ruleset.EMPTY, table))
+        self._record_table(table, marks, before, set())
 
-    def _table_of(self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool) -> Table:
-        return ruleset.table_of(
-            servers, up, conntrack_marks.allot(self._marks, servers), paired=paired, loads=self._loads
+    def _build_table(
+        self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool
+    ) -> Table:
+        return ruleset.build_table(
+            servers, up, conntrack_marks.assign_marks(self._marks, servers), paired=paired, loads=self._loads
         )
 
-    def _wrote(self, table: Table, given: Marks, members: set[int], places: set[Place]) -> None:
-        """Know what the kernel has now, and what is to be ended since it had those members and places."""
-        self._table, self._marks = table, given
-        self._ending |= members - ruleset.targets(table)
-        self._unled = (self._unled | ruleset.places(table) - places) & ruleset.places(table)
+    def _record_table(self, table: Table, marks: Marks, members: set[int], places: set[ServicePlace]) -> None:
+        """Record the new table, and the flows of former members and places that have to end."""
+        self._table, self._marks = table, marks
+        self._marks_to_end |= members - ruleset.target_marks(table)
+        self._unmarked_places = (
+            self._unmarked_places | ruleset.service_places(table) - places
+        ) & ruleset.service_places(table)
 
-    def _end(self) -> None:
-        """End the flows of members that are gone; those of a whole virtual server by the part that is its own.
+    def _end_flows(self) -> None:
+        """End the flows of removed members; those of a removed virtual server by its part of the mark.
 
-        What could not be ended is so the next time.
+        After an error the next call retries.
         """
-        whole = {mark & SERVER_MASK for mark in self._ending} - {*self._marks.servers.values()}
-        conntrack.end(
-            {mark for mark in self._ending if mark & SERVER_MASK not in whole},
+        whole = {mark & SERVER_MASK for mark in self._marks_to_end} - {*self._marks.servers.values()}
+        conntrack.end_flows(
+            {mark for mark in self._marks_to_end if mark & SERVER_MASK not in whole},
             [(base, SERVER_MASK) for base in sorted(whole)],
         )
-        self._ending.clear()
-        conntrack.end_unled(self._unled)
-        self._unled.clear()
+        self._marks_to_end.clear()
+        conntrack.end_unmarked_flows(self._unmarked_places)
+        self._unmarked_places.clear()
 
-    def _remember(self) -> None:
+    def _record_listing(self) -> None:
         self._listed = ""
         self._generation = libnftables.ruleset_generation()
-        self._listed = self._list()
+        self._listed = self._list_table()
 
-    def _is_as_left(self) -> bool:
-        """Whether nobody has changed our rules. Asks for them only if somebody has changed any of this namespace."""
+    def _is_unchanged(self) -> bool:
+        """Return whether our table is unchanged. Lists it only if any rule of the namespace has changed."""
         generation = libnftables.ruleset_generation()
         if generation is not None and generation == self._generation and self._listed:
             return True
-        if self._list() != self._listed:
+        if self._list_table() != self._listed:
             return False
         self._generation = generation
         return True
 
-    def _list(self) -> str:
+    def _list_table(self) -> str:
         return self._run(_LIST, STATELESS) if libnftables.table_exists(FAMILY, TABLE) else ""
 
-    def differs(
+    def find_drift(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> list[str]:
-        """See `Engine.differs`: whether the rules are as they were left, and were left as wanted.
+        """See `Engine.find_drift`: compares the kernel with the record, and the record with the wanted table.
 
         Raises:
-            VirtualServersError: the kernel does not tell.
+            VirtualServersError: the kernel refused a request.
         """
         if self._table is None:
-            return ["the rules are not known to be as wanted"]
+            return ["the state of the forwarding rules is unknown"]
         found = []
-        wanted = self._table_of(servers, up, paired=paired)
-        if ruleset.exchange(self._table, wanted):
-            found.append("the rules are those of another configuration")
-        if not self._is_as_left():
-            self._table = None  # the next change writes all of it anew
-            found.append("the rules that forward are not as they were written")
-        if self._ending or self._unled:
-            found.append("flows go on that are to end")
+        wanted = self._build_table(servers, up, paired=paired)
+        if ruleset.diff_commands(self._table, wanted):
+            found.append("the forwarding rules belong to another configuration")
+        if not self._is_unchanged():
+            self._table = None  # the next change rebuilds the table
+            found.append("the forwarding rules were changed")
+        if self._marks_to_end or self._unmarked_places:
+            found.append("flows of removed members still continue")
         return found
 
-    def balance(
+    def rebalance(
         self, servers: Sequence[VirtualServer], up: Mapping[tuple[str, str], bool], *, paired: bool = False
     ) -> None:
-        """See `Engine.balance`: new turns, if flows have begun or ended since they were made.
+        """See `Engine.rebalance`: replaces the turns, if flows have begun or ended since the last plan.
 
         Raises:
-            VirtualServersError: the kernel does not tell, or refuses; the next change writes all of it anew.
+            VirtualServersError: the kernel refused; the next change rebuilds the table.
         """
         former = self._table
         begun = time.monotonic()
-        if former is None or begun < self._weigh_next or not self._is_as_left() or not self._weigh(servers):
+        if former is None or begun < self._loads_due or not self._is_unchanged() or not self._update_loads(servers):
             return
-        if not self._change(former, servers, up, paired=paired):
+        if not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
-            raise VirtualServersError("give flows to who has the fewest", "the kernel refused", _REMEDY)
-        self._remember()
-        self._weigh_next = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
+            raise VirtualServersError("rebalance LEAST_CONNECTIONS", "the kernel refused", _REMEDY)
+        self._record_listing()
+        self._loads_due = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
 
-    def _weigh(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
-        """Count flows, where their number decides; whether anything is otherwise than it was.
+    def _update_loads(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
+        """Count flows for LEAST_CONNECTIONS; returns whether the loads have changed.
 
         Args:
-            at_once: also if they were counted just now.
+            at_once: count even if the next count is not due.
 
         Raises:
-            VirtualServersError: the kernel does not tell.
+            VirtualServersError: the kernel refused a request.
         """
-        busy = [one.id for one in servers if ruleset.is_least(one)]
+        busy = [one.id for one in servers if ruleset.uses_least_connections(one)]
         now = time.monotonic()
-        if not busy or (now < self._weigh_next and not at_once):
+        if not busy or (now < self._loads_due and not at_once):
             return False
-        total = self._named()
+        total = self._named_counters()
         begun = {name: total.get(name, {}).get("flows", (0, 0))[0] for name in busy}
-        if begun == self._loads.begun and now < self._weighed_at + IDLE_SECONDS and not at_once:
-            self._loads_at = now
+        if begun == self._loads.begun and now < self._counted_at + IDLE_SECONDS and not at_once:
+            self._loads_read_at = now
             return False
-        found = {mark: count for mark, count in self._counted_flows().items() if mark}
+        found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # As many as lately will begin until they are counted again.
-        ahead = max(LEAST_SECONDS, rest) / max(now - self._loads_at, LEAST_SHORT)
-        former, self._weigh_next = self._loads, time.monotonic() + rest
-        self._loads_at = self._weighed_at = now
+        # Expectation: flows begin at the recent rate until the next count.
+        ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
+        former, self._loads_due = self._loads, time.monotonic() + rest
+        self._loads_read_at = self._counted_at = now
         if (begun, found) == (former.begun, former.flows):
             return False
-        lately = {name: max(0, count - former.begun.get(name, count)) for name, count in begun.items()}
-        expected = {name: math.ceil(count * ahead) for name, count in lately.items()}
+        recent = {name: max(0, count - former.begun.get(name, count)) for name, count in begun.items()}
+        expected = {name: math.ceil(count * ahead) for name, count in recent.items()}
         self._loads = Loads(found, begun, expected, former.number + 1)
         return True
 
     def counters(self) -> Mapping[str, Counters]:
-        """See `Engine.counters`: bytes are those of IP packets, with their headers.
+        """See `Engine.counters`. Bytes include the IP headers.
 
         Raises:
-            VirtualServersError: the kernel does not tell.
+            VirtualServersError: the kernel refused a request.
         """
-        found = self._named()
+        found = self._named_counters()
         open_: dict[int, int] = {}
-        for mark, count in self._open().items() if found else ():
+        for mark, count in self._flows_by_mark().items() if found else ():
             open_[mark & SERVER_MASK] = open_.get(mark & SERVER_MASK, 0) + count
         nothing = (0, 0)
         return {
@@ -265,8 +272,8 @@ class NftablesEngine:
             for name, one in found.items()
         }
 
-    def _named(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Packets and bytes by virtual server and word."""
+    def _named_counters(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return packets and bytes by virtual server and counter name."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         if libnftables.table_exists(FAMILY, TABLE):
             for word, name, packets, size in _COUNTED.findall(self._run(_COUNT)):
@@ -277,7 +284,7 @@ class NftablesEngine:
         """See `Engine.member_counters`.
 
         Raises:
-            VirtualServersError: the kernel does not tell.
+            VirtualServersError: the kernel refused a request.
         """
         if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
@@ -285,7 +292,7 @@ class NftablesEngine:
             {int(mark, 16): (int(packets), int(size)) for mark, packets, size in _ELEMENT.findall(said)}
             for said in (self._run(_LIST_SET.format(name)) for name in ruleset.MEMBER_COUNTERS)
         )
-        open_, nothing = self._open(), (0, 0)
+        open_, nothing = self._flows_by_mark(), (0, 0)
         return {
             (owner, *place): MemberCounters(
                 active_connections=open_.get(mark, 0),
@@ -296,32 +303,32 @@ class NftablesEngine:
             for (owner, place), mark in self._marks.members.items()
         }
 
-    def _open(self) -> Mapping[int, int]:
-        """How many flows there are, by mark; as they were a while ago, if they are many."""
-        return self._flows if time.monotonic() < self._count_next else self._counted_flows()
+    def _flows_by_mark(self) -> Mapping[int, int]:
+        """Return the number of flows by mark; from the latest count, if the next one is not due."""
+        return self._flows if time.monotonic() < self._flow_count_due else self._count_flows()
 
-    def _counted_flows(self) -> Mapping[int, int]:
+    def _count_flows(self) -> Mapping[int, int]:
         begun = time.monotonic()
-        self._flows = conntrack.count(0xFFFFFFFF)
-        self._count_next = (ended := time.monotonic()) + SHARE * (ended - begun)
+        self._flows = conntrack.count_flows(0xFFFFFFFF)
+        self._flow_count_due = (ended := time.monotonic()) + COUNT_SHARE * (ended - begun)
         return self._flows
 
     def release(self) -> None:
-        """See `Engine.release`: the flows end with the rules.
+        """See `Engine.release`. The flows end with the rules.
 
         Raises:
             VirtualServersError: nftables refused.
         """
-        listed = self._list()
+        listed = self._list_table()
         if listed:
-            self._run(ruleset.without())
-        for one in (_given(listed), self._marks):
-            # Both: should it fail, a number may have another owner when it is tried again.
-            self._ending |= {*one.servers.values(), *one.members.values()}
-        self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NONE, "", None
-        self._loads = UNKNOWN
-        self._unled.clear()
-        self._end()
+            self._run(ruleset.delete_commands())
+        for one in (_parse_marks(listed), self._marks):
+            # Both: after an error a number may belong to another virtual server at the next attempt.
+            self._marks_to_end |= {*one.servers.values(), *one.members.values()}
+        self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
+        self._loads = NO_LOADS
+        self._unmarked_places.clear()
+        self._end_flows()
 
     def _run(self, commands: str, flags: int = 0) -> str:
         try:
@@ -330,8 +337,8 @@ class NftablesEngine:
             raise VirtualServersError("forward UDP and SCTP", str(error), _REMEDY) from error
 
 
-def _given(listed: str) -> Marks:
-    """What a listed table has given to whom."""
+def _parse_marks(listed: str) -> Marks:
+    """Return the marks of a listed table."""
     owners = {int(base, 16): name for base, name in _BASE.findall(listed)}
     members = {}
     for text, address, port in _TARGET.findall(listed):

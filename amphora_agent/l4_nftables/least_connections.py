@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets the next flows where the member with the fewest gets each: the turns until flows are counted again.
+"""LEAST_CONNECTIONS: a list of turns that gives the next flows to the members with the fewest flows.
 
-Invariant: pure. As long as no flow ends, each turn goes to whom weighted least connections would give it to: the
-member that has the fewest flows for its weight. How many end between two counts is how far it can be off.
+Invariant: pure. While no flow ends, each turn selects the member that weighted least connections would select: the one
+with the fewest flows for its weight. The error is limited by the number of flows that end between two counts.
 
-The kernel goes through the turns one after the other. It would begin them again when it is through; so there are twice
-as many as flows are expected, and where that is too many, each member has its part of those that are expected.
+The kernel goes through the turns one after the other, and begins again at the end. Therefore there are twice as many
+turns as expected flows. If that is too many, each member gets its share of the expected flows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 
 from amphora_agent.l4_nftables import maglev
 
-FEWEST, MOST = 64, 512
+MIN_TURNS, MAX_TURNS = 64, 512
 
 
 @dataclass(frozen=True)
 class Loads:
-    """What is known when turns are made.
+    """Flow counts from which turns are planned.
 
     Args:
-        flows: how many each member has, by mark.
-        begun: how many have begun in all, by virtual server: they have used up turns of before.
-        expected: how many will have begun until the next count, by virtual server.
-        number: of these turns; others begin at their first one.
+        flows: present flows of each member, by mark.
+        begun: flows since the start, by virtual server. They have used turns of the previous plan.
+        expected: flows that will begin before the next count, by virtual server.
+        number: number of the plan. A plan with a new number begins at its first turn.
     """
 
     flows: Mapping[int, int] = field(default_factory=dict)
@@ -36,48 +36,49 @@ class Loads:
     number: int = 0
 
 
-UNKNOWN = Loads()
+NO_LOADS = Loads()
 
 
-def turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
-    """Whose turn it is, one after the other; empty without members.
+def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
+    """Return the member of each turn; empty without members.
 
     Args:
-        members: each with its weight (1 or more), and how many flows it has.
+        members: each with its weight (1 or more) and its number of flows.
+        expected: flows that will begin before the next plan.
     """
     if not members:
         return []
-    if 2 * expected > MOST:
-        return _parts(members, expected)
-    # Some lengths only: then a change of what is expected is seldom a change of the length.
-    length = FEWEST
+    if 2 * expected > MAX_TURNS:
+        return _proportional_turns(members, expected)
+    # Only some lengths, so that a change of the expectation rarely changes the length.
+    length = MIN_TURNS
     while length < 2 * expected:
         length *= 2
-    waiting = [((has + 1) / weight, number, weight, has) for number, (_, weight, has) in enumerate(members)]
+    waiting = [((flows + 1) / weight, number, weight, flows) for number, (_, weight, flows) in enumerate(members)]
     heapq.heapify(waiting)
     found = []
     for _ in range(length):
-        _, number, weight, has = waiting[0]
+        _, number, weight, flows = waiting[0]
         found.append(members[number][0])
-        heapq.heapreplace(waiting, ((has + 2) / weight, number, weight, has + 1))
+        heapq.heapreplace(waiting, ((flows + 2) / weight, number, weight, flows + 1))
     return found
 
 
-def _parts(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
-    """Each has as many turns as it lacks of the level at which all will be."""
-    level = _level([(weight, has) for _, weight, has in members], expected)
-    lacking = [(member, round((weight * level - has) * MOST / expected)) for member, weight, has in members]
-    return maglev.interleaved([(member, count) for member, count in lacking if count > 0])
+def _proportional_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[int]:
+    """Return turns in proportion to the flows that each member lacks of the common level."""
+    level = _level([(weight, flows) for _, weight, flows in members], expected)
+    lacking = [(member, round((weight * level - flows) * MAX_TURNS / expected)) for member, weight, flows in members]
+    return maglev.turn_table([(member, count) for member, count in lacking if count > 0])
 
 
 def _level(members: Sequence[tuple[int, int]], expected: int) -> float:
-    """How many flows for each unit of weight there are when the expected ones have gone to those with the fewest."""
+    """Return the flows for each unit of weight, after the least loaded members got the expected flows."""
     ordered = sorted(members, key=lambda one: one[1] / one[0])
-    weights, flows, level = 0, expected, 0.0
-    for number, (weight, has) in enumerate(ordered):
+    weights, total, level = 0, expected, 0.0
+    for number, (weight, flows) in enumerate(ordered):
         weights += weight
-        flows += has
-        level = flows / weights
+        total += flows
+        level = total / weights
         if number + 1 < len(ordered) and level <= ordered[number + 1][1] / ordered[number + 1][0]:
             break
     return level

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that tell a member for each value of a hash, or for each turn.
+"""Lookup tables of members: by a hash value, or by turn.
 
-Invariant: pure, and the same on every machine. Each member has its share of the slots, at least one; where a member
-comes or goes, nearly only the slots change that it gets or had (`hashed`).
+Invariant: pure, with the same result on every machine. Each member gets its share of the slots, and at least one. When
+a member is added or removed, almost only its own slots change (`hash_table`).
 
-`hashed` is Maglev's table (Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load Balancer", NSDI 2016,
-section 3.4): every member takes slots in an order of its own, one after the other. Here a member of twice the weight
-takes them twice as often.
+`hash_table` is Maglev's table (Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load Balancer", NSDI
+2016, section 3.4): every member claims slots in an order of its own, one after the other. Here a member with twice the
+weight claims slots twice as often.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 Weighted = Sequence[tuple[int, int]]
-"""Members as numbers, which stand for the same member everywhere, each with its weight (1 or more)."""
+"""Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# Primes. So many slots for each member make a share exact to some percent.
+# Primes. With this number of slots for each member, shares are exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
-_SLOTS_EACH = 15
-_MOST_TURNS = 4096
+_SLOTS_PER_MEMBER = 15
+_MAX_TURNS = 4096
 _MASK = 2**64 - 1
 
 
-def size(members: int) -> int:
-    """How many slots a table for so many members has; more members seldom need another size."""
-    return next((one for one in _SIZES if one >= members * _SLOTS_EACH), _SIZES[-1])
+def table_size(members: int) -> int:
+    """Return the number of slots for a number of members; it rarely changes when members are added."""
+    return next((one for one in _SIZES if one >= members * _SLOTS_PER_MEMBER), _SIZES[-1])
 
 
-def hashed(members: Weighted) -> list[int]:
-    """For each value of a hash (modulo the length) a member; empty without members."""
+def hash_table(members: Weighted) -> list[int]:
+    """Return a member for each hash value (modulo the length); empty without members."""
     if not members:
         return []
-    slots = size(len(members))
+    slots = table_size(len(members))
     free = -1
     table = [free] * slots
-    # The order in which one takes slots does not depend on who else is there, nor on how they are listed.
+    # The order in which a member claims slots depends neither on other members nor on the order of the list.
     ordered = sorted(members)
-    places = [_mixed(member) % slots for member, _ in ordered]
-    skips = [_mixed(member ^ _MASK) % (slots - 1) + 1 for member, _ in ordered]
+    positions = [_mix(member) % slots for member, _ in ordered]
+    skips = [_mix(member ^ _MASK) % (slots - 1) + 1 for member, _ in ordered]
     left = slots
-    for number in _turns([weight for _, weight in ordered]):
-        place, skip = places[number], skips[number]
-        while table[place] != free:
-            place = (place + skip) % slots
-        table[place], places[number] = number, place
+    for number in _claims([weight for _, weight in ordered]):
+        position, skip = positions[number], skips[number]
+        while table[position] != free:
+            position = (position + skip) % slots
+        table[position], positions[number] = number, position
         left -= 1
         if not left:
             break
     return [ordered[number][0] for number in table]
 
 
-def _turns(weights: Sequence[int]) -> Iterator[int]:
-    """Who takes a slot next: everybody once, then each as often as its weight says."""
+def _claims(weights: Sequence[int]) -> Iterator[int]:
+    """Yield the member that claims the next slot: each member once, then each in proportion to its weight."""
     largest = max(weights)
     yield from range(len(weights))
     credit = [0] * len(weights)
@@ -65,8 +65,8 @@ def _turns(weights: Sequence[int]) -> Iterator[int]:
                 yield number
 
 
-def _mixed(value: int) -> int:
-    """A hash of a number of any length: the mixing step of SplitMix64 for every 64 bits."""
+def _mix(value: int) -> int:
+    """Return a hash of a number of any length: the mixing step of SplitMix64 for every 64 bits."""
     mixed = 0
     while True:
         mixed = (mixed + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -78,18 +78,18 @@ def _mixed(value: int) -> int:
             return mixed
 
 
-def interleaved(members: Weighted) -> list[int]:
-    """Whose turn it is, one after the other and then again: each as often as its weight says, spread out."""
+def turn_table(members: Weighted) -> list[int]:
+    """Return the member of each turn: members in proportion to their weights, evenly spread."""
     weights = [weight for _, weight in members]
     if not members:
         return []
     least = gcd(*weights)
     total = sum(weights) // least
-    exact = total <= _MOST_TURNS
-    turns = [each // least if exact else max(1, round(each / least * _MOST_TURNS / total)) for each in weights]
-    places = [
+    exact = total <= _MAX_TURNS
+    turns = [each // least if exact else max(1, round(each / least * _MAX_TURNS / total)) for each in weights]
+    positions = [
         ((2 * turn + 1) / (2 * count), number, member)
         for number, ((member, _), count) in enumerate(zip(members, turns, strict=True))
         for turn in range(count)
     ]
-    return [member for _, _, member in sorted(places)]
+    return [member for _, _, member in sorted(positions)]

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nftables table that forwards the packets of virtual servers.
 
-Invariant: pure. What leads from one table to another is one transaction, touches what differs and nothing else, and
-takes no counter away but those of virtual servers that are gone.
+Invariant: pure. One transaction changes one table into another. It touches only the differences, and deletes only the
+counters of removed virtual servers.
 
-    arriving     the first packet of a flow finds its virtual server by VIP, protocol and port; a hash of who sends it,
-                 or whose turn it is, finds a slot; the slot holds the mark of a member; the mark finds address and
-                 port. The kernel remembers all of it with the flow: later packets are not looked at here
-    limited      (of each virtual server) refuses the flow if there are too many
-    leaving      the client's address becomes ours, where it is to be hidden
-    forward      counts, and marks as ours: nothing else is let through (`network/firewall`)
-                 (of each virtual server by named counters, which outlive all; of each member by elements of sets)
-    returning    answers leave by the VIP's network, as HAProxy's do (`network/routing`)
+    arriving     matches the first packet of a flow by VIP, protocol and port. A hash of the source, or the next turn,
+                 selects a slot; the slot has the mark of a member; the mark selects its address and port. The kernel
+                 keeps all of it with the flow, so later packets are not matched here
+    limited-ID   refuses the flow if the virtual server has too many
+    leaving      replaces the client's address by the amphora's, where it is to be hidden
+    forward      counts packets and marks them; only marked packets may pass (`network.firewall`). Named counters of
+                 virtual servers outlive changes of the table; members are counted by the elements of sets
+    returning    marks replies, so that they leave by the VIP's network like HAProxy's (`network.policy_routing`)
 
-Who may send at all is decided before (`network/firewall`, which also leaves TCP untracked). Weights are slots
-(`maglev`), so a change of one member is a change of some slots. Where the member with the fewest flows is to get the
-next one, slots are turns (`least`), which are made anew every second.
+`network.firewall` decides before which clients may send, and leaves TCP untracked. Weights are numbers of slots
+(`maglev`), so a change of one member changes some slots. With LEAST_CONNECTIONS the slots are turns
+(`least_connections`), which are replaced every second.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amphora_agent.l4 import eligible_members
-from amphora_agent.l4.eligible_members import States
+from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.model import Host, VirtualServer
 from amphora_agent.l4_nftables import least_connections, maglev
 from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK, Marks
-from amphora_agent.l4_nftables.least_connections import UNKNOWN, Loads
+from amphora_agent.l4_nftables.least_connections import NO_LOADS, Loads
 
 FAMILY, TABLE = "inet", "amphora_virtual"
 RETURNING = 0x616D
-"""The mark of packets that members send to clients, for the rule that leads them; and of all that are let through."""
+"""Mark of packets from members to clients, for the routing rule; and of all packets that may be forwarded."""
 _NUMBERS = {"UDP": 17, "SCTP": 132}
 _NFPROTO = {4: 2, 6: 10}
 _WORDS = {4: "ip", 6: "ip6"}
@@ -42,12 +42,12 @@ _REFUSE = "reject with icmpx port-unreachable"
 _SLOT = "typeof numgen inc mod 2 : ct mark;"
 _COUNTERS = ("flows", "refused", "in", "out")
 MEMBER_COUNTERS = ("member-flows", "member-in", "member-out")
-"""Sets of members' marks, each of which is counted."""
+"""Sets of marks of members; each element has a counter."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """``head`` is what binds it to a hook, empty where others lead to it."""
+    """A chain. ``head`` binds it to a hook; it is empty for a chain that other chains jump to."""
 
     head: str
     rules: tuple[str, ...]
@@ -55,7 +55,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Map:
-    """A map, or a set: its elements have no value."""
+    """A map or a set. Elements of a set have no value."""
 
     kind: str
     elements: Mapping[str, str]
@@ -64,7 +64,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Table:
-    """All of it, by name."""
+    """The contents of a table, by name."""
 
     counters: frozenset[str] = frozenset()
     maps: Mapping[str, Map] = field(default_factory=dict)
@@ -72,20 +72,20 @@ class Table:
 
 
 EMPTY = Table()
-Place = tuple[Host, int, int]
-"""Where clients send to: address, number of the protocol, port."""
+ServicePlace = tuple[Host, int, int]
+"""The destination of clients: address, protocol number, port."""
 
 
-def table_of(
-    servers: Sequence[VirtualServer], up: States, marks: Marks, *, paired: bool, loads: Loads = UNKNOWN
+def build_table(
+    servers: Sequence[VirtualServer], up: MemberHealth, marks: Marks, *, paired: bool, loads: Loads = NO_LOADS
 ) -> Table:
-    """What forwards for these.
+    """Return the table for virtual servers.
 
     Args:
-        up: whose checks are good.
-        marks: as `marks.allot` gave them.
-        paired: another amphora has to come to the same member for a flow that it has not seen.
-        loads: what is known of members' flows.
+        up: the health of members.
+        marks: the result of `conntrack_marks.assign_marks`.
+        paired: another amphora has to select the same member for a flow that it has not seen.
+        loads: flow counts for LEAST_CONNECTIONS.
     """
     counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
     maps = dict(_maps(servers, up, marks, loads, paired=paired))
@@ -94,18 +94,18 @@ def table_of(
         limit = [f"ct count over {server.connection_limit} goto refused-{server.id}"] if server.connection_limit else []
         chains[f"limited-{server.id}"] = Chain("", tuple(limit))
         chains[f"refused-{server.id}"] = Chain("", (f'counter name "refused-{server.id}" {_REFUSE}',))
-        chains[f"serve-{server.id}"] = Chain("", tuple(_serve(server, maps, loads, paired=paired)))
+        chains[f"serve-{server.id}"] = Chain("", tuple(_serve_rules(server, maps, loads, paired=paired)))
     return Table(counters, maps, chains)
 
 
-def places(table: Table) -> set[Place]:
-    """All for which a table finds a virtual server."""
+def service_places(table: Table) -> set[ServicePlace]:
+    """Return the destinations for which a table has a virtual server."""
     keys = [key.split(" . ") for version in (4, 6) for key in _elements_of(table, f"servers-{version}")]
     return {(ipaddress.ip_address(address), int(number), int(port)) for address, number, port in keys}
 
 
-def targets(table: Table) -> set[int]:
-    """The marks of all members that have flows."""
+def target_marks(table: Table) -> set[int]:
+    """Return the marks of all members that may have flows."""
     return {int(mark, 16) for version in (4, 6) for mark in _elements_of(table, f"targets-{version}")}
 
 
@@ -143,72 +143,72 @@ _CHAINS = {
 
 
 def _maps(
-    servers: Sequence[VirtualServer], up: States, marks: Marks, loads: Loads, *, paired: bool
+    servers: Sequence[VirtualServer], up: MemberHealth, marks: Marks, loads: Loads, *, paired: bool
 ) -> Iterator[tuple[str, Map]]:
     bases = {server.id: f"{marks.servers[server.id]:#010x}" for server in servers}
     for word in ("in", "out"):
         yield word, Map("type mark : counter;", {base: f'"{word}-{name}"' for name, base in bases.items()})
     hidden = {bases[server.id]: "" for server in servers if server.client_address == "hidden"}
     yield "hidden", Map("type mark;", hidden, "set")
-    everybody: dict[str, str] = {}
+    all_marks: dict[str, str] = {}
     for version in (4, 6):
-        where, who = {}, {}
+        services, targets = {}, {}
         for server in servers:
             number = _NUMBERS[server.protocol]
             for address in server.addresses:
                 if address.version == version:
-                    where[f"{address} . {number} . {server.port}"] = f"goto serve-{server.id}"
-            for member in eligible_members.kept(server, up):
+                    services[f"{address} . {number} . {server.port}"] = f"goto serve-{server.id}"
+            for member in eligible_members.retained_members(server, up):
                 if member.address.version == version:
                     mark = marks.members[server.id, (member.address, member.port)]
-                    who[f"{mark:#010x}"] = f"{member.address} . {member.port}"
-            if version in eligible_members.versions(server):
+                    targets[f"{mark:#010x}"] = f"{member.address} . {member.port}"
+            if version in eligible_members.vip_families(server):
                 slots = _slots(server, up, marks, version, loads, paired=paired)
                 yield f"slots-{server.id}-{version}", Map(_SLOT, slots)
-        yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", where)
-        yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", who)
-        everybody |= dict.fromkeys(who, "")
+        yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", services)
+        yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", targets)
+        all_marks |= dict.fromkeys(targets, "")
     for word in MEMBER_COUNTERS:
-        yield word, Map("type mark; counter;", everybody, "set")
+        yield word, Map("type mark; counter;", all_marks, "set")
 
 
 def _slots(
-    server: VirtualServer, up: States, marks: Marks, version: int, loads: Loads, *, paired: bool
+    server: VirtualServer, up: MemberHealth, marks: Marks, version: int, loads: Loads, *, paired: bool
 ) -> dict[str, str]:
-    members = eligible_members.serving(server, up, version)
+    members = eligible_members.serving_members(server, up, version)
     marked = {(int(one.address) << 16) | one.port: marks.members[server.id, (one.address, one.port)] for one in members}
-    if is_least(server):
+    if uses_least_connections(server):
         weights = {marks.members[server.id, (one.address, one.port)]: one.weight for one in members}
         known = [(mark, weight, loads.flows.get(mark, 0)) for mark, weight in weights.items()]
-        turns = least_connections.turns(known, loads.expected.get(server.id, 0))
+        turns = least_connections.plan_turns(known, loads.expected.get(server.id, 0))
         return {str(number): f"{mark:#010x}" for number, mark in enumerate(turns)}
     weighted = [((int(one.address) << 16) | one.port, one.weight) for one in members]
-    table = maglev.hashed(weighted) if _is_hashed(server, paired=paired) else maglev.interleaved(weighted)
+    table = maglev.hash_table(weighted) if _is_hashed(server, paired=paired) else maglev.turn_table(weighted)
     return {str(number): f"{marked[member]:#010x}" for number, member in enumerate(table)}
 
 
 def _is_hashed(server: VirtualServer, *, paired: bool) -> bool:
-    if is_least(server):
+    if uses_least_connections(server):
         return False
     return paired or server.persistence is not None or server.algorithm != "ROUND_ROBIN"
 
 
-def is_least(server: VirtualServer) -> bool:
-    """Whether the member with the fewest flows gets the next one."""
+def uses_least_connections(server: VirtualServer) -> bool:
+    """Return whether the member with the fewest flows gets the next one."""
     return server.algorithm == "LEAST_CONNECTIONS" and server.persistence is None
 
 
-def _serve(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *, paired: bool) -> Iterator[str]:
+def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *, paired: bool) -> Iterator[str]:
     yield f"jump limited-{server.id}"
-    versions = eligible_members.versions(server)
+    versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # A table without slots has no number to find one by.
+        # Without slots there is no modulus for the hash.
         if maps[name].elements:
-            by = _by(server, version, len(maps[name].elements), paired=paired)
-            # A rule that is another one begins its turns at the first.
-            anew = f' comment "{loads.number}"' if is_least(server) else ""
-            yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{anew}"
+            by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
+            # A changed rule makes the kernel begin at the first turn.
+            comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
+            yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
     yield "ct mark @member-flows"
     for version in versions:
@@ -219,40 +219,39 @@ def _serve(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *, pair
     yield f"goto refused-{server.id}"
 
 
-def _by(server: VirtualServer, version: int, slots: int, *, paired: bool) -> str:
-    """What finds a slot."""
+def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired: bool) -> str:
+    """Return the nft expression that selects a slot."""
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"
-    # Of one virtual server the same on every amphora, of two of them different.
+    # The seed is the same on every amphora, and different for each virtual server.
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
-        everybody = "0.0.0.0/0" if version == 4 else "::/0"
-        if prefix == 0:  # everybody is one client
+        if prefix == 0:  # all clients count as one
             return f"jhash {source} mod 1 seed 0x1"
-        mask = ipaddress.ip_network(f"{everybody.partition('/')[0]}/{prefix}").netmask
+        mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"
     return f"jhash {source} {end}" if server.algorithm == "SOURCE_IP" else f"jhash {source} . th sport {end}"
 
 
-# -- from one to another ---------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 
 
-def exchange(before: Table, after: Table) -> str:
-    """The commands of one transaction; empty if there is nothing to do."""
-    commands = [*_additions(before, after), *_contents(before, after), *_removals(before, after)]
+def diff_commands(before: Table, after: Table) -> str:
+    """Return the commands of the transaction from one table to another; empty without a difference."""
+    commands = [*_additions(before, after), *_content_changes(before, after), *_removals(before, after)]
     return "".join(f"{one}\n" for one in (f"add table {FAMILY} {TABLE}", *commands)) if commands else ""
 
 
-def anew(present: Mapping[str, str], after: Table) -> str:
-    """The same, where nothing is known of what is there but names: counters and what they say stay.
+def rebuild_commands(present: Mapping[str, str], after: Table) -> str:
+    """Return the commands that rebuild a table with unknown contents; counters keep their values.
 
     Args:
-        present: "chain", "map", "set" or "counter" of each name that the table has; none if there is no table.
+        present: "chain", "map", "set" or "counter" by name; empty without a table.
     """
     if not present:
-        return exchange(EMPTY, after)
+        return diff_commands(EMPTY, after)
     maps = {name: word for name, word in present.items() if word in ("map", "set")}
     flushes = [f"flush table {FAMILY} {TABLE}", *(_command("flush", word, name) for name, word in maps.items())]
     unknown = Table(
@@ -260,11 +259,11 @@ def anew(present: Mapping[str, str], after: Table) -> str:
         {name: Map("", {}, word) for name, word in maps.items()},
         {name: Chain("", ("?",)) for name, word in present.items() if word == "chain"},
     )
-    return "".join(f"{one}\n" for one in flushes) + exchange(unknown, after)
+    return "".join(f"{one}\n" for one in flushes) + diff_commands(unknown, after)
 
 
-def without() -> str:
-    """Without all of it."""
+def delete_commands() -> str:
+    """Return the commands that delete the table."""
     return f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 
 
@@ -283,7 +282,7 @@ def _additions(before: Table, after: Table) -> Iterator[str]:
             yield _command("add", "chain", name, f"{{ {chain.head} }}" if chain.head else "")
 
 
-def _contents(before: Table, after: Table) -> Iterator[str]:
+def _content_changes(before: Table, after: Table) -> Iterator[str]:
     nothing = Map("", {})
     changed = [name for name, chain in after.chains.items() if _rules(before, name) != chain.rules]
     yield from (_command("flush", "chain", name) for name in changed if _rules(before, name))
@@ -291,8 +290,8 @@ def _contents(before: Table, after: Table) -> Iterator[str]:
         former = before.maps.get(name, nothing).elements
         gone = [key for key, value in former.items() if one.elements.get(key) != value]
         new = [_element(key, value) for key, value in one.elements.items() if former.get(key) != value]
-        yield from _elements("delete", name, gone)
-        yield from _elements("add", name, new)
+        yield from _element_commands("delete", name, gone)
+        yield from _element_commands("add", name, new)
     for name in changed:
         yield from (_command("add", "rule", name, rule) for rule in after.chains[name].rules)
 
@@ -305,13 +304,13 @@ def _element(key: str, value: str) -> str:
     return f"{key} : {value}" if value else key
 
 
-def _elements(verb: str, name: str, elements: Sequence[str]) -> Iterator[str]:
+def _element_commands(verb: str, name: str, elements: Sequence[str]) -> Iterator[str]:
     if elements:
         yield _command(verb, "element", name, f"{{ {', '.join(elements)} }}")
 
 
 def _removals(before: Table, after: Table) -> Iterator[str]:
-    """What leads somewhere goes before that to which it leads."""
+    """Yield deletions; an object is deleted after the objects that refer to it."""
     for name, one in before.maps.items():
         if name not in after.maps and one.elements:
             yield _command("flush", one.word, name)

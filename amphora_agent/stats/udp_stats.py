@@ -2,7 +2,7 @@
 """Statistics and member states of UDP and SCTP listeners.
 
 Invariant: reported counters never decrease, over replacements of the kernel's table, restarts of the L4 daemon and of
-the agent, and reboots. Nothing is counted twice: `State.birth` identifies each table of the kernel.
+the agent, and reboots. Nothing is counted twice: `CheckerState.birth` identifies each table of the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from amphora_agent.l4_daemon.client import State, Sums
+from amphora_agent.l4_daemon.client import CheckerState, ServerTotals
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
@@ -26,11 +26,11 @@ STALE_SECONDS = 10.0
 
 
 class Source(Protocol):
-    """The source of states (`amphora_agent.l4_daemon.client`)."""
+    """The source of states (`amphora_agent.l4_daemon.client.CheckerClient`)."""
 
-    def state(self) -> State | None: ...
+    def read_state(self) -> CheckerState | None: ...
 
-    def last_words(self) -> State | None: ...
+    def take_final_state(self) -> CheckerState | None: ...
 
 
 class UdpStats:
@@ -40,7 +40,7 @@ class UdpStats:
         self._file = paths.virtual_totals
         self._source = source
         self._lock = threading.Lock()
-        self._latest: State | None = None
+        self._latest: CheckerState | None = None
         self._read_at = 0.0
         self._totals = self._restored()
         self._written = ""
@@ -57,8 +57,8 @@ class UdpStats:
     def sample(self) -> None:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
-            state = self._source.state()
-            ended = self._source.last_words()  # read after `state`: it is set if the daemon ended in between
+            state = self._source.read_state()
+            ended = self._source.take_final_state()  # read after the state: it is set if the daemon ended in between
             if ended is not None:
                 self._count(ended)
                 self._latest = None
@@ -68,7 +68,7 @@ class UdpStats:
             elif time.monotonic() - self._read_at > STALE_SECONDS:
                 self._latest = None
 
-    def _count(self, state: State) -> None:
+    def _count(self, state: CheckerState) -> None:
         rows = {haproxy_stats.key(name): _counts(sums) for name, sums in state.sums.items()}
         self._totals.read(state.birth, rows)
         self._totals.settle_others({state.birth})
@@ -118,7 +118,7 @@ class UdpStats:
                 self._written = text
 
 
-def _counts(sums: Sums) -> haproxy_stats.Counts:
+def _counts(sums: ServerTotals) -> haproxy_stats.Counts:
     """Return counters in the columns of HAProxy's statistics."""
     named = {
         "stot": sums.total_connections,

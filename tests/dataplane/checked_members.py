@@ -21,7 +21,7 @@ from uuid import UUID
 
 from amphora_lab import eventually, ip
 
-from amphora_agent.l4.model import Member, Monitor, VirtualServer, document
+from amphora_agent.l4.model import Member, Monitor, VirtualServer, to_document
 from amphora_agent.l4_checks import sctp_packet
 from amphora_agent.network.namespace import Namespace
 
@@ -200,7 +200,7 @@ def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
     def answer(one):
         data, sender = one.recvfrom(2048)
         start = 4 * (data[0] & 15) if one.family == socket.AF_INET else 0
-        packet = sctp_packet.read(data[start:])
+        packet = sctp_packet.parse(data[start:])
         bare = data[start : start + 8] + bytes(4) + data[start + 12 :]
         assert struct.unpack_from("<I", data, start + 8)[0] == sctp_packet.crc32c(bare)
         seen.append(packet)
@@ -251,7 +251,7 @@ class Process:
 
     def serve(self, *servers):
         self.digest += 1
-        said = self.ask(op="serve", digest=str(self.digest), paired=False, servers=document(servers))
+        said = self.ask(op="serve", digest=str(self.digest), paired=False, servers=to_document(servers))
         assert said["error"] is None, said
         return said
 

@@ -25,20 +25,20 @@ class Fake:
     def __init__(self, directory):
         self._directory = directory
 
-    def check(self, servers):
+    def check_servers(self, servers):
         for server in servers:
             if server.port == 666:
                 raise ConfigurationRefused("serve it", "no", object_id=server.id)
 
-    def bring_about(self, servers, up, *, paired=False):
+    def apply(self, servers, up, *, paired=False):
         if os.path.exists(f"{self._directory}/broken"):  # noqa: PTH110
             raise VirtualServersError("forward", "it is broken")
         self._write({"at": time.time(), "up": {name: value for (_, name), value in up.items()}, "paired": paired})
 
-    def differs(self, servers, up, *, paired=False):
+    def find_drift(self, servers, up, *, paired=False):
         return []
 
-    def balance(self, servers, up, *, paired=False):
+    def rebalance(self, servers, up, *, paired=False):
         self._write({"at": time.time(), "balanced": len(servers)})
         if os.path.exists(f"{self._directory}/unbalanced"):  # noqa: PTH110
             os.unlink(f"{self._directory}/unbalanced")  # noqa: PTH108

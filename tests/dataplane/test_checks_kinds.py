@@ -211,7 +211,7 @@ def headers(connection):
         (drip, "DOWN", "no answer within"),
         (endless, "DOWN", "no answer of HTTP/1"),
         (redirect, "DOWN", "status 302"),
-        (silent, "DOWN", "hung up"),
+        (silent, "DOWN", "closed without"),
         (garbage, "DOWN", "no answer of HTTP/1"),
         (headers, "UP", "status 200"),
         (says(ERROR), "DOWN", "status 503"),

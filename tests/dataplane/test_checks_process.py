@@ -15,7 +15,7 @@ from amphora_lab import eventually
 from checked_members import POOL, SERVER, Place, Process, address, member, monitor, server, tcp
 
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.l4.model import document
+from amphora_agent.l4.model import to_document
 
 pytestmark = pytest.mark.root
 THOUSAND = 1000
@@ -73,10 +73,10 @@ def test_what_is_refused_changes_nothing(checker):
     checker.serve(server(member(1)))
     before = checker.told()
     wrong = replace(server(member(1)), port=666)
-    said = checker.ask(op="serve", digest="x", paired=False, servers=document((wrong,)))["error"]
+    said = checker.ask(op="serve", digest="x", paired=False, servers=to_document((wrong,)))["error"]
     assert (said["refused"], said["object_id"]) == (True, SERVER)
-    assert checker.ask(op="check", servers=document((wrong,)))["error"]["refused"]
-    assert checker.ask(op="check", servers=document((server(member(2)),))) == {}
+    assert checker.ask(op="check", servers=to_document((wrong,)))["error"]["refused"]
+    assert checker.ask(op="check", servers=to_document((server(member(2)),))) == {}
     assert checker.told() == before
     assert checker.state()["digest"] == "1"
 

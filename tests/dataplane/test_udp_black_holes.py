@@ -123,10 +123,10 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
     for stray in strays:
         with contextlib.suppress(ConnectionRefusedError):
             stray.ask(timeout=0.1)
-    before = inner.run(conntrack.count, 0xFFFFFFFF)
+    before = inner.run(conntrack.count_flows, 0xFFFFFFFF)
     vip = model.parse([virtual_server()])[0].addresses[0]
-    inner.run(conntrack.end_unled, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
-    after = inner.run(conntrack.count, 0xFFFFFFFF)
+    inner.run(conntrack.end_unmarked_flows, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
+    after = inner.run(conntrack.count_flows, 0xFFFFFFFF)
     assert before.pop(0) == after.pop(0, 0) + 1, "one of the two that nobody leads"
     assert before == after, "and none that somebody leads"
 
@@ -134,57 +134,57 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
 def test_a_members_change_survives_that_somebody_took_the_rules_away(lab, inner, clients):
     servers, engine = another(lab), NftablesEngine()
     gone = {(servers[0].id, name_of("member", "b1")): False}
-    inner.run(engine.bring_about, servers, {})
+    inner.run(engine.apply, servers, {})
     flow = next(one for one in clients.flows(2) if one.ask().member == "b1")
     for taken in ("flush ruleset\n", "delete table inet amphora_virtual\n"):
         inner.run(libnftables.run_commands, taken)
-        found = inner.run(engine.differs, servers, gone)
+        found = inner.run(engine.find_drift, servers, gone)
         assert len(found) == 2, f"another member, and no rules: {found}"
-        inner.run(engine.bring_about, servers, {})
+        inner.run(engine.apply, servers, {})
         inner.run(libnftables.run_commands, taken)
-        inner.run(engine.bring_about, servers, gone)
-        assert inner.run(engine.differs, servers, gone) == []
+        inner.run(engine.apply, servers, gone)
+        assert inner.run(engine.find_drift, servers, gone) == []
         assert flow.ask().member == "b2"
-        inner.run(engine.bring_about, servers, {})
+        inner.run(engine.apply, servers, {})
     # Also where the change itself would have been possible.
     inner.run(libnftables.run_commands, "flush chain inet amphora_virtual arriving\n")
-    inner.run(engine.bring_about, servers, gone)
+    inner.run(engine.apply, servers, gone)
     assert clients.flow().ask().member == "b2"
 
 
 def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, monkeypatch):
     """Somebody may be quicker than our look."""
     servers, engine = another(lab), NftablesEngine()
-    inner.run(engine.bring_about, servers, {})
+    inner.run(engine.apply, servers, {})
     inner.run(libnftables.run_commands, "flush ruleset\n")
-    monkeypatch.setattr(engine, "_is_as_left", lambda: True)
-    inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b1")): False})
+    monkeypatch.setattr(engine, "_is_unchanged", lambda: True)
+    inner.run(engine.apply, servers, {(servers[0].id, name_of("member", "b1")): False})
     assert clients.flow().ask().member == "b2"
 
 
 def test_what_could_not_be_ended_is_the_next_time(lab, inner, clients, monkeypatch):
     servers, engine = another(lab), NftablesEngine()
     gone = {(servers[0].id, name_of("member", "b1")): False}
-    inner.run(engine.bring_about, servers, {})
+    inner.run(engine.apply, servers, {})
     some = clients.flows(4)
     assert {flow.ask().member for flow in some} == {"b1", "b2"}
-    fails_once(monkeypatch, conntrack, "end")
+    fails_once(monkeypatch, conntrack, "end_flows")
     with pytest.raises(VirtualServersError):
-        inner.run(engine.bring_about, servers, gone)
-    assert inner.run(engine.differs, servers, gone) != []
-    inner.run(engine.bring_about, servers, gone)
+        inner.run(engine.apply, servers, gone)
+    assert inner.run(engine.find_drift, servers, gone) != []
+    inner.run(engine.apply, servers, gone)
     assert {flow.ask().member for flow in some} == {"b2"}
-    assert inner.run(engine.differs, servers, gone) == []
-    fails_once(monkeypatch, engine, "_remember")
+    assert inner.run(engine.find_drift, servers, gone) == []
+    fails_once(monkeypatch, engine, "_record_listing")
     with pytest.raises(VirtualServersError):
-        inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
-    inner.run(engine.bring_about, servers, {(servers[0].id, name_of("member", "b2")): False})
+        inner.run(engine.apply, servers, {(servers[0].id, name_of("member", "b2")): False})
+    inner.run(engine.apply, servers, {(servers[0].id, name_of("member", "b2")): False})
     assert {flow.ask().member for flow in some} == {"b1"}
-    fails_once(monkeypatch, conntrack, "end")
+    fails_once(monkeypatch, conntrack, "end_flows")
     with pytest.raises(VirtualServersError):
         inner.run(engine.release)
     inner.run(engine.release)
-    assert not {mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark & SERVER_MASK}
+    assert not {mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark & SERVER_MASK}
 
 
 def fails_once(monkeypatch, where, name):

@@ -55,12 +55,12 @@ def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
     engine = NftablesEngine()
     # In another order, and without one of them: no mark of a flow may mean somebody else.
     fewer = [virtual_server(*EVERYBODY[:0:-1])]
-    inner.run(engine.bring_about, model.parse(fewer), {})
+    inner.run(engine.apply, model.parse(fewer), {})
     after = [flow.ask().member for flow in some]
     assert [a for a, b in zip(after, before, strict=True) if b != "e0"] == [b for b in before if b != "e0"]
     (counted,) = inner.run(engine.counters).values()
     assert counted.total_connections == len(some) + 1, "and one that has found another member"
-    assert inner.run(engine.differs, model.parse(fewer), {}) == []
+    assert inner.run(engine.find_drift, model.parse(fewer), {}) == []
     assert inner.run(NftablesEngine().differs, model.parse(fewer), {}) != []
 
 
@@ -88,13 +88,13 @@ def test_flows_end_by_their_marks(lab, inner, clients, ended):
     push(lab, virtual_server(*EVERYBODY))
     some = clients.flows(24)
     assert who(some) == dict.fromkeys(PLACES, 2)
-    found = inner.run(conntrack.count, 0xFFFFFFFF)
+    found = inner.run(conntrack.count_flows, 0xFFFFFFFF)
     gone = sorted(mark for mark in found if mark & SERVER_MASK)[:ended]
-    inner.run(conntrack.end, gone)
-    left = inner.run(conntrack.count, 0xFFFFFFFF)
+    inner.run(conntrack.end_flows, gone)
+    left = inner.run(conntrack.count_flows, 0xFFFFFFFF)
     assert not {*gone} & {*left}
     assert {mark: found[mark] for mark in left if mark} == {mark: left[mark] for mark in left if mark}
-    assert inner.run(conntrack.count, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
+    assert inner.run(conntrack.count_flows, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
 
 
 def test_the_last_listener_leaves_nothing(lab, inner, clients):
@@ -102,7 +102,7 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
     some = clients.flows(3)
     assert sum(who(some).values()) == 3
     push(lab)
-    assert not {mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark}
+    assert not {mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark}
     assert not inner.run(nft_apply.table_exists, "inet", "amphora_virtual")
     assert not inner.run(nft_apply.table_exists, "inet", "amphora")
     eventually(some[0].refused, "nobody is there")

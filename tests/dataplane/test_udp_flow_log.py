@@ -15,10 +15,10 @@ from amphora_lab import VIP, eventually
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server, who
 
 from amphora_agent.l4 import model
-from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_daemon.client import SERVICE
 from amphora_agent.l4_flow_log import writer
-from amphora_agent.l4_flow_log.stdout_writer import Outlet
+from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 from amphora_agent.l4_flow_log.writer import FlowLog
 from amphora_agent.l4_nftables import conntrack
 from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK
@@ -79,8 +79,8 @@ def test_a_flow_that_ends_has_a_line(lab, inner, clients, form):
     said = b"x" * 100
     answers = [flow.ask(said) for _ in range(3)]
     assert not logged(lab, form), "it goes on"
-    mark = next(one for one in inner.run(conntrack.count, 0xFFFFFFFF) if one & SERVER_MASK)
-    inner.run(conntrack.end, [mark])
+    mark = next(one for one in inner.run(conntrack.count_flows, 0xFFFFFFFF) if one & SERVER_MASK)
+    inner.run(conntrack.end_flows, [mark])
     (found,) = eventually(lambda: logged(lab, form), "it has a line")
     back = sum(HEADS + len(f"{one.member} {one.seen} {one.port} ") + len(said) for one in answers)
     name = name_of("member", answers[0].member)
@@ -153,7 +153,7 @@ class Reader:
         self.one.setblocking(False)
 
     def outlet(self):
-        return Outlet(self.other.fileno())
+        return StdoutWriter(self.other.fileno())
 
     def read(self):
         received = b""
@@ -172,14 +172,16 @@ def test_what_is_too_much_is_counted(lab, inner, clients, form, monkeypatch):
     monkeypatch.setattr(writer, "_BUFFER", 4096)
     servers = model.parse([virtual_server(*EVERYBODY, log_format=form)])
     push(lab, virtual_server(*EVERYBODY))
-    reader, loop, engine = Reader(), Loop(), NftablesEngine()
-    log = inner.run(lambda: FlowLog(loop, outlet=reader.outlet))
+    reader, loop, engine = Reader(), EventLoop(), NftablesEngine()
+    log = inner.run(lambda: FlowLog(loop, make_writer=reader.outlet))
     try:
-        inner.run(log.listen, servers)
-        inner.run(engine.bring_about, servers, {})
+        inner.run(log.start, servers)
+        inner.run(engine.apply, servers, {})
         some = clients.flows(60)
         assert sum(who(some).values()) == 60
-        inner.run(conntrack.end, [mark for mark in inner.run(conntrack.count, 0xFFFFFFFF) if mark & SERVER_MASK])
+        inner.run(
+            conntrack.end_flows, [mark for mark in inner.run(conntrack.count_flows, 0xFFFFFFFF) if mark & SERVER_MASK]
+        )
         inner.run(log.close)
         counts = log.counts
         assert counts["lost"] > 0

@@ -15,7 +15,7 @@ import pytest
 from amphora_lab import eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, persistence, virtual_server, who
 
-from amphora_agent.l4_daemon.checker import _BALANCE_SECONDS
+from amphora_agent.l4_daemon.checker import _REBALANCE_SECONDS
 
 pytestmark = pytest.mark.root
 PLACES = {"l1": "198.51.100.121", "l2": "198.51.100.122", "l3": "198.51.100.123"}
@@ -57,7 +57,7 @@ def flows_of(lab):
 def is_counted(lab, **flows):
     """Every flow is in the checker's count, and it has had the time to make turns of it."""
     eventually(lambda: flows_of(lab) == flows, f"{flows}")
-    time.sleep(2 * _BALANCE_SECONDS)  # nothing says that turns were made
+    time.sleep(2 * _REBALANCE_SECONDS)  # nothing says that turns were made
 
 
 def test_who_holds_many_flows_gets_none_until_others_hold_as_many(lab, clients):
@@ -145,7 +145,7 @@ def test_the_checker_asks_every_second_and_only_where_it_decides(tmp_path):
             eventually(lambda: len(said(tmp_path, "balanced")) > asked, "it goes on")
             process.serve(one)
             at_most = len(said(tmp_path, "balanced"))
-            time.sleep(2 * _BALANCE_SECONDS)  # nothing is what happens
+            time.sleep(2 * _REBALANCE_SECONDS)  # nothing is what happens
             assert len(said(tmp_path, "balanced")) == at_most
         finally:
             process.close()

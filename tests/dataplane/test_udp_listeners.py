@@ -280,7 +280,7 @@ def test_connections_of_haproxy_are_not_tracked(udp):
     assert udp.clients.flow().ask().member == "u1"
     inner = Namespace(Path(f"/proc/{udp.amphora.init()}/root/run/netns/amphora-haproxy"))
     with contextlib.closing(inner):
-        before = inner.run(conntrack.count, 0xFFFFFFFF).get(0, 0)
+        before = inner.run(conntrack.count_flows, 0xFFFFFFFF).get(0, 0)
         for _ in range(30):
             assert udp.lab.network.thread("cl").run(get)[0] == 200
-        assert inner.run(conntrack.count, 0xFFFFFFFF).get(0, 0) < before + 30
+        assert inner.run(conntrack.count_flows, 0xFFFFFFFF).get(0, 0) < before + 30

@@ -13,7 +13,7 @@ import pytest
 from amphora_lab import eventually, ip
 from checked_members import Place, Process, address, member, monitor, server, udp
 
-from amphora_agent.l4_checks.neighbor_probe import Neighbours
+from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
 pytestmark = pytest.mark.root
 FAR, GATEWAY = "203.0.113.7", address(0)
@@ -33,7 +33,7 @@ def place():
 
 @pytest.fixture
 def neighbours(place):
-    made = place.within(place.inner, Neighbours)
+    made = place.within(place.inner, NeighborProbe)
     yield made
     made.close()
 
@@ -81,29 +81,29 @@ def test_a_host_that_goes_is_down_and_one_that_comes_back_is_up(place, tmp_path,
 @pytest.mark.parametrize("version", [4, 6])
 def test_only_what_the_kernel_believes_is_to_be_proven(place, neighbours, version):
     where = address(5, version)
-    assert not neighbours.prove(where), "nobody has talked to it yet"
+    assert not neighbours.probe(where), "nobody has talked to it yet"
     meet(place, where)
-    assert neighbours.prove(where)
-    assert not neighbours.is_lost(where)
+    assert neighbours.probe(where)
+    assert not neighbours.is_unresolved(where)
     eventually(lambda: entry(place, where) == ["REACHABLE"], "it has answered")
     mac = "02:00:00:00:00:05"
     place.run(place.inner, "ip", "neigh", "replace", where, "lladdr", mac, "dev", "eth0", "nud", "permanent")
-    assert not neighbours.prove(where)
+    assert not neighbours.probe(where)
     assert entry(place, where) == ["PERMANENT"]
     place.run(place.inner, "ip", "neigh", "del", where, "dev", "eth0")
     nobody = address(99, version)
     place.within(place.inner, talk, nobody)
-    assert neighbours.is_lost(nobody)
-    assert not neighbours.prove(nobody)
+    assert neighbours.is_unresolved(nobody)
+    assert not neighbours.probe(nobody)
 
 
 def test_who_is_no_neighbour_is_nobodys_proof(place, neighbours):
     meet(place, GATEWAY)
-    assert not neighbours.prove(FAR), "there is no way to it"
+    assert not neighbours.probe(FAR), "there is no way to it"
     ip(f"-n {place.inner} route add {FAR}/32 via {GATEWAY}")
     try:
-        assert not neighbours.prove(FAR), "it is behind a router"
+        assert not neighbours.probe(FAR), "it is behind a router"
         assert entry(place, GATEWAY) == ["REACHABLE"]
     finally:
         ip(f"-n {place.inner} route del {FAR}/32")
-    assert not neighbours.prove("192.0.2.1"), "it is our own"
+    assert not neighbours.probe("192.0.2.1"), "it is our own"

@@ -68,7 +68,7 @@ def _associate(source, vip, port, own_port):
             data = data if six else data[4 * (data[0] & 15) :]
             bare = data[:8] + bytes(4) + data[12:]
             assert struct.unpack_from("<I", data, 8)[0] == sctp_packet.crc32c(bare), "a right checksum"
-            return sctp_packet.read(data)
+            return sctp_packet.parse(data)
     return None
 
 

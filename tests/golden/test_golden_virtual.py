@@ -83,7 +83,7 @@ def test_the_list(update_golden):
 
 def test_the_agent_reads_it_as_it_was_written():
     written = json.loads(FILE.read_text())
-    assert json.loads(json.dumps(model.document(model.parse(written)))) == written
+    assert json.loads(json.dumps(model.to_document(model.parse(written)))) == written
 
 
 def test_haproxy_hears_nothing_of_it():

@@ -18,10 +18,10 @@ import pytest
 
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
-from amphora_agent.l4.event_loop import Loop, roomy
+from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_daemon import client, code_version
-from amphora_agent.l4_daemon.client import Checker, Listener, Pool, State, Sums
-from amphora_agent.l4_daemon.persisted_state import Record, Wish
+from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState, PoolState, ServerTotals
+from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.paths import Paths
 from amphora_agent.stats.udp_stats import UdpStats
 
@@ -29,9 +29,9 @@ PACKAGE = Path(amphora_agent.__file__).parent
 HEAVY = {"pathlib", "logging", "hashlib", "ssl", "argparse", "asyncio", "subprocess", "threading", "http", "pyroute2"}
 LIST = """import sys
 sys.path.insert(0, {place!r})
-from amphora_agent.l4.event_loop import Loop
+from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4_daemon.__main__ import KINDS
-loop = Loop()
+loop = EventLoop()
 for make in KINDS.values():
     make(loop).close()
 loop.close()
@@ -69,12 +69,12 @@ def test_what_has_arrived_comes_before_what_is_late():
     """A process that was held up does not take an answer that is here for a missing one."""
     one, other = socket.socketpair()
     happened = []
-    loop = Loop()
+    loop = EventLoop()
     try:
-        loop.at(time.monotonic() - 5, lambda: happened.append("late"))
-        loop.read(one, lambda: happened.append(one.recv(9)))
+        loop.call_at(time.monotonic() - 5, lambda: happened.append("late"))
+        loop.add_reader(one, lambda: happened.append(one.recv(9)))
         other.send(b"answer")
-        loop.turn(0)
+        loop.run_once(0)
         assert happened == [b"answer", "late"]
     finally:
         loop.close()
@@ -85,20 +85,20 @@ def test_what_has_arrived_comes_before_what_is_late():
 def test_a_socket_that_an_earlier_event_has_closed_is_left_alone():
     pairs = [socket.socketpair() for _ in range(2)]
     happened = []
-    loop = Loop()
+    loop = EventLoop()
 
     def close_all():
         happened.append(1)
         for one, _ in pairs:
-            loop.forget(one)
+            loop.remove(one)
             one.close()
 
     try:
         for one, other in pairs:
-            loop.read(one, close_all)
+            loop.add_reader(one, close_all)
             other.send(b".")
-        loop.turn(0)
-        loop.turn(0)
+        loop.run_once(0)
+        loop.run_once(0)
         assert happened == [1]
     finally:
         loop.close()
@@ -114,7 +114,7 @@ def test_small_numbers_are_left_to_those_who_need_them():
     try:
         while held[-1].fileno() < 520:
             held.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-        moved = [roomy(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(5)]
+        moved = [make_nonblocking(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(5)]
         assert all(one.fileno() >= 1024 and not one.getblocking() for one in moved)
     finally:
         for one in held + moved:
@@ -130,16 +130,16 @@ def test_small_numbers_are_left_to_those_who_need_them():
 def test_files_that_cannot_be_read_count_as_nothing(tmp_path, text, capfd):
     (tmp_path / "virtual-servers.json").write_text(text)
     (tmp_path / "virtual-states.json").write_text(text)
-    left = Record(str(tmp_path)).read()
-    assert (left.wish.servers, left.states) == ((), {})
+    left = StateFiles(str(tmp_path)).load()
+    assert (left.desired.servers, left.states) == ((), {})
     assert "virtual-servers.json" in capfd.readouterr().err
 
 
 def test_what_is_served_is_read_back(tmp_path):
-    record = Record(str(tmp_path))
-    assert record.read().wish.digest is None
-    record.serves(Wish("digest", (), True))
-    assert record.read().wish == Wish("digest", (), True)
+    record = StateFiles(str(tmp_path))
+    assert record.load().desired.digest is None
+    record.write_servers(DesiredState("digest", (), True))
+    assert record.load().desired == DesiredState("digest", (), True)
 
 
 # -- the agent's side ----------------------------------------------------------------------------------------
@@ -205,74 +205,74 @@ NONE = {"digest": None, "error": None, "birth": "b", "servers": {}, "former": {}
 
 def test_where_nothing_was_ever_wanted_nothing_is_started(paths):
     services = Services()
-    checker = Checker(paths, services)
-    checker.check([])
+    checker = CheckerClient(paths, services)
+    checker.check_servers([])
     checker.serve([])
-    assert checker.differs([]) == []
-    assert checker.state() is None
+    assert checker.find_drift([]) == []
+    assert checker.read_state() is None
     assert services.calls == []
 
 
 def test_when_nothing_is_wanted_any_more_it_ends_and_its_last_words_are_kept(paths):
     services = Services()
     paths.virtual_servers.write_text("{}")
-    checker = Checker(paths, services)
+    checker = CheckerClient(paths, services)
     Answering(paths, {"version": code_version.version()}, {**NONE, "former": {"gone": SUMS}})
     checker.serve([])
     assert services.calls == [("start", client.SERVICE), ("stop", client.SERVICE)]
     assert not paths.checker_socket.exists()
     assert not paths.virtual_servers.exists()
-    assert checker.last_words().sums == {"gone": Sums(**SUMS)}
-    assert checker.last_words() is None
+    assert checker.take_final_state().sums == {"gone": ServerTotals(**SUMS)}
+    assert checker.take_final_state() is None
 
 
 def test_one_with_other_code_is_replaced(paths):
     services = Services()
     paths.virtual_servers.write_text("{}")
     Answering(paths, {"version": "old"}, {"version": "old"}, {"version": code_version.version()}, NONE)
-    Checker(paths, services).serve([])
+    CheckerClient(paths, services).serve([])
     assert services.calls[:2] == [("start", client.SERVICE), ("signal", "SIGHUP")]
 
 
 @pytest.mark.parametrize("record", [None, '{"servers": []}'])
 def test_one_that_never_came_up_and_served_nothing_just_ends(paths, record, monkeypatch):
     """A push without any virtual server does not fail because of it."""
-    monkeypatch.setattr(client, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     paths.checker_socket.touch()
     if record is not None:
         paths.virtual_servers.write_text(record)
     services = Services()
-    checker = Checker(paths, services)
+    checker = CheckerClient(paths, services)
     checker.serve([])
     assert services.calls == [("stop", client.SERVICE)]
     assert not paths.checker_socket.exists()
     assert not paths.virtual_servers.exists()
-    assert checker.last_words() is None
+    assert checker.take_final_state() is None
 
 
 def test_one_that_served_is_not_ended_before_it_has_taken_that_back(paths, monkeypatch):
-    monkeypatch.setattr(client, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     paths.virtual_servers.write_text('{"servers": [{}]}')
     services = Services()
     with pytest.raises(VirtualServersError):
-        Checker(paths, services).serve([])
+        CheckerClient(paths, services).serve([])
     assert ("stop", client.SERVICE) not in services.calls
 
 
 def test_nobody_waits_for_the_last_words(paths, monkeypatch):
     """Heartbeats ask for them, those of all listeners; the checker may be silent for as long as it likes."""
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 5.0, raising=False)
-    monkeypatch.setattr(client, "STATE_SECONDS", 5.0)
-    monkeypatch.setattr(client, "START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_SECONDS", 5.0, raising=False)
+    monkeypatch.setattr(client, "STATE_TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr(client, "START_TIMEOUT_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(paths.checker_socket))
         silent.listen(5)
-        checker = Checker(paths, Services())
+        checker = CheckerClient(paths, Services())
         failed = []
 
         def wait():
             try:
-                checker.check([None])
+                checker.check_servers([None])
             except VirtualServersError as error:
                 failed.append(error)
 
@@ -281,7 +281,7 @@ def test_nobody_waits_for_the_last_words(paths, monkeypatch):
         try:
             connection, _ = silent.accept()
             with connection:
-                assert checker.last_words() is None
+                assert checker.take_final_state() is None
                 assert waiting.is_alive()
         finally:
             silent.close()
@@ -295,29 +295,29 @@ def test_what_it_says_is_what_the_controller_hears(paths, refused, kind):
     paths.virtual_servers.write_text("{}")
     Answering(paths, {"version": code_version.version()}, {"error": said})
     with pytest.raises(kind) as caught:
-        Checker(paths, Services()).serve([])
+        CheckerClient(paths, Services()).serve([])
     assert caught.value.object_id == "listener"
 
 
 def test_one_that_does_not_answer_is_no_state_and_a_difference(paths):
     paths.checker_socket.touch()
-    checker = Checker(paths, Services())
-    assert checker.state() is None
-    assert "does not answer" in checker.differs([])[0]
+    checker = CheckerClient(paths, Services())
+    assert checker.read_state() is None
+    assert "does not answer" in checker.find_drift([])[0]
 
 
 # -- sums over everything ------------------------------------------------------------------------------------
 
 
 def state(birth, count, active=0, former=()):
-    pool = Pool("pool", "UP", {"m": "UP"}, {"m": ""}, {"m": 1})
-    sums = {name: Sums(count, 10 * count, 20 * count, 0) for name in ("one", *former)}
-    return State("d", birth, None, {"one": Listener("OPEN", active, pool)}, sums)
+    pool = PoolState("pool", "UP", {"m": "UP"}, {"m": ""}, {"m": 1})
+    sums = {name: ServerTotals(count, 10 * count, 20 * count, 0) for name in ("one", *former)}
+    return CheckerState("d", birth, None, {"one": ListenerState("OPEN", active, pool)}, sums)
 
 
 def ledger(paths, *answers):
     said = iter(answers)
-    source = SimpleNamespace(state=lambda: next(said), last_words=lambda: None)
+    source = SimpleNamespace(read_state=lambda: next(said), take_final_state=lambda: None)
     return UdpStats(paths, source)
 
 
@@ -341,7 +341,7 @@ def test_sums_go_on_when_counters_begin_anew(paths):
 def test_last_words_count_and_end_it(paths):
     answers = iter([state("a", 5), None, state("b", 1)])
     final = iter([None, replace(state("a", 9), listeners={}), None])
-    one = UdpStats(paths, SimpleNamespace(state=lambda: next(answers), last_words=lambda: next(final)))
+    one = UdpStats(paths, SimpleNamespace(read_state=lambda: next(answers), take_final_state=lambda: next(final)))
     one.sample()
     one.sample()
     assert one.listeners() == {}

@@ -17,17 +17,17 @@ from test_checks_states import MONITOR, SERVER, member, server
 
 from amphora_agent.l4 import event_loop
 from amphora_agent.l4.engine import Counters
-from amphora_agent.l4.event_loop import Loop, roomy
-from amphora_agent.l4.model import document
+from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
+from amphora_agent.l4.model import to_document
 from amphora_agent.l4_daemon import control_socket
 from amphora_agent.l4_daemon.checker import Checker
-from amphora_agent.l4_daemon.control_socket import Control
-from amphora_agent.l4_daemon.persisted_state import Record
+from amphora_agent.l4_daemon.control_socket import ControlSocket
+from amphora_agent.l4_daemon.persisted_state import StateFiles
 
 
 @pytest.fixture
 def turning():
-    made = Loop()
+    made = EventLoop()
     yield made
     made.close()
 
@@ -47,18 +47,18 @@ def test_what_is_due_in_months_can_be_waited_for(turning):
     """epoll counts milliseconds in 32 bits."""
     one, other = socket.socketpair()
     with one, other:
-        turning.at(time.monotonic() + 1e8, lambda: None)
+        turning.call_at(time.monotonic() + 1e8, lambda: None)
         heard = []
-        turning.read(one, lambda: heard.append(one.recv(9)))
+        turning.add_reader(one, lambda: heard.append(one.recv(9)))
         other.send(b"now")
-        turning.turn()
+        turning.run_once()
         assert heard == [b"now"]
 
 
 def test_a_socket_stays_as_it_is_where_there_are_no_large_numbers(monkeypatch):
-    monkeypatch.setattr(event_loop, "_SCARCE", 0)
+    monkeypatch.setattr(event_loop, "_RESERVED_FROM", 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, files(1000):
-        kept = roomy(one)
+        kept = make_nonblocking(one)
         assert kept is one
         assert kept.fileno() >= 0
         assert not kept.getblocking()
@@ -71,7 +71,7 @@ def listening(turning, tmp_path):
 
         def made(answer):
             path = str(tmp_path / "socket")
-            closing.callback(Control(turning, path, answer).close)
+            closing.callback(ControlSocket(turning, path, answer).close)
             return path
 
         yield made
@@ -89,13 +89,13 @@ def test_who_has_no_file_left_lets_people_in_later(turning, listening, capfd):
     path = listening(lambda _: {"well": True})
     with asking(path) as connection:
         with files(_next_file()):
-            turning.turn(0)
-        assert "nobody is let in" in capfd.readouterr().err
+            turning.run_once(0)
+        assert "connections are not accepted" in capfd.readouterr().err
         connection.setblocking(False)
         said, end = b"", time.monotonic() + 30
         while not said:
             assert time.monotonic() < end
-            turning.turn(1)
+            turning.run_once(1)
             with contextlib.suppress(BlockingIOError):
                 said = connection.recv(100)
         assert json.loads(said) == {"well": True}
@@ -115,7 +115,7 @@ def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, m
     monkeypatch.setattr(event_loop, "time", clock)
 
     def answer(_):
-        clock.now += 2 * control_socket.LONGEST_SECONDS
+        clock.now += 2 * control_socket.TIMEOUT_SECONDS
         return "x" * (8 << 20)
 
     received = []
@@ -128,7 +128,7 @@ def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, m
         taker = threading.Thread(target=take)
         taker.start()
         while taker.is_alive():
-            turning.turn(0.01)
+            turning.run_once(0.01)
         taker.join()
     assert sum(received) == 8 << 20
 
@@ -139,20 +139,18 @@ def test_a_long_answer_that_was_long_in_the_making_arrives(turning, listening, m
 class Fake:
     """An engine that says what differs from what it was told; while it is `broken` it takes nothing."""
 
-    name = "fake"
-
     def __init__(self):
         self.told, self.broken = None, False
 
-    def check(self, servers):
+    def check_servers(self, servers):
         pass
 
-    def bring_about(self, servers, up, *, paired=False):
+    def apply(self, servers, up, *, paired=False):
         if self.broken:
             raise OSError("broken")
         self.told = servers, dict(up)
 
-    def differs(self, servers, up, *, paired=False):
+    def find_drift(self, servers, up, *, paired=False):
         return [] if (tuple(servers), dict(up)) == self.told else ["the rules are others"]
 
     def release(self):
@@ -168,8 +166,8 @@ class Asked:
     def __init__(self, _):
         self.waiting = []
 
-    def begin(self, asked, done):
-        self.waiting.append(done)
+    def start(self, target, on_result):
+        self.waiting.append(on_result)
         return SimpleNamespace(end=lambda: None, expire=lambda: (True, "late"))
 
     def close(self):
@@ -180,34 +178,34 @@ class Asked:
 def checking(turning, tmp_path):
     """A checker, its engine and its checks."""
     engine, asked = Fake(), Asked(turning)
-    made = Checker(turning, engine, Record(str(tmp_path)), {"TCP": lambda _: asked})
+    made = Checker(turning, engine, StateFiles(str(tmp_path)), {"TCP": lambda _: asked})
     yield made, engine, asked
     made.close()
 
 
 def question(op, *servers):
-    return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": document(servers)}
+    return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": to_document(servers)}
 
 
 def test_who_serves_nothing_is_as_wanted_where_nothing_is_wanted(checking):
     """It was only asked whether it could serve something."""
     checker, _, _ = checking
-    assert checker.answer(question("differs")) == {"differs": []}
-    assert checker.answer(question("differs", server(member(1))))["differs"] != []
+    assert checker.handle_request(question("differs")) == {"differs": []}
+    assert checker.handle_request(question("differs", server(member(1))))["differs"] != []
 
 
 def test_a_state_that_waits_for_its_turn_is_no_hand_in_the_rules(checking):
     checker, engine, asked = checking
     wanted = server(member(1), monitor=MONITOR)
-    checker.answer(question("serve", wanted))
+    checker.handle_request(question("serve", wanted))
     while not asked.waiting:
-        checker.turn()
+        checker.run_once()
     engine.broken = True
     before = engine.told
     asked.waiting.pop()(False, "refused")
-    checker.turn()
-    assert "broken" in checker.answer({"op": "state"})["error"]
-    assert checker.answer(question("differs", wanted)) == {"differs": []}
+    checker.run_once()
+    assert "broken" in checker.handle_request({"op": "state"})["error"]
+    assert checker.handle_request(question("differs", wanted)) == {"differs": []}
     engine.told = None
-    assert checker.answer(question("differs", wanted))["differs"] != []
+    assert checker.handle_request(question("differs", wanted))["differs"] != []
     engine.told = before

@@ -19,7 +19,7 @@ SERVER = {"status": "OPEN", **COUNTED, "pool": {"id": "p", "status": "UP", "memb
 
 
 def test_virtual_servers_are_told_beside_haproxy():
-    told = "".join(exposition(HAPROXY, load=0, memory=0, others=stat_rows.compose({"dns": SERVER})))
+    told = "".join(exposition(HAPROXY, load=0, memory=0, others=stat_rows.render_rows({"dns": SERVER})))
     for line in (
         'octavia_listener_status{listener="dns",state="UP"} 1',
         'octavia_listener_current_sessions{listener="dns"} 11',
@@ -48,8 +48,8 @@ def test_virtual_servers_are_told_beside_haproxy():
 
 def test_without_virtual_servers_nothing_changes():
     before = "".join(exposition(HAPROXY, load=0, memory=0))
-    assert "".join(exposition(HAPROXY, load=0, memory=0, others=stat_rows.compose({}))) == before
+    assert "".join(exposition(HAPROXY, load=0, memory=0, others=stat_rows.render_rows({}))) == before
     alone = {**SERVER, "pool": None}
     assert 'octavia_listener_status{listener="dns",state="UP"} 1' in "".join(
-        exposition(HAPROXY, load=0, memory=0, others=stat_rows.compose({"dns": alone}))
+        exposition(HAPROXY, load=0, memory=0, others=stat_rows.render_rows({"dns": alone}))
     )

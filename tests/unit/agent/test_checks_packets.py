@@ -38,25 +38,25 @@ def test_an_init_is_one():
     assert struct.unpack_from("!BBHIIHH", packet, 12) == (1, 0, 20, 0x01020304, 1500, 1, 1)
     bare = packet[:8] + bytes(4) + packet[12:]
     assert struct.unpack_from("<I", packet, 8)[0] == sctp_packet.crc32c(bare)
-    assert sctp_packet.read(packet) == sctp_packet.Packet(40000, 36412, 0, sctp_packet.INIT, 0x01020304)
+    assert sctp_packet.parse(packet) == sctp_packet.Packet(40000, 36412, 0, sctp_packet.INIT, 0x01020304)
 
 
 def test_an_abort_is_one():
     packet = sctp_packet.abort(40000, 36412, 7)
     assert packet[12:] == b"\x06\x00\x00\x04"
-    assert sctp_packet.read(packet) == sctp_packet.Packet(40000, 36412, 7, sctp_packet.ABORT, None)
+    assert sctp_packet.parse(packet) == sctp_packet.Packet(40000, 36412, 7, sctp_packet.ABORT, None)
 
 
 @pytest.mark.parametrize("length", range(32))
 def test_a_packet_that_is_cut_is_none_or_no_init(length):
-    found = sctp_packet.read(sctp_packet.init(1, 2, 3)[:length])
+    found = sctp_packet.parse(sctp_packet.init(1, 2, 3)[:length])
     assert found is None
 
 
 def test_lengths_that_lie_are_not_believed():
     packet = bytearray(sctp_packet.init(1, 2, 3))
     struct.pack_into("!H", packet, 14, 4)
-    assert sctp_packet.read(bytes(packet)) is None
+    assert sctp_packet.parse(bytes(packet)) is None
 
 
 # -- HTTP ----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def monitor(**changes):
     ],
 )
 def test_requests(changes, place, lines):
-    text = http_response.request(monitor(**changes), *place).decode()
+    text = http_response.build_request(monitor(**changes), *place).decode()
     assert text.endswith("\r\n\r\n")
     assert text.split("\r\n")[: len(lines)] == lines
     assert "Connection: close" in text.split("\r\n")
@@ -100,7 +100,7 @@ def test_requests(changes, place, lines):
     ],
 )
 def test_answers(received, status):
-    assert http_response.status_of(received) == status
+    assert http_response.parse_status(received) == status
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_answers(received, status):
     ],
 )
 def test_what_is_no_answer(received):
-    with pytest.raises(ValueError, match="no answer"):
-        http_response.status_of(received)
+    with pytest.raises(ValueError, match="not an HTTP"):
+        http_response.parse_status(received)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_no_answer(received):
     ],
 )
 def test_codes(status, codes, wanted):
-    assert http_response.among(status, codes) is wanted
+    assert http_response.matches_codes(status, codes) is wanted
 
 
 # -- what others are told ------------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def unreachable6(source=MEMBER6, code=4):
 
 def test_whom_an_error_is_about():
     flow = Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242))
-    assert icmp_errors.told(socket.AF_INET, unreachable()) == flow
-    assert icmp_errors.told(socket.AF_INET, unreachable(options=8)) == flow
+    assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable()) == flow
+    assert icmp_errors.parse_port_unreachable(socket.AF_INET, unreachable(options=8)) == flow
     flow6 = Flow(socket.AF_INET6, 17, (MEMBER6, 53), (US6, 4242))
-    assert icmp_errors.told(socket.AF_INET6, unreachable6()) == flow6
+    assert icmp_errors.parse_port_unreachable(socket.AF_INET6, unreachable6()) == flow6
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_whom_an_error_is_about():
     ],
 )
 def test_what_says_nothing(family, packet):
-    assert icmp_errors.told(family, packet) is None
+    assert icmp_errors.parse_port_unreachable(family, packet) is None
 
 
 def neighbour(address, state, kind=28):
@@ -197,14 +197,17 @@ def neighbour(address, state, kind=28):
 
 def test_neighbours_that_are_lost():
     said = neighbour("192.0.2.7", 0x20) + neighbour("192.0.2.8", 0x02) + neighbour("2001:db8::7", 0x20)
-    assert icmp_errors.lost(said + neighbour("192.0.2.9", 0x20, kind=29)) == ["192.0.2.7", "2001:db8::7"]
+    assert icmp_errors.parse_failed_neighbors(said + neighbour("192.0.2.9", 0x20, kind=29)) == [
+        "192.0.2.7",
+        "2001:db8::7",
+    ]
     for length in range(len(said)):
-        icmp_errors.lost(said[:length])
-    assert icmp_errors.lost(bytes(64)) == []
+        icmp_errors.parse_failed_neighbors(said[:length])
+    assert icmp_errors.parse_failed_neighbors(bytes(64)) == []
 
 
 def test_a_question_for_a_flow_is_well_formed():
-    question = conntrack_lookup.question(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
+    question = conntrack_lookup.build_request(Flow(socket.AF_INET, 17, (MEMBER, 53), (US, 4242)))
     length, kind = struct.unpack_from("=IH", question)
     assert (length, kind) == (len(question), 0x101)
     assert socket.inet_aton(MEMBER) in question
@@ -212,4 +215,4 @@ def test_a_question_for_a_flow_is_well_formed():
 
 
 def test_no_flow_is_said_to_be_none():
-    assert not conntrack_lookup.exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))
+    assert not conntrack_lookup.flow_exists(Flow(socket.AF_INET, 17, ("127.0.0.9", 53), ("127.0.0.8", 4242)))

@@ -12,7 +12,7 @@ import pytest
 
 from amphora_agent.l4.engine import Counters
 from amphora_agent.l4.model import Member, Monitor, VirtualServer
-from amphora_agent.l4.monotonic_counters import Counted
+from amphora_agent.l4.monotonic_counters import MonotonicCounters
 from amphora_agent.l4_checks import member_state
 from amphora_agent.l4_checks.member_state import State
 
@@ -52,16 +52,16 @@ def key(one):
         (DOWN, "gbg", 2, 3, "down"),
         (DOWN, "g", 1, 3, "up"),
         (UP, "bbbgg", 2, 3, "up"),
-        (member_state.first(1.0, others=False), "b", 5, 5, "down"),  # the first check decides
-        (member_state.first(1.0, others=True), "g", 5, 5, "up"),
-        (member_state.first(1.0, others=True), "gbbbb", 5, 5, "up"),
-        (member_state.first(1.0, others=True), "gbbbbb", 5, 5, "down"),
+        (member_state.initial_state(1.0, others=False), "b", 5, 5, "down"),  # the first check decides
+        (member_state.initial_state(1.0, others=True), "g", 5, 5, "up"),
+        (member_state.initial_state(1.0, others=True), "gbbbb", 5, 5, "up"),
+        (member_state.initial_state(1.0, others=True), "gbbbbb", 5, 5, "down"),
     ],
 )
 def test_a_member_changes_after_exactly_as_many_checks(begin, checks, rise, fall, ends):
     state = begin
     for moment, check in enumerate(checks):
-        state = member_state.after(state, good=check == "g", reason=check, rise=rise, fall=fall, now=10.0 + moment)
+        state = member_state.next_state(state, good=check == "g", reason=check, rise=rise, fall=fall, now=10.0 + moment)
     assert state.up == (ends == "up")
     if checks:
         assert state.proven
@@ -71,7 +71,7 @@ def test_a_member_changes_after_exactly_as_many_checks(begin, checks, rise, fall
 def test_since_is_when_it_changed_and_not_when_it_was_checked():
     state = UP
     for now in (5.0, 6.0, 7.0, 8.0):
-        state = member_state.after(state, good=False, reason="refused", rise=1, fall=3, now=now)
+        state = member_state.next_state(state, good=False, reason="refused", rise=1, fall=3, now=now)
     assert (state.up, state.since) == (False, 7.0)
 
 
@@ -85,50 +85,50 @@ def test_what_is_known_stays_whatever_else_changes():
         server(one, two, member(3)),
     )
     for wanted in changes:
-        found = member_state.carried(known, (server(one, two),), (wanted,), 9.0)
+        found = member_state.carry_over(known, (server(one, two),), (wanted,), 9.0)
         assert found[key(one)] == DOWN
         assert found[key(two)] == UP
 
 
 def test_a_new_member_waits_for_its_first_check_if_others_serve():
     one, new = member(1), member(2)
-    found = member_state.carried({key(one): UP}, (server(one),), (server(one, new),), 9.0)
-    assert member_state.may_serve((server(one, new),), found) == {(SERVER, one.id): True, (SERVER, new.id): False}
-    nobody = member_state.carried({key(one): DOWN}, (server(one),), (server(one, new),), 9.0)
-    assert member_state.may_serve((server(one, new),), nobody) == {(SERVER, one.id): False, (SERVER, new.id): True}
+    found = member_state.carry_over({key(one): UP}, (server(one),), (server(one, new),), 9.0)
+    assert member_state.member_health((server(one, new),), found) == {(SERVER, one.id): True, (SERVER, new.id): False}
+    nobody = member_state.carry_over({key(one): DOWN}, (server(one),), (server(one, new),), 9.0)
+    assert member_state.member_health((server(one, new),), nobody) == {(SERVER, one.id): False, (SERVER, new.id): True}
     drained = replace(one, weight=0)
-    found = member_state.carried({key(one): UP}, (server(one),), (server(drained, new),), 9.0)
-    assert member_state.may_serve((server(drained, new),), found)[SERVER, new.id]
+    found = member_state.carry_over({key(one): UP}, (server(one),), (server(drained, new),), 9.0)
+    assert member_state.member_health((server(drained, new),), found)[SERVER, new.id]
 
 
 def test_a_pool_that_begins_serves_at_once():
     one, two = member(1), member(2)
     wanted = (server(one, two),)
-    assert set(member_state.may_serve(wanted, member_state.carried({}, (), wanted, 9.0)).values()) == {True}
+    assert set(member_state.member_health(wanted, member_state.carry_over({}, (), wanted, 9.0)).values()) == {True}
 
 
 def test_a_monitor_that_comes_takes_nobody_away_and_one_that_goes_leaves_nobody_down():
     one, two = member(1), member(2)
     before = (server(one, two, monitor=None),)
-    found = member_state.carried({}, before, (server(one, two),), 9.0)
+    found = member_state.carry_over({}, before, (server(one, two),), 9.0)
     assert all(state.up and state.proven for state in found.values())
-    assert member_state.may_serve(before, {key(one): DOWN}) == {}
+    assert member_state.member_health(before, {key(one): DOWN}) == {}
 
 
 def test_a_member_that_was_disabled_is_checked_anew():
     one, two = member(1), member(2)
     off = (server(one, replace(two, enabled=False)),)
-    without = member_state.carried({key(one): UP, key(two): UP}, (server(one, two),), off, 9.0)
+    without = member_state.carry_over({key(one): UP, key(two): UP}, (server(one, two),), off, 9.0)
     assert set(without) == {key(one)}
-    again = member_state.carried(without, off, (server(one, two),), 9.0)
-    assert again[key(two)] == member_state.first(9.0, others=True)
+    again = member_state.carry_over(without, off, (server(one, two),), 9.0)
+    assert again[key(two)] == member_state.initial_state(9.0, others=True)
 
 
 def test_listeners_that_share_a_pool_share_its_checks():
     one = member(1)
     both = (server(one), server(one, id=str(UUID(int=9)), port=54))
-    assert len(member_state.checked(both)) == 1
-    up = member_state.may_serve(both, member_state.carried({}, (), both, 9.0))
+    assert len(member_state.checked_members(both)) == 1
+    up = member_state.member_health(both, member_state.carry_over({}, (), both, 9.0))
     assert up == {(SERVER, one.id): True, (str(UUID(int=9)), one.id): True}
 
 
@@ -142,13 +142,13 @@ def test_listeners_that_share_a_pool_share_its_checks():
         ({"enabled": False}, UP, MONITOR, "MAINT"),
         ({"enabled": False}, UP, None, "MAINT"),
         ({}, UP, None, "no check"),
-        ({}, member_state.first(1.0, others=False), MONITOR, "NOLB"),
+        ({}, member_state.initial_state(1.0, others=False), MONITOR, "NOLB"),
         ({"backup": True}, UP, MONITOR, "UP"),
     ],
 )
 def test_words(changes, state, monitor, word):
     one = member(1, **changes)
-    assert member_state.word(server(one, monitor=monitor), one, {key(one): state}) == word
+    assert member_state.member_status(server(one, monitor=monitor), one, {key(one): state}) == word
 
 
 @pytest.mark.parametrize(
@@ -162,45 +162,45 @@ def test_words(changes, state, monitor, word):
     ],
 )
 def test_words_of_pools(members, found, word):
-    assert member_state.pool_word(server(*members), found) == word
+    assert member_state.pool_status(server(*members), found) == word
 
 
 def test_states_survive_their_file():
-    known = {key(member(1)): DOWN, key(member(2)): member_state.first(3.0, others=True)}
-    assert member_state.restored(json.loads(json.dumps(member_state.document(known)))) == known
+    known = {key(member(1)): DOWN, key(member(2)): member_state.initial_state(3.0, others=True)}
+    assert member_state.from_document(json.loads(json.dumps(member_state.to_document(known)))) == known
     for wrong in ([["one"]], [[1, 2, {}]], 5, None):
         with pytest.raises((KeyError, TypeError, ValueError)):
-            member_state.restored(wrong)
+            member_state.from_document(wrong)
 
 
 # -- sums over what the kernel counts ------------------------------------------------------------------------
 
 
 def test_a_table_that_begins_anew_takes_nothing_away():
-    sums = Counted()
-    assert not sums.read({"a": Counters(3, 10, 100, 1000, 1)})
-    assert not sums.read({"a": Counters(2, 12, 120, 1200, 1)})
-    assert sums.read({"a": Counters(1, 1, 5, 6, 0)})
-    assert sums.visible("a") == Counters(1, 13, 125, 1206, 1)
-    sums.read({})  # it is wanted no longer
-    assert sums.visible("a") == Counters(0, 13, 125, 1206, 1)
-    sums.read({"a": Counters(0, 1, 1, 1, 1)})
-    assert sums.visible("a") == Counters(0, 14, 126, 1207, 2)
+    sums = MonotonicCounters()
+    assert not sums.update({"a": Counters(3, 10, 100, 1000, 1)})
+    assert not sums.update({"a": Counters(2, 12, 120, 1200, 1)})
+    assert sums.update({"a": Counters(1, 1, 5, 6, 0)})
+    assert sums.totals("a") == Counters(1, 13, 125, 1206, 1)
+    sums.update({})  # it is wanted no longer
+    assert sums.totals("a") == Counters(0, 13, 125, 1206, 1)
+    sums.update({"a": Counters(0, 1, 1, 1, 1)})
+    assert sums.totals("a") == Counters(0, 14, 126, 1207, 2)
 
 
 def test_sums_survive_their_file():
-    sums = Counted()
-    sums.read({"a": Counters(3, 10, 100, 1000, 1)})
-    again = Counted.restored(json.loads(json.dumps(sums.document())))
+    sums = MonotonicCounters()
+    sums.update({"a": Counters(3, 10, 100, 1000, 1)})
+    again = MonotonicCounters.from_document(json.loads(json.dumps(sums.to_document())))
     assert again.birth == sums.birth
-    assert again.visible("a") == Counters(0, 10, 100, 1000, 1)
-    again.read({"a": Counters(0, 2, 20, 200, 0)})
-    assert again.visible("a").total_connections == 12
+    assert again.totals("a") == Counters(0, 10, 100, 1000, 1)
+    again.update({"a": Counters(0, 2, 20, 200, 0)})
+    assert again.totals("a").total_connections == 12
 
 
 def test_of_former_ones_only_some_are_remembered():
-    sums = Counted()
+    sums = MonotonicCounters()
     for number in range(600):
-        sums.read({str(number): Counters(0, 1, 1, 1, 1)})
+        sums.update({str(number): Counters(0, 1, 1, 1, 1)})
     assert len(sums.names) <= 501
-    assert sums.visible("598").total_connections == 1
+    assert sums.totals("598").total_connections == 1

@@ -13,34 +13,34 @@ from uuid import UUID
 
 import pytest
 
-from amphora_agent.l4.model import LONGEST_FORMAT, Member, VirtualServer, document, parse
+from amphora_agent.l4.model import LONGEST_FORMAT, Member, VirtualServer, parse, to_document
 from amphora_agent.l4_flow_log import attribution
-from amphora_agent.l4_flow_log.attribution import Owners, Silences
-from amphora_agent.l4_flow_log.conntrack_events import DELETED, SCTP, UDP, Counted, Ended, read
-from amphora_agent.l4_flow_log.format import CUT, SILENT, Format, Line
-from amphora_agent.l4_flow_log.stdout_writer import MOST_UNSENT, Outlet
+from amphora_agent.l4_flow_log.attribution import FlowAttribution, FlowTimeouts
+from amphora_agent.l4_flow_log.conntrack_events import DELETED, SCTP, UDP, EndedFlow, FlowCounters, parse_events
+from amphora_agent.l4_flow_log.format import COMPLETED, MEMBER_GONE, LogEntry, LogFormat
+from amphora_agent.l4_flow_log.stdout_writer import MAX_BACKLOG, StdoutWriter
 from amphora_driver.render.udp import FLOW_FORMAT
 from amphora_driver.render.udp import LONGEST_FORMAT as LONGEST_SENT
 
 SECOND = 10**9
 BEGAN = 1_795_340_000 * SECOND + 123_456_789
-FLOW = Ended(
+FLOW = EndedFlow(
     UDP,
     ("203.0.113.9", 4711),
     ("198.51.100.5", 53),
     ("192.0.2.7", 5353),
     assured=False,
     state=0,
-    received=Counted(3, 120),
-    sent=Counted(2, 900),
+    received=FlowCounters(3, 120),
+    sent=FlowCounters(2, 900),
     began=BEGAN,
     ended=BEGAN + 31 * SECOND,
 )
 LISTENER, POOL, M1, M2 = (str(UUID(int=number)) for number in range(1, 5))
 
 
-def line(flow=FLOW, lasted=1_500_000_000, how=SILENT, pool=POOL):
-    return Line(flow, LISTENER, pool, M1, lasted, how)
+def line(flow=FLOW, lasted=1_500_000_000, how=COMPLETED, pool=POOL):
+    return LogEntry(flow, LISTENER, pool, M1, lasted, how)
 
 
 def attribute(kind, value):
@@ -58,7 +58,7 @@ def ends(family, kind, protocol, source, target):
 
 def message(*more, family=socket.AF_INET, protocol=UDP, kind=DELETED, flow=FLOW):
     body = struct.pack("=BBH", family, 0, 0)
-    body += ends(family, 0x8001, protocol, flow.client, flow.place)
+    body += ends(family, 0x8001, protocol, flow.client, flow.destination)
     body += ends(family, 0x8002, protocol, flow.member, ("192.0.2.1" if family == socket.AF_INET else "::1", 60000))
     body += b"".join(more)
     return struct.pack("=IHHII", 16 + len(body), kind, 0, 0, 0) + body
@@ -73,28 +73,28 @@ TIMES = attribute(0x8014, attribute(1, BEGAN.to_bytes(8, "big")) + attribute(2, 
 
 
 def test_what_the_kernel_says_of_a_flow():
-    assert list(read(message(COUNTS, TIMES))) == [FLOW]
+    assert list(parse_events(message(COUNTS, TIMES))) == [FLOW]
     assured = message(attribute(3, struct.pack("!I", 0x1E)))
     bare = replace(FLOW, received=None, sent=None, began=None, ended=None, assured=True)
-    assert list(read(assured + message(COUNTS, TIMES))) == [bare, FLOW]
+    assert list(parse_events(assured + message(COUNTS, TIMES))) == [bare, FLOW]
     association = message(attribute(0x8004, attribute(0x8003, attribute(1, b"\x04"))), protocol=SCTP)
-    assert [(one.protocol, one.state) for one in read(association)] == [(SCTP, 4)]
-    six = replace(FLOW, client=("2001:db8::9", 1), place=("2001:db8::5", 53), member=("2001:db8:1::7", 5353))
-    (found,) = read(message(family=socket.AF_INET6, flow=six))
-    assert (found.client, found.place, found.member) == (six.client, six.place, six.member)
+    assert [(one.protocol, one.state) for one in parse_events(association)] == [(SCTP, 4)]
+    six = replace(FLOW, client=("2001:db8::9", 1), destination=("2001:db8::5", 53), member=("2001:db8:1::7", 5353))
+    (found,) = parse_events(message(family=socket.AF_INET6, flow=six))
+    assert (found.client, found.destination, found.member) == (six.client, six.destination, six.member)
 
 
 def test_what_is_none_of_ours_is_passed_over():
-    assert list(read(message(kind=256))) == [], "a flow that begins"
-    assert list(read(message(protocol=6))) == []
-    assert list(read(b"")) == []
+    assert list(parse_events(message(kind=256))) == [], "a flow that begins"
+    assert list(parse_events(message(protocol=6))) == []
+    assert list(parse_events(b"")) == []
     whole = message(COUNTS, TIMES)
     for length in range(len(whole)):
-        assert [one for one in read(whole[:length]) if one == FLOW] == [], length
+        assert [one for one in parse_events(whole[:length]) if one == FLOW] == [], length
 
 
 def test_a_line_is_that_of_octavia_and_more():
-    made = Format(FLOW_FORMAT.replace("{{ project_id }}", "project").replace("{{ lb_id }}", "lb")).line(line())
+    made = LogFormat(FLOW_FORMAT.replace("{{ project_id }}", "project").replace("{{ lb_id }}", "lb")).render(line())
     when = time.localtime(BEGAN // SECOND)
     date = time.strftime("%d/%b/%Y:%H:%M:%S", when) + ".123"
     assert made == (
@@ -116,12 +116,12 @@ def test_a_line_is_that_of_octavia_and_more():
     ],
 )
 def test_an_operators_own_format(text, made):
-    assert Format(text).line(line()) == made
+    assert LogFormat(text).render(line()) == made
 
 
 def test_what_is_not_known_is_said_to_be():
     unknown = replace(FLOW, received=None, sent=None, began=None, ended=None)
-    assert Format("%B %U %Tt %[packets_in] %b").line(line(unknown, lasted=None, pool="")) == "- - -1 - -"
+    assert LogFormat("%B %U %Tt %[packets_in] %b").render(line(unknown, lasted=None, pool="")) == "- - -1 - -"
 
 
 # -- whose it was ----------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def served(*members, log_format="%s %Tt %ts", port=53):
 
 @pytest.fixture
 def silences(monkeypatch):
-    known = Silences()
+    known = FlowTimeouts()
     monkeypatch.setattr(known, "_known", {"udp_timeout": 30 * SECOND, "udp_timeout_stream": 120 * SECOND})
     return known
 
@@ -149,57 +149,57 @@ BOTH = served(member(M1, "192.0.2.7"), member(M2, "192.0.2.8"))
 
 
 def test_silence_is_no_part_of_a_flow(silences):
-    owners = Owners()
-    owners.know([BOTH])
-    assert owners.line(FLOW, silences) == f"{M1} 1000 --"
+    owners = FlowAttribution()
+    owners.add_servers([BOTH])
+    assert owners.render(FLOW, silences) == f"{M1} 1000 --"
     long = replace(FLOW, assured=True, ended=BEGAN + 125 * SECOND)
-    assert owners.line(long, silences) == f"{M1} 5000 --"
-    assert owners.line(replace(FLOW, began=None), silences) == f"{M1} -1 --"
+    assert owners.render(long, silences) == f"{M1} 5000 --"
+    assert owners.render(replace(FLOW, began=None), silences) == f"{M1} -1 --"
 
 
 def test_of_an_association_it_depends_on_its_state(tmp_path, monkeypatch):
     monkeypatch.setattr(attribution, "_SETTINGS", f"{tmp_path}/")
     (tmp_path / "sctp_timeout_closed").write_text("10\n")
     closed = replace(FLOW, protocol=SCTP, state=1)
-    assert Silences().of(closed) == 10 * SECOND
-    assert Silences().of(replace(closed, state=4)) == 0, "nobody tells"
-    assert Silences().of(replace(closed, state=99)) == 0
+    assert FlowTimeouts().of(closed) == 10 * SECOND
+    assert FlowTimeouts().of(replace(closed, state=4)) == 0, "nobody tells"
+    assert FlowTimeouts().of(replace(closed, state=99)) == 0
 
 
 def test_a_flow_that_was_ended_with_its_member_says_so(silences):
-    owners = Owners()
-    owners.know([BOTH])
-    owners.follow([BOTH], {}, time.time_ns(), done=True)
+    owners = FlowAttribution()
+    owners.add_servers([BOTH])
+    owners.servers_applied([BOTH], {}, time.time_ns(), done=True)
     begun = time.time_ns()
-    owners.follow([BOTH], {(LISTENER, M1): False}, begun, done=False)
-    owners.follow([BOTH], {(LISTENER, M1): False}, begun + 1, done=True)
+    owners.servers_applied([BOTH], {(LISTENER, M1): False}, begun, done=False)
+    owners.servers_applied([BOTH], {(LISTENER, M1): False}, begun + 1, done=True)
     cut = replace(FLOW, began=begun - 2 * SECOND, ended=begun)
-    assert owners.line(cut, silences) == f"{M1} 2000 {CUT}"
-    assert owners.line(replace(cut, member=("192.0.2.8", 5353)), silences) == f"{M2} 0 --"
-    assert owners.line(replace(cut, ended=begun - 1), silences).endswith(" --")
+    assert owners.render(cut, silences) == f"{M1} 2000 {MEMBER_GONE}"
+    assert owners.render(replace(cut, member=("192.0.2.8", 5353)), silences) == f"{M2} 0 --"
+    assert owners.render(replace(cut, ended=begun - 1), silences).endswith(" --")
     # It is gone, and its listener too: what ended before may be told after that.
-    owners.know([served(member(M2, "192.0.2.8"))])
-    assert owners.line(FLOW, silences) == f"{M1} 1000 --"
-    owners.know([])
-    assert owners.line(FLOW, silences) == f"{M1} 1000 --"
+    owners.add_servers([served(member(M2, "192.0.2.8"))])
+    assert owners.render(FLOW, silences) == f"{M1} 1000 --"
+    owners.add_servers([])
+    assert owners.render(FLOW, silences) == f"{M1} 1000 --"
 
 
 def test_who_wants_no_line_has_none(silences):
-    owners = Owners()
-    owners.know([replace(BOTH, log_format=None)])
-    assert owners.line(FLOW, silences) is None
-    assert owners.line(replace(FLOW, place=("198.51.100.5", 54)), silences) is None
-    owners.know([BOTH])
-    assert owners.line(replace(FLOW, member=("192.0.2.99", 1)), silences) == "- 1000 --"
+    owners = FlowAttribution()
+    owners.add_servers([replace(BOTH, log_format=None)])
+    assert owners.render(FLOW, silences) is None
+    assert owners.render(replace(FLOW, destination=("198.51.100.5", 54)), silences) is None
+    owners.add_servers([BOTH])
+    assert owners.render(replace(FLOW, member=("192.0.2.99", 1)), silences) == "- 1000 --"
 
 
 @pytest.mark.parametrize("text", ["", "two\nlines", "x" * (LONGEST_FORMAT + 1), 7])
 def test_a_format_that_is_no_line_is_refused(text):
-    plain = document([BOTH])
+    plain = to_document([BOTH])
     assert parse(plain) == (BOTH,)
     with pytest.raises((ValueError, TypeError), match="log_format"):
         parse([{**plain[0], "log_format": text}])
-    assert "log_format" not in document([replace(BOTH, log_format=None)])[0]
+    assert "log_format" not in to_document([replace(BOTH, log_format=None)])[0]
     assert LONGEST_FORMAT == LONGEST_SENT
 
 
@@ -213,23 +213,23 @@ def test_who_does_not_read_is_not_waited_for(kind):
     else:
         one, two = socket.socketpair()
         reader, writer = one.detach(), two.detach()
-    outlet = Outlet(writer)
+    outlet = StdoutWriter(writer)
     text = "x" * 1000
     dropped, written = 0, 0
     while not dropped:
         dropped = outlet.write([text])
         written += 1
         assert written < 10_000
-    assert outlet.full
+    assert outlet.has_backlog
     os.set_blocking(reader, False)
     received = b""
-    while outlet.full:
+    while outlet.has_backlog:
         received += os.read(reader, 1 << 20)
         outlet.write([])
     while len(received) < (written - dropped) * 1001:
         received += os.read(reader, 1 << 20)
     assert received == (text.encode() + b"\n") * (written - dropped), "whole lines, in order"
-    assert written * 1001 > MOST_UNSENT
+    assert written * 1001 > MAX_BACKLOG
     assert outlet.write(["again"]) == 0
     assert os.read(reader, 100) == b"again\n"
     assert os.get_blocking(writer), "others have it too"
@@ -240,7 +240,7 @@ def test_who_does_not_read_is_not_waited_for(kind):
 
 def test_a_file_takes_lines(tmp_path):
     with (tmp_path / "out").open("wb") as file:
-        outlet = Outlet(file.fileno())
+        outlet = StdoutWriter(file.fileno())
         assert outlet.write(["one", "two"]) == 0
         outlet.close()
     assert (tmp_path / "out").read_text() == "one\ntwo\n"

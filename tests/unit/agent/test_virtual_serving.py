@@ -24,7 +24,7 @@ class Asked:
     def __init__(self) -> None:
         self.asked, self.broken = [], False
 
-    def check(self, servers):
+    def check_servers(self, servers):
         self.asked.append(("check", len(servers)))
 
     def serve(self, servers, *, paired=False):
@@ -32,7 +32,7 @@ class Asked:
         if self.broken:
             raise VirtualServersError("serve", "it is broken")
 
-    def differs(self, servers, *, paired=False):
+    def find_drift(self, servers, *, paired=False):
         self.asked.append(("differs", len(servers), paired))
         return ["its rules"] if self.broken else []
 
