@@ -11,8 +11,9 @@ import sys
 from zlib import crc32
 
 _SUMS = ("stats/__init__.py", "stats/stat_columns.py", "stats/former_workers.py")
+_NETWORK = ("network/__init__.py", "network/icmp_echo.py")
 # Files outside this package that the responder imports; a unit test compares.
-ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_SUMS)
+ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_NETWORK, *_SUMS)
 
 
 def version() -> str:
