@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code agents are started with on this machine: what an image is elsewhere.
+"""The agent code that amphorae of this machine run; it takes the place of an image.
 
-Invariant: the digest names contents, not times: the same files are the same image wherever they lie. It is made again
-only when a file has changed.
+Invariant: the digest depends on file contents only, not on paths or times. It is computed again only after a file has
+changed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import threading
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
-# Seconds a Python may take to say where the agent's package is.
-_PATIENCE = 20.0
+# Seconds for the interpreter to print the directory of the agent's package.
+_TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# So many digits tell versions apart that one machine ever sees.
+# Hexadecimal digits of the digest: enough to distinguish all versions on one machine.
 _DIGITS = 16
 
 
 class AgentSource:
-    """The agent's package, as one Python finds it.
+    """The agent's package as a Python interpreter finds it.
 
     Args:
-        python: the interpreter agents are started with.
+        python: the interpreter that runs the agents.
     """
 
     def __init__(self, python: str) -> None:
@@ -38,7 +38,7 @@ class AgentSource:
         self._known: tuple[tuple[tuple[str, int, int], ...], str] | None = None
 
     def digest(self) -> str | None:
-        """The digest of its files, as `agent-…`; None where that Python cannot say where they are.
+        """The digest of the package files as `agent-…`; None if the interpreter does not find the package.
 
         Raises:
             OSError: a file cannot be read.
@@ -62,16 +62,16 @@ class AgentSource:
         names = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         try:
-            told = subprocess.run(
+            printed = subprocess.run(
                 [self._python, "-c", _WHERE],
                 env=environment,
                 cwd="/",
                 capture_output=True,
                 text=True,
-                timeout=_PATIENCE,
+                timeout=_TIMEOUT,
                 check=True,
             )
         except (subprocess.SubprocessError, OSError) as error:
-            LOG.warning("%s does not say where the agent's package is: %s", self._python, error)
+            LOG.warning("%s does not find the agent's package; amphorae have no image digest: %s", self._python, error)
             return ()
-        return tuple(Path(line) for line in told.stdout.splitlines() if line)
+        return tuple(Path(line) for line in printed.stdout.splitlines() if line)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of machines there are images for, and what each of them is under qemu.
+"""The processor architectures of images, and the QEMU options for each.
 
-Invariant: values only. An image says itself which it is, and when it was built, in the manifest beside it.
+Invariant: this module has constants only. The manifest beside an image states its architecture and its build date.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _MANIFEST = ".manifest"
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them.
+    """One processor architecture.
 
     Attributes:
-        name: as Debian calls it.
-        program: the qemu that has it.
-        package: Debian's, with that program.
-        machine: the board.
-        emulated: the processor where it is emulated.
-        firmware: what boots a disk where qemu has nothing by itself, with Debian's package for it.
-        generation: whether a guest can be told that it is not what it was (vmgenid).
+        name: the name in Debian.
+        program: the QEMU program.
+        package: the Debian package of that program.
+        machine: the machine type (`-machine`).
+        emulated: the processor model without KVM (`-cpu`).
+        firmware: the firmware file and its Debian package, where QEMU has no built-in firmware.
+        generation: whether the machine type supports vmgenid, which tells a guest that it was restored.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
 
 
-# The processor was measured. What is emulated costs less, the less of it there is (a kernel's start takes two thirds of
-# the time that it takes with `max`), and the fewer faults a kernel believes it has to guard against: from power-on to
-# the agent it is 33 s of processor time with this one and 42 s with Nehalem-v1 (Debian 13), 27 and 30 s (Debian 12).
+# The processor model was chosen by measurement. A model with fewer features is cheaper to emulate: the kernel boots in
+# two thirds of the time that it needs with `max`. A model with fewer known faults needs fewer mitigations. Processor
+# time from power-on to the agent: 33 s with this model and 42 s with Nehalem-v1 (Debian 13), 27 s and 30 s (Debian 12).
 AMD64 = Architecture(
     name="amd64", program="qemu-system-x86_64", package="qemu-system-x86", machine="pc", emulated="Opteron_G3-v1"
 )
@@ -59,7 +59,7 @@ class _Manifest(msgspec.Struct):
     built: dt.datetime | None = None
 
 
-def _beside(image: Path) -> _Manifest:
+def _read_manifest(image: Path) -> _Manifest:
     try:
         return msgspec.json.decode(image.with_suffix(_MANIFEST).read_bytes(), type=_Manifest)
     except (OSError, msgspec.DecodeError):
@@ -67,11 +67,11 @@ def _beside(image: Path) -> _Manifest:
 
 
 def image_architecture(image: Path) -> Architecture:
-    """What the manifest beside an image says; amd64 where there is none that can be read."""
-    return ARCHITECTURES.get(_beside(image).architecture, AMD64)
+    """The architecture in the manifest beside an image; amd64 without a readable manifest."""
+    return ARCHITECTURES.get(_read_manifest(image).architecture, AMD64)
 
 
 def build_date(image: Path) -> dt.date | None:
-    """The day on which an image was built, by the manifest beside it; None where there is none that can be read."""
-    time = _beside(image).built
+    """The build date in the manifest beside an image; None without a readable manifest."""
+    time = _read_manifest(image).built
     return None if time is None else time.date()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a virtual machine is told at its first boot: a config drive, laid out as Nova does it.
+"""The config drive of a virtual machine, in the format of Nova.
 
-Invariant: pure. The same order makes the same bytes. An image that boots from a drive of ours boots from Nova's too:
-label ``config-2``, ``openstack/latest`` with ``meta_data.json`` (whose ``files`` name the contents of what is to be
-written where), ``network_data.json`` and ``user_data`` (Nova's documentation, "Metadata").
+Invariant: pure functions; the same arguments give the same bytes. An image that boots from this drive also boots from
+a drive of Nova. The label is ``config-2``. The directory ``openstack/latest`` has ``meta_data.json``,
+``network_data.json`` and ``user_data``. ``files`` in ``meta_data.json`` maps contents to paths (Nova's documentation,
+"Metadata").
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ AGENT_DIRECTORY = "/etc/amphora-agent"
 
 
 class InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is to be written, and where its content is on the drive, seen from ``openstack``."""
+    """A file for the guest: its path, and the path of its content on the drive below ``openstack``."""
 
     content_path: str
     path: str
 
 
 class MetaData(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the machine is."""
+    """The content of ``meta_data.json``: identity and files of the machine."""
 
     uuid: str
     hostname: str
@@ -40,7 +41,7 @@ class MetaData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route of a network, in addresses and netmasks, as Nova has it."""
+    """A route in Nova's form: network address, netmask and gateway."""
 
     network: str
     netmask: str
@@ -48,7 +49,7 @@ class NetworkRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """One address of an interface."""
+    """One address of an interface, an element of ``networks``."""
 
     id: str
     link: str
@@ -60,7 +61,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One interface, by its MAC address."""
+    """One interface, an element of ``links``; the guest finds it by the MAC address."""
 
     id: str
     type: str
@@ -69,7 +70,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkData(msgspec.Struct, frozen=True, kw_only=True):
-    """The interfaces that the machine configures itself."""
+    """The content of ``network_data.json``: the interfaces that the guest configures."""
 
     links: tuple[Link, ...]
     networks: tuple[Network, ...]
@@ -79,14 +80,14 @@ class NetworkData(msgspec.Struct, frozen=True, kw_only=True):
 def build_config_drive(
     amphora_id: str, hostname: str, files: Mapping[str, bytes], port: Port, subnets: Sequence[Subnet]
 ) -> bytes:
-    """The drive of one amphora.
+    """The ISO 9660 image of an amphora's config drive.
 
     Args:
-        amphora_id: who it is.
-        hostname: what it calls itself.
-        files: what lies in ``/etc/amphora-agent``, by file name.
-        port: its port on the management network.
-        subnets: those of the port's addresses.
+        amphora_id: the id of the amphora.
+        hostname: the host name of the guest.
+        files: the files for ``/etc/amphora-agent``, by name.
+        port: the port of the amphora on the management network.
+        subnets: the subnets of the port's addresses.
     """
     names = sorted(files)
     injected = tuple(
@@ -112,7 +113,7 @@ def build_config_drive(
 
 
 def build_network_data(port: Port, subnets: Sequence[Subnet]) -> NetworkData:
-    """The management interface: all its addresses, and the routes of their subnets."""
+    """The management interface with all its addresses and the routes of their subnets."""
     known = {subnet.id: subnet for subnet in subnets}
     networks = []
     for number, fixed in enumerate(port.addresses):

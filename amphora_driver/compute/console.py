@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that writes a virtual machine's console to its file.
+"""The process that writes the console output of a virtual machine to a file of limited size.
 
-Invariant: the file never has more than `MOST` bytes, however much the guest writes to its serial port; what is given up
-is the older half. A full disk costs lines, and never holds up the guest. The file is not made anew: nothing appears in
-the machine's folder after its qemu has ended.
+Invariant: the file never has more than `MOST` bytes, whatever the guest writes to its serial port. At the limit, the
+older half is discarded. On a full disk, output is lost, but the guest does not block. The file is truncated, never
+replaced: the machine's directory gets no new file after QEMU has ended.
 
-    python -I -S console.py [MOST] < what qemu says >> console.log
+    qemu … | python -I -S console.py [MOST] >> console.log
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _PIECE = 1 << 16
 
 
 def copy_console(source: int, file: int, most: int = MOST) -> None:
-    """Copy until the source ends.
+    """Copy data until the end of the source.
 
     Args:
-        source: the descriptor that is read.
-        file: a descriptor of a regular file, opened for appending.
-        most: bytes.
+        source: the descriptor to read.
+        file: the descriptor of a regular file that is open for appending.
+        most: the largest size of the file in bytes.
     """
     while data := os.read(source, min(_PIECE, most // 2)):
-        with suppress(OSError):  # no room: the next ones are tried again
+        with suppress(OSError):  # disk full: drop this block, try the next one
             size = os.fstat(file).st_size
             if size + len(data) > most:
                 kept = _end(file, size, most // 2)
@@ -37,7 +37,7 @@ def copy_console(source: int, file: int, most: int = MOST) -> None:
 
 
 def _end(file: int, size: int, length: int) -> bytes:
-    """The last bytes of a file that is open for writing only."""
+    """The last bytes of a file. It is open for writing only, hence the second descriptor."""
     reader = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(reader, length, max(0, size - length))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images of a directory, by tag.
 
-Invariant: what a machine was booted from stays as it was for as long as the machine is there, whatever becomes of the
-directory: the machine has a name of its own for the file (a hard link), or a copy where that cannot be. The digest
-names contents, and is made again only when a file has changed.
+Invariant: the image files of a machine do not change while the machine exists, even if the directory changes. The
+machine has a hard link to each file, or a copy where a link is impossible. The digest depends on the contents and is
+computed again only after a file has changed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
-# What a kernel is told that has no file of arguments: the file system is the whole disk, and a machine that dies starts
-# again.
+# Kernel arguments of an image without its own. The file system is the whole disk; a machine reboots after a panic.
 DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """One image: its files, and what its kernel is told; None where it has a boot loader."""
+    """One image: its files and kernel arguments. Kernel fields are None for an image with a boot loader."""
 
     tag: str
     disk: Path
@@ -56,22 +55,22 @@ class Images:
         """The image with this tag.
 
         Raises:
-            ComputeError: there is none.
+            ComputeError: the tag is not valid, or the directory has no such image.
         """
         wanted = f"find the image {tag!r}"
         if not _TAG.fullmatch(tag):
-            raise ComputeError(wanted, "this is not the tag of an image", final=True)
+            raise ComputeError(wanted, "the tag has characters that are not allowed", final=True)
         disk, kernel, initrd, arguments = (self._path(tag, kind) for kind in ("qcow2", "kernel", "initrd", "arguments"))
         if disk is None:
             place = self._directory / f"{tag}.qcow2"
-            raise ComputeError(wanted, f"there is no {place}", "docs/image.md says how to make one.", final=True)
+            raise ComputeError(wanted, f"{place} does not exist", "See docs/how-to/build-an-image.md.", final=True)
         if kernel is None:
             return Image(tag=tag, disk=disk)
         words = DEFAULT_ARGUMENTS if arguments is None else " ".join(arguments.read_text(encoding="ascii").split())
         return Image(tag=tag, disk=disk, kernel=kernel, initrd=initrd, arguments=words)
 
     def digest(self, image: Image) -> str:
-        """What tells it from every other image: its tag, the day on which it was built where that is known, a digest.
+        """A name for the contents of an image: the tag, the build date if known, and a digest.
 
         Raises:
             OSError: a file cannot be read.
@@ -96,7 +95,7 @@ class Images:
 
 
 def link_image_files(image: Image, folder: Path) -> None:
-    """Give a machine its own names for an image's files."""
+    """Link the files of an image into the directory of a machine."""
     for name, path in ((BASE, image.disk), (KERNEL, image.kernel), (INITRD, image.initrd)):
         place = folder / name
         place.unlink(missing_ok=True)
@@ -110,7 +109,7 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # Another file system: one copy for each machine is the price of it.
+        # Hard links do not cross file systems: each machine needs a copy.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

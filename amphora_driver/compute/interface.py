@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where amphorae run: what every compute backend does.
+"""The interface of compute backends, which run the machines of amphorae.
 
-Invariant: every call is idempotent and addressed by the amphora's id, which the store wrote down *before* the
-first call. Repeating a call after a crash finds what is there instead of making a second one.
+Invariant: every call is idempotent and identifies the machine by the amphora id, which the store recorded *before* the
+first call. A call that is repeated after a crash finds the existing machine and does not create a second one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amphora_driver.secret import Secret
 
 
 class MachineState(str, Enum):
-    """What the backend says of an amphora's machine."""
+    """The state of an amphora's machine as the backend reports it."""
 
     BUILDING = "building"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """One amphora's machine. The management address is None until the backend knows it.
 
     Attributes:
-        image: what it was booted from; None where the backend does not say.
+        image: the image it was booted from; None if the backend does not report it.
     """
 
     compute_id: str
@@ -40,16 +40,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed to boot an amphora.
+    """The parameters of a new machine.
 
     Args:
-        files: what lies in ``/etc/amphora-agent`` when the agent starts, by file name. The placeholder
-            ``{management_address}`` in ``agent.conf`` is for the backend to fill in when it decides the address.
-        flavor: the compute flavor, where the backend knows flavors; the like for what follows.
+        files: the files for ``/etc/amphora-agent`` by name. The backend replaces the placeholder
+            ``{management_address}`` in ``agent.conf`` with the address that it chooses.
+        flavor: the compute flavor. A backend ignores this and the following fields if it does not support them.
         zone: the compute availability zone.
-        image_tag: the tag of the image it is booted from.
-        volume_zone: the availability zone of its volume.
-        management_network: the network its agent is reached on.
+        image_tag: the tag of the image to boot.
+        volume_zone: the availability zone of the volume.
+        management_network: the network of the agent's API.
     """
 
     amphora_id: str
@@ -63,38 +63,39 @@ class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compute(Protocol):
-    """A backend, made with the options and the network backend it takes ports from; that talks to nobody yet.
+    """A compute backend.
 
-    Every method raises `ComputeError` when it cannot do its work.
+    The constructor takes the options and the network backend, and connects to no service.
+    Every method raises `ComputeError` if it fails.
 
     Attributes:
-        supports: the keys of flavors and availability zones it can fulfil; all others are refused by name.
-        wiring: how a port becomes an interface. It works with network backends that name the same, and no other.
+        supports: the flavor and availability zone keys that the backend implements. The driver refuses all others.
+        wiring: how a port becomes an interface. The network backend must have the same value.
     """
 
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
 
     def boot(self, request: BootRequest) -> Machine:
-        """Boot the amphora, or find the one already booted under this id. Need not wait for the agent."""
+        """Boot a machine for the amphora, or return the existing one. Does not wait for the agent."""
 
     def image(self, tag: str | None) -> str | None:
-        """What a machine with this image tag that is booted now would have as `Machine.image`; None if nobody can say.
+        """The value of `Machine.image` for a machine that boots now from this image tag; None if unknown.
 
-        Asked often: what takes time is kept by the backend for a while.
+        The controller calls this often: the backend caches results that are slow to compute.
         """
 
     def machines(self) -> frozenset[str]:
-        """The amphora ids of all that `boot` ever made of this deployment's and `destroy` has not quite removed."""
+        """The amphora ids of this deployment that `boot` created and `destroy` has not completely removed."""
 
     def get(self, amphora_id: str) -> Machine | None:
-        """The amphora's machine, or None if there is none."""
+        """The amphora's machine; None if it does not exist."""
 
     def attach(self, amphora_id: str, port: Port) -> None:
-        """Give the machine an interface with the port's MAC address, joined to the port's network."""
+        """Add an interface with the port's MAC address on the port's network to the machine."""
 
     def detach(self, amphora_id: str, port: Port) -> None:
-        """Take that interface away again; no error if it is not there."""
+        """Remove the interface of a port; no error if it does not exist."""
 
     def destroy(self, amphora_id: str) -> None:
-        """Stop the machine and remove all that `boot` made; no error if nothing is there."""
+        """Stop the machine and remove everything that `boot` created; no error if nothing exists."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file system in one piece of memory, for what a machine is told at its first boot.
+"""An ISO 9660 file system in memory, for config drives.
 
-Invariant: pure and deterministic: the same files make the same bytes. Names are kept as they are in a Joliet tree (the
-Joliet specification of 1995: UCS-2, up to 64 characters); the plain ISO 9660 tree (ECMA-119) that has to be beside it
-has numbers for names. There are no times and no owners in it: what matters is said by whoever writes the files out.
+Invariant: pure and deterministic: the same files give the same bytes. The Joliet tree has the file names (specification
+of 1995: UCS-2, up to 64 characters). The mandatory ISO 9660 tree (ECMA-119) has numbers as names. The image has no
+times and no owners: the guest sets them when it writes the files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 SECTOR = 2048
-# ECMA-119 8.1.1: descriptors begin behind the system area.
+# ECMA-119 8.1.1: the descriptors follow the system area.
 _SYSTEM_SECTORS = 16
-# The first primary, then Joliet's, then the terminator; then four path tables.
+# Descriptors: primary, Joliet, terminator. Four path tables follow.
 _FIRST_TABLE = _SYSTEM_SECTORS + 3
 _LONGEST_NAME = 64
 # Level 3 of UCS-2 (Joliet, section "SVD Escape Sequences Field").
 _JOLIET = b"%/E"
-# 1 January 1970, in the two forms that there are (ECMA-119 9.1.5 and 8.4.26.1).
+# 1 January 1970 in the two formats of ECMA-119 (9.1.5 and 8.4.26.1).
 _SHORT_TIME = bytes((70, 1, 1, 0, 0, 0, 0))
 _LONG_TIME, _NO_TIME = b"1970010100000000\0", b"0000000000000000\0"
 _DIRECTORY_FLAG = 2
@@ -28,7 +28,7 @@ _DIRECTORY_FLAG = 2
 
 @dataclass
 class _Folder:
-    """A directory: its name, what is in it, and where the two trees have it."""
+    """A directory: its name, its parent and its content."""
 
     name: str
     parent: _Folder | None = None
@@ -37,17 +37,17 @@ class _Folder:
 
 
 def build_image(label: str, files: Mapping[str, bytes]) -> bytes:
-    """A file system with these files.
+    """The image of a file system with these files.
 
     Args:
-        label: by which it is found, as blkid(8) says it; at most 16 characters of ASCII.
-        files: contents by path, with slashes between folders.
+        label: the volume label that blkid(8) prints; at most 16 ASCII characters.
+        files: contents by path; slashes separate directories.
 
     Raises:
-        ValueError: a path or the label cannot be written down.
+        ValueError: a path or the label is not allowed.
     """
     if not label.isascii() or not 0 < len(label) <= 16:
-        raise ValueError(f"label {label!r}: 1 to 16 characters of ASCII are needed")
+        raise ValueError(f"label {label!r}: 1 to 16 ASCII characters are needed")
     root = _tree(files)
     folders = list(_breadth_first(root))
     trees = (_Tree(folders, joliet=False), _Tree(folders, joliet=True))
@@ -82,7 +82,7 @@ def _tree(files: Mapping[str, bytes]) -> _Folder:
             folder = folder.folders.setdefault(part, _Folder(part, folder))
         _check(name, path)
         if name in folder.folders:
-            raise ValueError(f"{path!r}: this is a folder")
+            raise ValueError(f"{path!r}: a directory has this name")
         folder.files[name] = bytes(files[path])
     return root
 
@@ -93,7 +93,7 @@ def _check(name: str, path: str) -> None:
 
 
 def _breadth_first(root: _Folder) -> Iterator[_Folder]:
-    """The order of a path table (ECMA-119 6.9.1): by level, then by parent, then by name."""
+    """The directories in the order of a path table (ECMA-119 6.9.1): by level, parent and name."""
     level = [root]
     while level:
         yield from level
@@ -110,7 +110,7 @@ def _both(number: int, size: str = "I") -> bytes:
 
 
 class _Tree:
-    """One of the two trees: the same folders and files, by other names."""
+    """One of the two directory trees (ISO 9660 or Joliet). Both refer to the same file contents."""
 
     def __init__(self, folders: list[_Folder], *, joliet: bool) -> None:
         self._folders = folders
@@ -120,7 +120,7 @@ class _Tree:
         self._table_at = 0
 
     def place_tables(self, at: int) -> int:
-        """Reserve room for the table of each byte order; the sector behind them."""
+        """Reserve sectors for the path tables of both byte orders; returns the next free sector."""
         self._table_at = at
         return at + 2 * self._table_sectors
 
@@ -193,7 +193,7 @@ class _Tree:
         return _padded(made)
 
     def _size(self, folder: _Folder) -> int:
-        """How long a directory is: computed from names alone, without asking for sizes of others again."""
+        """The size of a directory. It follows from the names alone, so that no recursion is necessary."""
         lengths = [34, 34]
         lengths += _sorted_lengths(
             [self._folder_name(one) for one in folder.folders.values()]
@@ -222,5 +222,5 @@ class _Tree:
 
 
 def _sorted_lengths(names: list[bytes]) -> list[int]:
-    """The lengths of directory records with these names, in the order in which they are written."""
+    """The lengths of the directory records of these names, in the order on disk."""
     return [33 + len(name) + 1 - len(name) % 2 for name in sorted(names)]

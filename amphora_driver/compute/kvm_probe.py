@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine's processors can run guests, or qemu has to.
+"""Tests whether KVM works on this machine, or QEMU must emulate the processor.
 
-Invariant: what decides is a guest that was run, not a device that is there: under some hypervisors ``/dev/kvm`` answers
-to everything and executes a kernel's code some hundred times slower than qemu would.
+Invariant: only a guest that runs to its end proves that KVM works. Under some hypervisors ``/dev/kvm`` exists and
+answers all requests, but runs a kernel some hundred times slower than emulation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# A boot sector: count down from 2^26, say so to the port at which qemu ends, stop. (Intel SDM, volume 2.)
+# A boot sector: count down from 2^26, write to the port that ends QEMU, halt (Intel SDM, volume 2).
 _PROGRAM = bytes.fromhex(
     "66b900000004"  # mov ecx, 0x04000000
     "6649"  # again: dec ecx
@@ -25,36 +25,36 @@ _PROGRAM = bytes.fromhex(
     "ebfd"  # jmp halt
 )
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
-# With isa-debug-exit qemu ends with twice what was written, plus one.
+# With isa-debug-exit, the exit status of QEMU is twice the written value plus one.
 _COUNTED = 2 * 0x10 + 1
-# Seconds it may take with qemu's start and its BIOS: a processor takes a tenth of a second, qemu itself about one.
+# Time-out in seconds. The start of QEMU and its BIOS takes about one second; the loop takes 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0
 
 
 @lru_cache(maxsize=4)
 def supports_run_with_user(program: str) -> bool:
-    """Whether a qemu has the option ``-run-with user=``; older ones have ``-runas``.
+    """Whether this QEMU has the option ``-run-with user=``; older versions have ``-runas``.
 
     Args:
-        program: the qemu to ask.
+        program: the QEMU program.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the program does not start.
     """
-    said = subprocess.run([program, "-help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
-    return re.search(r"^-run-with .*user=", said.stdout, re.MULTILINE) is not None
+    listed = subprocess.run([program, "-help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
+    return re.search(r"^-run-with .*user=", listed.stdout, re.MULTILINE) is not None
 
 
 @lru_cache(maxsize=4)
 def usable(program: str) -> bool:
-    """Whether a guest runs under KVM; found out once in a process.
+    """Whether a guest runs with KVM. The process caches the result.
 
     Args:
-        program: the qemu to ask.
+        program: the QEMU program.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the program does not start.
     """
     if not Path("/dev/kvm").exists():
         return False
@@ -62,7 +62,7 @@ def usable(program: str) -> bool:
 
 
 def guest_finishes(program: str, accelerator: str, seconds: float) -> bool:
-    """Whether a guest gets its sum done in so many seconds."""
+    """Whether the test guest counts to its end within this number of seconds."""
     with tempfile.NamedTemporaryFile() as disk:
         disk.write(_SECTOR)
         disk.flush()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as namespaces of this machine.
+"""The compute backend that runs amphorae in network namespaces of this machine.
 
-Invariant: all that is known of an amphora lies in its folder (`folders`); every step finds what an earlier, interrupted
-attempt left. An amphora survives the process that booted it.
+Invariant: the directory of an amphora holds its complete state (`state_dirs`). Every step continues from the state that
+an earlier, interrupted attempt left. An amphora survives the process that booted it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ _KILL_SECONDS = 10.0
 
 
 class NetnsCompute:
-    """Boots amphorae beside itself.
+    """Runs amphorae in namespaces of this machine.
 
     Args:
-        conf: our options.
-        network: where ports come from; the management port of an amphora is taken and given back here.
+        conf: the options of the driver.
+        network: the network backend. This class creates and deletes the management ports.
     """
 
-    # One machine knows neither sizes nor zones; both are taken as names, so that flavors can be tried out on it.
+    # Sizes and zones have no effect on one machine. The backend accepts them so that flavors can be tested.
     supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone"})
     wiring: ClassVar[str] = "bridge"
-    # Namespaces have the machine's kernel, which may be any.
 
     def __init__(self, conf: cfg.ConfigOpts, network: LocalNetwork) -> None:
         options = conf.compute_netns
@@ -70,7 +69,7 @@ class NetnsCompute:
     # --- the backend's interface ---------------------------------------------------------------------------
 
     def boot(self, request: BootRequest) -> Machine:
-        """Boot the amphora, or find the one already booted under this id."""
+        """Boot a machine for the amphora, or return the existing one."""
         with (
             self._state_dirs.locked(request.amphora_id, make=True) as folder,
             compute_errors(f"boot amphora {request.amphora_id}"),
@@ -91,23 +90,23 @@ class NetnsCompute:
                 image=image,
             )
 
-    def image(self, tag: str | None) -> str | None:  # noqa: ARG002 - one machine has no images to choose from
-        """The digest of the agent's code: a machine that is booted now runs that."""
-        with compute_errors("look at the agent's code"):
+    def image(self, tag: str | None) -> str | None:  # noqa: ARG002 - this backend has no images
+        """The digest of the agent code that a machine runs if it boots now."""
+        with compute_errors("read the agent's code"):
             return self._agent_source.digest()
 
     def machines(self) -> frozenset[str]:
-        """The ids of all amphorae of this deployment of which something is left."""
+        """The ids of all amphorae of this deployment that have a directory."""
         with compute_errors("list amphorae"):
             return self._state_dirs.own_amphorae()
 
     def get(self, amphora_id: str) -> Machine | None:
-        """The amphora's machine, or None if there is none."""
+        """The amphora's machine; None if it does not exist."""
         with compute_errors(f"look up amphora {amphora_id}"):
             return self._machine(amphora_id)
 
     def attach(self, amphora_id: str, port: Port) -> None:
-        """Give the machine an interface with the port's MAC address, joined to the port's network."""
+        """Add an interface with the port's MAC address on the port's network to the machine."""
         wanted = f"attach port {port.id} to amphora {amphora_id}"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(amphora_id) if folder.is_dir() else None
@@ -118,12 +117,12 @@ class NetnsCompute:
             self._connect(amphora_id, port)
 
     def detach(self, amphora_id: str, port: Port) -> None:
-        """Take that interface away again; no error if it is not there."""
+        """Remove the interface of a port; no error if it does not exist."""
         with self._state_dirs.locked(amphora_id), compute_errors(f"detach port {port.id} from amphora {amphora_id}"):
             self._switch.disconnect(port.id)
 
     def destroy(self, amphora_id: str) -> None:
-        """Stop the machine and remove all that `boot` made; no error if nothing is there."""
+        """Stop the machine and remove everything that `boot` created; no error if nothing exists."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"destroy amphora {amphora_id}"):
             self._remove_machine(amphora_id)
             for port in self._network.ports(amphora_id):
@@ -132,7 +131,7 @@ class NetnsCompute:
             if folder.is_dir():
                 remove_directory(folder)
 
-    # --- what the sandbox and tests ask besides ------------------------------------------------------------
+    # --- for the sandbox and tests -------------------------------------------------------------------------
 
     def power_off(self, amphora_id: str) -> None:
         """Stop the machine and remove its namespaces; its files and ports stay for `power_on`."""
@@ -140,10 +139,10 @@ class NetnsCompute:
             self._remove_machine(amphora_id)
 
     def power_on(self, amphora_id: str) -> bool:
-        """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
+        """Start an existing machine with its ports; False if it runs, or its boot is incomplete."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
-            # Without its specification its boot never came to the end: whoever began it boots it again.
+            # Without the specification, the boot is incomplete: the controller repeats it.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / "spec.json").exists():
                 return False
             self._prepare_network(amphora_id)
@@ -159,7 +158,7 @@ class NetnsCompute:
         return f"{self._prefix}-{amphora_id[:13]}"
 
     def booted(self) -> list[str]:
-        """The ids of all amphorae that have a folder, running or not, whoever's they are."""
+        """The ids of all amphorae that have a directory, of every deployment, running or not."""
         return self._state_dirs.all_amphorae()
 
     # --- steps ---------------------------------------------------------------------------------------------
@@ -224,25 +223,24 @@ class NetnsCompute:
         write_private(folder / "process.json", msgspec.json.encode(process))
 
     def _process(self, amphora_id: str) -> Process | None:
-        """The outermost process, from its record or, where the record was never written, by its arguments."""
+        """The outermost process, from its record, or by its arguments if there is no record."""
         folder = self._state_dirs.path(amphora_id)
         try:
             return msgspec.json.decode((folder / "process.json").read_bytes(), type=Process)
         except FileNotFoundError:
-            # The outermost was started before its child. Whoever boots this amphora just now writes the
-            # record soon.
+            # The outermost process is the oldest. A boot that is in progress may not have written the record yet.
             found = sorted(find_by_last_argument(str(folder / "spec.json")), key=lambda process: process.started)
             return found[0] if found else None
 
     def _stop(self, amphora_id: str) -> None:
         process = self._process(amphora_id)
-        # The first process of a process-id namespace takes all others with it, and is gone only after them.
+        # If the first process of a PID namespace ends, the kernel ends all others and waits for them.
         known = [] if process is None else [*process.children(), process]
-        # Started a moment ago, the outermost may have no child yet, or one that does not follow it into death yet.
+        # An outermost process that has just started may have no child yet, or a child without the parent-death signal.
         if not signal_and_wait(known, signal.SIGKILL, least(_KILL_SECONDS)) or not signal_and_wait(
             namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, least(_KILL_SECONDS)
         ):
-            raise ComputeError(f"stop amphora {amphora_id}", "one of its processes does not end")
+            raise ComputeError(f"stop amphora {amphora_id}", "a process of the amphora does not end after SIGKILL")
         (self._state_dirs.path(amphora_id) / "process.json").unlink(missing_ok=True)
 
     def _remove_machine(self, amphora_id: str) -> None:
@@ -251,21 +249,23 @@ class NetnsCompute:
         namespaces.remove(self.namespace(amphora_id))
 
     def _connect(self, amphora_id: str, port: Port) -> None:
-        """Also what is laid already: whoever did may have died before it hung on its bridge.
+        """Connect a port.
 
-        It is disconnected before where its far end is not there: what is left of the cable of an earlier life of this
-        amphora may take some milliseconds to go.
+        An existing veth pair is also connected: a crash may have left a pair that is not on its bridge.
+        The caller removes a pair without its far end first: the kernel needs some milliseconds to remove the pair of
+        an ended amphora.
         """
         segment = self._segment(port.network_id, f"connect port {port.id}")
         self._switch.connect(port, segment, amphora_id, self._namespace_path(amphora_id), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
-        """Whether it is there, still outside or (the agent moves it in this direction only) inside."""
+        """Whether the amphora has the interface.
+
+        The agent moves it from the outer namespace to the inner one, never back: the outer one is checked first.
+        """
         if bridges.has_mac(self._namespace_path(amphora_id), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())
-
-    # --- folders -------------------------------------------------------------------------------------------
 
     def _namespace_path(self, amphora_id: str) -> Path:
         return namespaces.path(self.namespace(amphora_id))

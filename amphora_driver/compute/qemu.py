@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amphorae as virtual machines of this machine.
+"""The compute backend that runs amphorae as QEMU virtual machines of this machine.
 
-Invariant: all that is known of an amphora lies in its folder (`folders`): its disk, which is what differs from its
-image, its config drive, what its console said, and who its process is. Every step finds what an earlier, interrupted
-attempt left. A machine survives the process that booted it, and its interfaces hang in the same switch as those of
-amphorae made of namespaces.
+Invariant: the directory of an amphora holds its complete state (`state_dirs`): the disk overlay, the config drive, the
+console output and the process record. Every step continues from the state that an earlier, interrupted attempt left. A
+machine survives the process that booted it. Its interfaces are on the same switch as those of `netns` amphorae.
 """
 
 from __future__ import annotations
@@ -63,16 +62,16 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _PROCESS_FILE, _HARDWARE_FILE = "process.json", "hardware.json"
-# Seconds for a process to end, for an overlay to be made, and for a guest to let go of an interface.
+# Time-outs in seconds: end of a process, creation of an overlay, removal of an interface by the guest.
 _KILL_SECONDS, _OVERLAY_SECONDS, _RELEASE_SECONDS = 10.0, 60.0, 10.0
 
 
 class QemuCompute:
-    """Boots amphorae from images.
+    """Runs amphorae as virtual machines from images.
 
     Args:
-        conf: our options.
-        network: where ports come from; the management port of an amphora is taken and given back here.
+        conf: the options of the driver.
+        network: the network backend. This class creates and deletes the management ports.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"amp_image_tag"})
@@ -90,7 +89,7 @@ class QemuCompute:
     # --- the backend's interface ---------------------------------------------------------------------------
 
     def boot(self, request: BootRequest) -> Machine:
-        """Boot the amphora, or find the one already booted under this id. One that has ended begins with a new disk."""
+        """Boot a machine for the amphora, or return the existing one. A machine that ended gets a new disk."""
         wanted = f"boot amphora {request.amphora_id}"
         with self._state_dirs.locked(request.amphora_id, make=True) as folder, compute_errors(wanted):
             machine = self._machine(request.amphora_id)
@@ -116,26 +115,26 @@ class QemuCompute:
             return self._running(request.amphora_id, address, digest)
 
     def image(self, tag: str | None) -> str | None:
-        """Tag and digest of the image with this tag; None where there is none."""
-        with compute_errors("look at the images"):
+        """The tag and the digest of the image with this tag; None if it does not exist."""
+        with compute_errors("read the images"):
             try:
                 return self._images.digest(self._images.find(tag or self._options.image_tag))
             except ComputeError as error:
-                LOG.warning("%s", error)
+                LOG.warning("no digest for the current image: %s", error)
                 return None
 
     def machines(self) -> frozenset[str]:
-        """The ids of all amphorae of this deployment of which something is left."""
+        """The ids of all amphorae of this deployment that have a directory."""
         with compute_errors("list amphorae"):
             return self._state_dirs.own_amphorae()
 
     def get(self, amphora_id: str) -> Machine | None:
-        """The amphora's machine, or None if there is none."""
+        """The amphora's machine; None if it does not exist."""
         with compute_errors(f"look up amphora {amphora_id}"):
             return self._machine(amphora_id)
 
     def attach(self, amphora_id: str, port: Port) -> None:
-        """Give the machine an interface with the port's MAC address, joined to the port's network."""
+        """Add an interface with the port's MAC address on the port's network to the machine."""
         wanted = f"attach port {port.id} to amphora {amphora_id}"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(folder) if folder.is_dir() else None
@@ -146,7 +145,7 @@ class QemuCompute:
                 _add_interface(monitor, port, self._switch_name)
 
     def detach(self, amphora_id: str, port: Port) -> None:
-        """Take that interface away again; no error if it is not there."""
+        """Remove the interface of a port; no error if it does not exist."""
         wanted = f"detach port {port.id} from amphora {amphora_id}"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             process = self._process(folder) if folder.is_dir() else None
@@ -156,7 +155,7 @@ class QemuCompute:
             self._switch.disconnect(port.id)
 
     def destroy(self, amphora_id: str) -> None:
-        """Stop the machine and remove all that `boot` made; no error if nothing is there."""
+        """Stop the machine and remove everything that `boot` created; no error if nothing exists."""
         wanted = f"destroy amphora {amphora_id}"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             self._stop_and_disconnect(amphora_id, folder, wanted)
@@ -166,20 +165,20 @@ class QemuCompute:
             if folder.is_dir():
                 remove_directory(folder)
 
-    # --- what the sandbox and tests ask besides ------------------------------------------------------------
+    # --- for the sandbox and tests -------------------------------------------------------------------------
 
     def power_off(self, amphora_id: str) -> None:
-        """Stop the machine as a power cut does; its disk and ports stay for `power_on`."""
+        """Kill the machine without a shutdown; its disk and ports stay for `power_on`."""
         wanted = f"power amphora {amphora_id} off"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             self._stop_and_disconnect(amphora_id, folder, wanted)
 
     def power_on(self, amphora_id: str) -> bool:
-        """Start a machine that was booted before and does not run, with all its ports; False if there was no need."""
+        """Start an existing machine with its ports; False if it runs, or its boot is incomplete."""
         wanted = f"power amphora {amphora_id} on"
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(wanted):
             machine = self._machine(amphora_id)
-            # Without its hardware its boot never came to the end: whoever began it boots it again.
+            # Without the hardware file, the boot is incomplete: the controller repeats it.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / _HARDWARE_FILE).exists():
                 return False
             hardware = msgspec.json.decode((folder / _HARDWARE_FILE).read_bytes(), type=Hardware)
@@ -189,7 +188,7 @@ class QemuCompute:
             return True
 
     def booted(self) -> list[str]:
-        """The ids of all amphorae that have a folder, running or not, whoever's they are."""
+        """The ids of all amphorae that have a directory, of every deployment, running or not."""
         return self._state_dirs.all_amphorae()
 
     # --- steps ---------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ class QemuCompute:
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # qemu refuses to change to the user that it has.
+            # QEMU refuses to change to its current user.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -247,7 +246,7 @@ class QemuCompute:
         self._spawn(folder, build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # What it said before is of no use any more, and would only grow from boot to boot.
+        # Discard the console output of the previous boot.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
@@ -266,7 +265,7 @@ class QemuCompute:
         raise ComputeError(wanted, f"network {network_id} does not exist", remedy, final=True)
 
     def _process(self, folder: Path) -> Process | None:
-        """Its process, from its record or, where the record was never written, by its arguments."""
+        """The QEMU process, from its record, or by its arguments if there is no record."""
         try:
             return msgspec.json.decode((folder / _PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
@@ -276,7 +275,7 @@ class QemuCompute:
     def _stop(self, folder: Path, wanted: str) -> None:
         process = self._process(folder)
         if process is not None and not signal_and_wait([process], signal.SIGKILL, least(_KILL_SECONDS)):
-            raise ComputeError(wanted, "its process does not end")
+            raise ComputeError(wanted, "the QEMU process does not end after SIGKILL")
         (folder / _PROCESS_FILE).unlink(missing_ok=True)
 
     def _stop_and_disconnect(self, amphora_id: str, folder: Path, wanted: str) -> None:
@@ -285,10 +284,10 @@ class QemuCompute:
 
 
 def _uid_of(user: str, wanted: str) -> int:
-    """The number of a user.
+    """The uid of a user.
 
     Raises:
-        ComputeError: this machine has no such user.
+        ComputeError: the user does not exist.
     """
     try:
         return pwd.getpwnam(user).pw_uid
@@ -298,7 +297,10 @@ def _uid_of(user: str, wanted: str) -> int:
 
 
 def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
-    """Add the interface, unless it is there. An attempt that ended early may have left its netdev or descriptor."""
+    """Add the interface of a port; nothing changes if it exists.
+
+    An interrupted attempt may have left a netdev or a descriptor with the same name.
+    """
     if device_id(port) in monitor.device_ids():
         return
     name = tap_options(port)["id"]
@@ -311,17 +313,21 @@ def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
 
 
 def _remove_interface(monitor: Monitor, port: Port) -> None:
-    """Remove the interface. A guest that does not let it go keeps one that leads nowhere."""
+    """Remove the interface of a port. If the guest does not release it, remove its network backend only."""
     if device_id(port) in monitor.device_ids():
-        # Refused only while an earlier request waits for the guest.
+        # QEMU refuses only while an earlier request waits for the guest.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
-            LOG.warning("the guest does not let go of the interface of port %s: its cable is pulled", port.id)
+            LOG.warning(
+                "guest has not released the interface of port %s within %g s; removing its network backend",
+                port.id,
+                _RELEASE_SECONDS,
+            )
     monitor.try_execute("netdev_del", id=tap_options(port)["id"])
 
 
 def _make_overlay(folder: Path, wanted: str) -> None:
-    """A new disk on top of the image."""
+    """Create an empty disk overlay on the image."""
     temporary = f".{DISK}.new"
     argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", BASE, temporary]
     try:
@@ -329,6 +335,6 @@ def _make_overlay(folder: Path, wanted: str) -> None:
             argv, cwd=folder, capture_output=True, text=True, timeout=least(_OVERLAY_SECONDS), check=True, umask=0o077
         )
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise ComputeError(wanted, f"qemu-img: {str(said).strip()}") from error
+        reason = getattr(error, "stderr", None) or str(error)
+        raise ComputeError(wanted, f"qemu-img: {str(reason).strip()}") from error
     (folder / temporary).replace(folder / DISK)

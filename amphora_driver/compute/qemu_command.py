@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a virtual machine.
+"""The QEMU command line of a virtual machine.
 
-Invariant: pure. Nothing of the machine's is left to qemu's defaults or to its configuration files. Paths are names in
-the machine's folder, where qemu is started; the last argument alone holds the folder, so that the process can be found
-by it.
+Invariant: pure functions. No device depends on QEMU's defaults or configuration files. Paths are relative to the
+machine's directory, which is QEMU's working directory. Only the last argument contains the directory: it identifies
+the process.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from amphora_driver.model.network import Port
 from amphora_driver.network.bridges import peer_interface_name, switch_interface_name
 
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
-# MiB of translated code that qemu keeps.
+# MiB of translated code that QEMU caches.
 _TCG_CACHE_MIB = 128
-# MiB of address space for all of qemu that is not the guest's memory (0.7 GiB were measured).
+# MiB of address space for QEMU itself, without the guest's memory (0.7 GiB were measured).
 _QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
-# The shell becomes qemu; what qemu says goes through its only child.
+# The shell replaces itself with QEMU. Its only child copies the output of QEMU to the console file.
 _BOUNDED_CONSOLE = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine is made of. Memory in MiB.
+    """The hardware of a virtual machine. Memory in MiB.
 
     Attributes:
-        architecture: what kind of processor it has.
-        kernel_arguments: boots the kernel that lies in the folder; None for the disk's own boot loader.
+        architecture: the processor architecture.
+        kernel_arguments: arguments for the kernel in the machine's directory; None to use the disk's boot loader.
         initrd: whether that kernel has an initial RAM disk.
-        user: that qemu changes to after it has opened its files; None: it keeps the user that started it.
-        runs_with: whether this qemu has ``-run-with user=``, which takes the place of ``-runas`` (9.1).
+        user: the user that QEMU changes to after it has opened its files; None to keep the current user.
+        runs_with: whether this QEMU has ``-run-with user=``, which replaces ``-runas`` (9.1).
     """
 
     program: str
@@ -55,12 +55,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> list[str]:
-    """Program and arguments.
+    """The command line of a machine: program and arguments.
 
     Args:
         hardware: the machine.
-        folder: where its files are.
-        ports: what it has interfaces for, the management port first; their taps are there.
+        folder: the directory of the machine.
+        ports: the ports of the interfaces, the management port first. Their taps must exist.
     """
     address_space = (hardware.memory + _QEMU_OVERHEAD_MIB) * _MIB
     argv = [
@@ -81,19 +81,19 @@ def build_command(hardware: Hardware, folder: Path, ports: tuple[Port, ...]) -> 
 
 
 def bounded_console_command(argv: Sequence[str]) -> list[str]:
-    """The same command, with what it says cut to the size of a console (`console`).
+    """The same command with its output limited to the size of a console file (`console`).
 
-    Its standard output has to be the console's file, opened for appending.
+    The standard output of the command must be the console file, open for appending.
     """
     return ["bash", "-c", _BOUNDED_CONSOLE, sys.executable, console.__file__, *argv]
 
 
 def _user_options(hardware: Hardware) -> list[str]:
-    """The options for the user of qemu.
+    """The options for QEMU's user and its system call filter.
 
-    It opens disk, taps and /dev/kvm before it changes to that user. Its filter of system calls begins even earlier.
-
-    To become another user is an elevation of privileges to that filter; for a user without any, there is none left.
+    QEMU opens the disk, the taps and /dev/kvm before it changes to this user. The filter starts even earlier. It counts
+    a change of the user as an elevation of privileges, which is therefore allowed if the user changes. The new user has
+    no privileges.
     """
     filtered = "on,obsolete=deny,elevateprivileges={},spawn=deny,resourcecontrol=deny"
     if hardware.user is None:
@@ -105,15 +105,15 @@ def _user_options(hardware: Hardware) -> list[str]:
 def manual_boot_command(
     hardware: Hardware, image: str, *, disk_format: str, forward: str, mac: str, firmware: str | None = None
 ) -> list[str]:
-    """The same machine for somebody who looks at its console: qemu's own network, and a disk that is not kept.
+    """The command line for a manual boot: console on the terminal, QEMU's user network, a temporary disk.
 
     Args:
         hardware: the machine.
-        image: its disk; what it writes is thrown away.
+        image: the disk; QEMU discards what the guest writes to it.
         disk_format: raw or qcow2.
-        forward: the port of this machine that leads to one of its own, in qemu's words.
-        mac: of its only interface.
-        firmware: instead of qemu's own BIOS.
+        forward: a forwarded port of this machine, in the syntax of ``hostfwd``.
+        mac: the MAC address of the only interface.
+        firmware: a file that replaces QEMU's default BIOS.
     """
     file = image.replace(",", ",,")
     return [
@@ -126,7 +126,7 @@ def manual_boot_command(
 
 
 def _machine_options(hardware: Hardware) -> list[str]:
-    """What both have: all but who has their console, their disk and their network."""
+    """The options of both command lines: all except user, console, disk and network."""
     accelerator = "kvm" if hardware.accelerated else f"tcg,tb-size={_TCG_CACHE_MIB}"
     return [
         *(hardware.program, "-name", hardware.name, "-nodefaults", "-no-user-config", "-display", "none"),
@@ -140,13 +140,13 @@ def _machine_options(hardware: Hardware) -> list[str]:
 
 
 def tap_options(port: Port) -> dict[str, str]:
-    """What joins an interface to the port's network; the words of ``-netdev`` and `netdev_add`."""
+    """The network backend of a port: options of ``-netdev`` and `netdev_add`."""
     name = switch_interface_name(port.id)
     return {"type": "tap", "id": name, "ifname": name, "script": "no", "downscript": "no"}
 
 
 def interface_options(port: Port) -> dict[str, str | int]:
-    """The interface of a port; the words of ``-device`` and `device_add`."""
+    """The interface of a port: options of ``-device`` and `device_add`."""
     return {
         "driver": "virtio-net-pci",
         "id": device_id(port),
@@ -158,7 +158,7 @@ def interface_options(port: Port) -> dict[str, str | int]:
 
 
 def device_id(port: Port) -> str:
-    """What qemu calls the interface of a port."""
+    """The QEMU device id of the interface of a port."""
     return peer_interface_name(port.id)
 
 

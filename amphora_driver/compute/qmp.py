@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor of a running qemu (QEMU Machine Protocol).
+"""The monitor of a running QEMU (QEMU Machine Protocol).
 
-Invariant: one conversation at a time (qemu serves one, whoever calls has the lock on the amphora's folder), and none
-waits longer than it was told to: a machine that is frozen costs its caller that time and nobody else. The socket is
-found through its folder, so that the folder's path may have any length.
+Invariant: one connection at a time: QEMU accepts one, and the caller has the lock on the amphora's directory. Every
+wait has a time-out: a frozen machine delays its own caller only. The socket path goes through a descriptor of the
+directory, so that the path of the directory may have any length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSE = 0.05
 
 
 class Monitor:
-    """An open conversation; made by `open_monitor`."""
+    """An open connection; created by `open_monitor`."""
 
     def __init__(self, connection: socket.socket, wanted: str) -> None:
         self._connection = connection
@@ -38,10 +38,10 @@ class Monitor:
         self.execute("qmp_capabilities")
 
     def execute(self, command: str, **arguments: Any) -> Any:
-        """What qemu answers.
+        """Execute a command; returns QEMU's result.
 
         Raises:
-            ComputeError: it says no.
+            ComputeError: QEMU refuses the command.
         """
         self._connection.sendall(_line(command, arguments))
         return self._read_response(command)
@@ -50,7 +50,7 @@ class Monitor:
         """Pass a file descriptor to qemu under a name (QMP `getfd`; unix(7), SCM_RIGHTS).
 
         Raises:
-            ComputeError: qemu refuses it.
+            ComputeError: QEMU refuses it.
         """
         socket.send_fds(self._connection, [_line("getfd", {"fdname": name})], [descriptor])
         self._read_response("getfd")
@@ -59,18 +59,18 @@ class Monitor:
         while True:
             answer = self._read_message()
             if "error" in answer:
-                raise ComputeError(self._wanted, f"qemu refuses {command}: {answer['error'].get('desc', 'no reason')}")
+                raise ComputeError(self._wanted, f"QEMU refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
-            # Anything else is an event; whoever waits for something asks for it.
+            # Other messages are events. They are ignored, because callers poll for a state instead.
 
     def device_ids(self) -> frozenset[str]:
-        """The ids of all devices that were given one."""
+        """The ids of all devices that have an id."""
         found = self.execute("qom-list", path="/machine/peripheral")
         return frozenset(one["name"] for one in found if one["type"].startswith("child<"))
 
     def try_execute(self, command: str, **arguments: Any) -> bool:
-        """Ask for what may be done already, or be impossible; whether qemu did it."""
+        """Execute a command that may fail; returns whether it succeeded."""
         try:
             self.execute(command, **arguments)
         except ComputeError:
@@ -78,7 +78,7 @@ class Monitor:
         return True
 
     def wait_until_removed(self, device: str, seconds: float) -> bool:
-        """Wait until a device is gone, which takes the guest's consent; False if it is still there then."""
+        """Wait until the guest has released a device; False after the time-out."""
         deadline = time.monotonic() + seconds
         while device in self.device_ids():
             if time.monotonic() > deadline:
@@ -92,7 +92,7 @@ class Monitor:
     def _read_message(self) -> dict[str, Any]:
         line = self._lines.readline()
         if not line:
-            raise ConnectionResetError("qemu has ended the conversation")
+            raise ConnectionResetError("QEMU closed the connection")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -103,10 +103,10 @@ def _line(command: str, arguments: dict[str, Any]) -> bytes:
 
 @contextmanager
 def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
-    """A conversation with the qemu whose monitor lies in this folder.
+    """A connection to the QEMU whose monitor socket is in this directory.
 
     Raises:
-        ComputeError: nobody answers, in time or at all.
+        ComputeError: QEMU does not answer within the time-out.
     """
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -119,18 +119,18 @@ def open_monitor(folder: Path, wanted: str) -> Iterator[Monitor]:
             finally:
                 monitor.close()
     except (OSError, ValueError) as error:
-        raise ComputeError(wanted, f"its qemu does not answer: {error}") from error
+        raise ComputeError(wanted, f"QEMU does not answer: {error}") from error
     finally:
         os.close(place)
 
 
 def _connect(connection: socket.socket, path: str) -> None:
-    """A qemu that was started a moment ago has no socket yet."""
+    """Connect; retry while a QEMU that has just started has no socket yet."""
     deadline = time.monotonic() + (connection.gettimeout() or 0.0)
     while True:
         with suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(path)
             return
         if time.monotonic() > deadline:
-            raise TimeoutError("there is no monitor")
+            raise TimeoutError("its monitor socket does not exist or refuses connections")
         time.sleep(least(_PAUSE))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders of a directory of amphorae: one for each, with all that a backend of this machine knows of it.
+"""The state directories of amphorae on this machine, one for each amphora.
 
-Invariant: the folder is the first thing made and the last removed. A mark in it says which deployment booted the
-amphora: another one with the same directory leaves it alone. One process at a time works on an amphora (a lock on its
-folder), many amphorae are worked on at once.
+Invariant: the directory is created first and removed last. Its owner file names the deployment that booted the amphora;
+other deployments that share the parent directory do not touch it. A lock on the directory serializes the work on one
+amphora; work on different amphorae is concurrent.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from amphora_driver.deadline import least
 from amphora_driver.errors import ComputeError
 
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
-# Longest time for somebody else to be done with an amphora's folder, and pause between two looks, in seconds.
+# Time-out of the lock on an amphora's directory, and the polling interval, in seconds.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-# Characters of a log that are shown, and the most bytes of its end that are read: blanks may follow the last word.
+# Characters of a log to show, and bytes at its end to read; white space may follow the last text.
 _LOG_TAIL, _MOST_READ = 400, 64 * 1024
-# The file in an amphora's folder that holds the prefix of the deployment that booted it.
+# The file with the prefix of the deployment that booted the amphora.
 _OWNER_FILE = "deployment"
-# The file in it that says what it was booted from.
+# The file with the name of the image.
 _IMAGE_FILE = "image"
 
 
 class StateDirs:
-    """One directory of amphorae.
+    """The state directories below one parent directory.
 
     Args:
-        directory: where it is.
-        prefix: whose amphorae are ours.
+        directory: the parent directory.
+        prefix: the prefix of this deployment.
     """
 
     def __init__(self, directory: Path, prefix: str) -> None:
@@ -45,27 +45,30 @@ class StateDirs:
         self._prefix = prefix
 
     def path(self, amphora_id: str) -> Path:
-        """Where the amphora's folder is, or would be.
+        """The path of the amphora's directory, which need not exist.
 
         Raises:
-            ComputeError: this is not the id of an amphora.
+            ComputeError: the argument is not an amphora id.
         """
         if not _ID.fullmatch(amphora_id):
-            raise ComputeError(f"find the folder of amphora {amphora_id!r}", "this is not the id of an amphora")
+            raise ComputeError(f"find the directory of amphora {amphora_id!r}", "this is not the id of an amphora")
         return self._directory / amphora_id
 
     def all_amphorae(self) -> list[str]:
-        """The ids of all amphorae that have a folder, whoever's they are."""
+        """The ids of all amphorae that have a directory, of every deployment."""
         if not self._directory.is_dir():
             return []
         return sorted(entry.name for entry in self._directory.iterdir() if _ID.fullmatch(entry.name))
 
     def own_amphorae(self) -> frozenset[str]:
-        """The ids of all amphorae of this deployment of which something is left."""
+        """The ids of all amphorae of this deployment that have a directory."""
         return frozenset(one for one in self.all_amphorae() if self._is_own(self.path(one)))
 
     def mark_owner(self, folder: Path) -> None:
-        """Write down whose it is: before anything else is made, because what an interrupted boot leaves is ours."""
+        """Write the owner file.
+
+        It is written first, so that the rest of an interrupted boot belongs to this deployment.
+        """
         write_private(folder / _OWNER_FILE, self._prefix.encode())
 
     def _is_own(self, folder: Path) -> bool:
@@ -75,7 +78,7 @@ class StateDirs:
 
     @contextmanager
     def locked(self, amphora_id: str, *, make: bool = False) -> Iterator[Path]:
-        """The amphora's folder, locked for this thread alone; where there is none, there is no lock."""
+        """The amphora's directory, locked for this thread; not locked if it does not exist."""
         folder = self.path(amphora_id)
         descriptor = _lock(folder, make=make)
         try:
@@ -100,29 +103,31 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # Whoever had the lock before may have removed the folder: then this is the lock of nothing.
+        # The previous holder of the lock may have removed the directory: then lock the new one.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)
 
 
 def _wait_for_lock(descriptor: int, folder: Path) -> None:
-    """Lock it for this thread, as soon as nobody else has it and in the time this operation has."""
+    """Lock the directory; wait at most `_LOCK_SECONDS` or until the deadline of the operation."""
     end_at = time.monotonic() + _LOCK_SECONDS
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if time.monotonic() > end_at:
-            raise ComputeError(f"work on {folder}", f"somebody else has been at it for {_LOCK_SECONDS:g} s")
+            raise ComputeError(
+                f"work on {folder}", f"another thread or process has held its lock for {_LOCK_SECONDS:g} s"
+            )
         time.sleep(least(_LOCK_PAUSE))
 
 
 def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:
-    """What lies in ``/etc/amphora-agent`` of the amphora, by file name, with its management address filled in.
+    """The files for ``/etc/amphora-agent`` by name, with the management address filled in.
 
     Raises:
-        ComputeError: a name would lead out of that folder.
+        ComputeError: a name has a directory part.
     """
     found = {}
     for name, content in request.files.items():
@@ -134,7 +139,7 @@ def agent_files(request: BootRequest, address: str) -> dict[str, bytes]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Whole or not at all, and readable by root only: there are keys among these files."""
+    """Write a file atomically, readable by its owner only: some of these files contain keys."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -143,7 +148,10 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def remove_directory(folder: Path) -> None:
-    """Remove it, and its mark last: what is left of it when this is interrupted is still ours."""
+    """Remove a directory.
+
+    The owner file is removed last, so that the rest of an interrupted removal belongs to this deployment.
+    """
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -153,31 +161,31 @@ def remove_directory(folder: Path) -> None:
 
 
 def write_image_name(folder: Path, image: str | None) -> None:
-    """Write down what it is booted from."""
+    """Record the image of the machine."""
     write_private(folder / _IMAGE_FILE, (image or "").encode())
 
 
 def read_image_name(folder: Path) -> str | None:
-    """What it was booted from, if that was written down."""
+    """The recorded image of the machine; None if there is no record."""
     with suppress(FileNotFoundError):
         return (folder / _IMAGE_FILE).read_text(encoding="ascii") or None
     return None
 
 
 def console_tail(log: Path) -> str:
-    """The end of what it said. No more of it is read: how long it is, is up to whoever said it."""
+    """The end of a console log. Only the end is read, because the guest controls the size of the log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))
             text = file.read(_MOST_READ).decode(errors="replace").strip()
     except FileNotFoundError:
         text = ""
-    return text[-_LOG_TAIL:] or "it said nothing"
+    return text[-_LOG_TAIL:] or "no console output"
 
 
 @contextmanager
 def compute_errors(wanted: str) -> Iterator[None]:
-    """Say of an error of the operating system what it kept from happening."""
+    """Convert an OSError to a ComputeError that names the failed operation."""
     try:
         yield
     except OSError as error:
