@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: network namespaces, and processes that outlive the process that starts them."""
+"""Network namespaces and detached processes of this machine."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that outlive whoever started them, and are found again.
+"""Processes that survive the process that started them, and that a later process finds again.
 
-Invariant: a process is known by its number *and* the moment it started, so that a number the kernel has given to
-somebody else since is never signalled; signals travel through a pidfd that was opened before that was
-checked.
+Invariant: a process is identified by its PID *and* its start time, so that a process with a reused PID never gets a
+signal. A signal is sent through a pidfd; the identity is checked after the pidfd is open.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process: its number, the clock tick it started at, and the boot that tick counts from."""
+    """A process: its PID, the clock tick of its start, and the boot id of the kernel."""
 
     pid: int
     started: int
     boot: str
 
     def alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """Whether the process runs; False for a zombie."""
         _reap(self.pid)
         found = _read_stat(self.pid)
         return found is not None and found[0] not in {"Z", "X"} and self._matches(found)
 
     def children(self) -> list[Process]:
-        """The processes it started itself, whichever of its threads did: the kernel keeps a list for each."""
+        """The child processes. The kernel has a list of children for each thread."""
         numbers: list[str] = []
-        # It may end meanwhile, or one of its threads.
+        # The process or a thread may end at the same time.
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with suppress(FileNotFoundError, ProcessLookupError):
@@ -59,7 +58,7 @@ class Process(msgspec.Struct, frozen=True):
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, woken by the kernel; False if it still runs after so many seconds."""
+        """Wait for the end of the process; False if it still runs after this time."""
         descriptor = self._open_pidfd()
         if descriptor is None:
             return True
@@ -76,7 +75,7 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (ProcessLookupError, FileNotFoundError):  # either says that it has ended (Linux 6.16)
+        except (ProcessLookupError, FileNotFoundError):  # both mean that it has ended (Linux 6.16)
             return None
         if self.alive():
             return descriptor
@@ -85,19 +84,19 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def identify(pid: int) -> Process | None:
-    """The process that has this number now."""
+    """The process that has this PID now; None if there is none."""
     found = _read_stat(pid)
     return None if found is None else Process(pid, found[1], _read_boot_id())
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_as_3: int | None = None) -> Process:
-    """Start a program in a session of its own, with its output appended to a log.
+    """Start a program in its own session, with its output appended to a log.
 
     Args:
-        argv: program, looked up on PATH, and arguments.
-        environment: all of it; nothing is inherited.
-        log: file for standard output and error.
-        pass_as_3: a descriptor the program finds as its number 3.
+        argv: the program, which is searched on PATH, and its arguments.
+        environment: the complete environment; the program inherits no other variable.
+        log: the file for standard output and standard error.
+        pass_as_3: a descriptor that the program gets as descriptor 3.
     """
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
@@ -109,12 +108,12 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path, pass_a
     pid = os.posix_spawnp(argv[0], list(argv), dict(environment), file_actions=actions, setsid=True)
     process = identify(pid)
     if process is None:
-        raise ProcessLookupError(f"{argv[0]} was reaped by somebody else")
+        raise ProcessLookupError(f"{argv[0]} ended at once, and another thread collected its status")
     return process
 
 
 def find_by_last_argument(last_argument: str) -> list[Process]:
-    """Every process with this last argument, for one who could not write down what was started."""
+    """All processes with this last argument; finds a process whose start was not recorded."""
     wanted = last_argument.encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -127,11 +126,11 @@ def find_by_last_argument(last_argument: str) -> list[Process]:
 
 
 def signal_and_wait(processes: Sequence[Process], number: signal.Signals, seconds: float) -> bool:
-    """Signal them and wait for all of them; False if one still runs after so many seconds."""
+    """Send a signal to all processes and wait for their end; False if one still runs after this time."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # No early end: every one is waited for, and reaped.
+    # No short circuit: `wait` also reaps each process.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -141,7 +140,7 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may hold anything, spaces and parentheses too.
+    # The name in parentheses may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
@@ -151,6 +150,6 @@ def _read_boot_id() -> str:
 
 
 def _reap(pid: int) -> None:
-    """Let go of a child of this process that has ended; others have their own parents."""
+    """Reap a child of this process; no error for other processes."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces of this machine: made, entered for one function, removed.
+"""Network namespaces of this machine: create, run a function inside, remove.
 
-Invariant: no thread but one made for the purpose ever leaves its namespace, and nothing here forks: threads of
-a controller work beside each other. (pyroute2's own `NetNS` forks a child for each socket, `os.setns` is
-newer than our oldest Python.) A namespace has a name exactly as long as it is mounted under ``/run/netns``.
+Invariant: only a thread that was created for this purpose changes its namespace, and no function forks, because the
+controller has many threads. (`NetNS` of pyroute2 forks a child for each socket; `os.setns` needs Python 3.12.) A
+namespace has a name while it is mounted below ``/run/netns``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _making = threading.Lock()
 
 
 def path(name: str) -> Path:
-    """Where the namespace of this name is mounted."""
+    """The mount point of a namespace."""
     return DIRECTORY / name
 
 
 def exists(name: str) -> bool:
-    """Whether there is a namespace of this name; a mere file, left by a crash between two steps, is none."""
+    """Whether the namespace exists; False for a file without a mount, which a crash may leave."""
     place = path(name)
     try:
         return place.stat().st_dev != DIRECTORY.stat().st_dev
@@ -47,34 +47,37 @@ def exists(name: str) -> bool:
 
 
 def names(prefix: str) -> list[str]:
-    """The names that begin so, with those of unfinished or half removed namespaces."""
+    """The names with this prefix, including incomplete namespaces."""
     if not DIRECTORY.is_dir():
         return []
     return sorted(entry.name for entry in DIRECTORY.iterdir() if entry.name.startswith(prefix))
 
 
 def ensure(name: str) -> bool:
-    """Make a namespace with its loopback up; False if it was there already."""
+    """Create a namespace and set its loopback interface up; False if the namespace exists."""
     with _making:
         if exists(name):
             return False
         _make_mounts_shared()
         path(name).touch(mode=0o444)
-        _in_thread(lambda: _create_and_mount(path(name)), f"make the network namespace {name}")
+        _in_thread(lambda: _create_and_mount(path(name)), f"create the network namespace {name}")
     return True
 
 
 def remove(name: str) -> None:
-    """Take the name away: the namespace ends with the last process in it. No error if it is not there."""
+    """Remove the name of a namespace; no error if it does not exist.
+
+    The kernel removes the namespace itself after its last process has ended.
+    """
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # Unlinking also detaches the copies of the mount that other mount namespaces (amphorae) took with them.
+    # Unlinking also detaches the copies of the mount in other mount namespaces (amphorae).
     place.unlink(missing_ok=True)
 
 
 def processes(name: str) -> list[Process]:
-    """Every process in the namespace of this name."""
+    """All processes in a namespace."""
     if not exists(name):
         return []
     wanted = path(name).stat()
@@ -88,10 +91,10 @@ def processes(name: str) -> list[Process]:
 
 
 def run_inside(place: str | Path, work: Callable[[], T]) -> T:
-    """Run a function in the namespace mounted at (or linked from) this path; returns its result.
+    """Run a function in the namespace at this path (a mount point or a link); returns its result.
 
     Raises:
-        FileNotFoundError: there is no such namespace, or its file exists and nothing is mounted on it yet.
+        FileNotFoundError: the path does not exist, or no namespace is mounted there yet.
     """
     descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -109,7 +112,7 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
 
 def run_with_netlink(place: str | Path, work: Callable[[Any], T]) -> T:
-    """`run_inside`, with a netlink socket of the namespace as the function's argument."""
+    """Run a function in a namespace, with a netlink socket of the namespace as its argument."""
 
     def with_socket() -> T:
         with IPRoute() as kernel:
@@ -119,14 +122,14 @@ def run_with_netlink(place: str | Path, work: Callable[[Any], T]) -> T:
 
 
 def write_sysctl(name: str, value: int) -> None:
-    """Set a kernel option of the namespace this thread is in; no error where the kernel does not know it."""
+    """Set a sysctl in the namespace of this thread; no error if the kernel does not have it."""
     with suppress(FileNotFoundError):
         Path("/proc/sys", name).write_text(str(value), encoding="ascii")
 
 
 def _create_and_mount(place: Path) -> None:
-    _check_result(_LIBC.unshare(_CLONE_NEWNET), "leave the present network namespace")
-    # Duplicate address detection would keep every IPv6 address unusable for a second or two.
+    _check_result(_LIBC.unshare(_CLONE_NEWNET), "create a network namespace")
+    # Duplicate address detection delays the use of each IPv6 address by one or two seconds.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
         write_sysctl(f"net/ipv6/conf/{scope}/accept_ra", 0)
@@ -137,7 +140,7 @@ def _create_and_mount(place: Path) -> None:
 
 
 def _make_mounts_shared() -> None:
-    """As iproute2 does: a shared mount, so that a namespace made or removed here is so for everybody."""
+    """Make the directory a shared mount, as iproute2 does: all mount namespaces then see each change."""
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     place = os.fsencode(DIRECTORY)
     shared = ctypes.c_ulong(_MS_SHARED | _MS_REC)
@@ -157,7 +160,7 @@ def _in_thread(work: Callable[[], T], wanted: str) -> T:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name=wanted, daemon=True)

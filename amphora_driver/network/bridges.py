@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's part of the embedded networks: bridges in one namespace, and cables into others.
+"""The virtual switch of the local network backend: bridges in one namespace, veth pairs to others.
 
-Invariant: everything hangs in the switch namespace; the machine's own network namespace is never touched.
-Every call may be repeated. A cable is laid whole (both ends, the far one in its namespace with its MAC
-address) or not at all; its near end is named after the port and carries its owner as alias, so that it can be
-found again. Laid is not joined: who dies in between leaves one that leads nowhere until somebody connects it again.
+Invariant: all bridges are in the switch namespace; the root network namespace never changes. Every call is idempotent.
+A veth pair is created atomically: both ends, the peer in its namespace with its MAC address. The name of the switch
+interface derives from the port id, and its alias is the owner of the port. A crash between creation and connection
+leaves a pair that is on no bridge; a repeated call connects it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.network import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment, derive_mac
 
-# Usable at once, no duplicate address detection: the database has made sure of that.
+# IFA_F_NODAD: the address is usable at once. The database guarantees that it is unique.
 _NO_DAD = 0x02
-# The kernel takes a removed interface's name back some milliseconds after it answered.
+# Seconds to wait for a name: the kernel frees the name of a removed interface some milliseconds after its answer.
 _NAME_FREE_AFTER = 2.0
 
 
@@ -36,7 +36,7 @@ class Switch:
 
     Args:
         name: the switch namespace.
-        management: the network that has no gateway and is routed nowhere.
+        management: the id of the management network, which has no gateway and no routing.
     """
 
     def __init__(self, name: str, management: str) -> None:
@@ -44,7 +44,7 @@ class Switch:
         self._management = management
 
     def ensure(self, segments: tuple[Segment, ...], subnets: tuple[AddressRange, ...]) -> None:
-        """Make the namespace, a bridge for each network, and the gateways."""
+        """Create the namespace, a bridge for each network, and the gateway addresses."""
         namespaces.ensure(self._name)
 
         def work(kernel: Any) -> None:
@@ -56,23 +56,23 @@ class Switch:
         namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def connect(self, port: Port, segment: Segment, owner: str, place: str | Path, interface: str | None) -> None:
-        """Lay a cable from the port's bridge into the namespace at `place`, unless it is there.
+        """Connect a namespace to the port's bridge by a veth pair; an existing pair is reused.
 
         Args:
-            port: its MAC address goes to the far end.
-            segment: the port's network.
-            owner: written on the cable; see `disconnect_owner`.
-            place: path of the namespace.
-            interface: name of the far end; None for one made from the port's id.
+            port: the port; the peer interface gets its MAC address.
+            segment: the network of the port.
+            owner: the alias of the switch interface; see `disconnect_owner`.
+            place: the path of the namespace.
+            interface: the name of the peer interface; None for a name that derives from the port id.
         """
         near, far = switch_interface_name(port.id), interface or peer_interface_name(port.id)
 
         def work(kernel: Any) -> None:
             if not kernel.link_lookup(ifname=near):
-                self._create_cable(kernel, near, port, far, namespace.fileno())
+                self._create_veth(kernel, near, port, far, namespace.fileno())
             bridge = kernel.link_lookup(ifname=segment.bridge)
             if not bridge:
-                raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {self._name}")
+                raise NetworkError(f"connect port {port.id}", f"bridge {segment.bridge} does not exist in {self._name}")
             index = kernel.link_lookup(ifname=near)[0]
             kernel.link("set", index=index, master=bridge[0], ifalias=owner, state="up")
 
@@ -80,16 +80,16 @@ class Switch:
             namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def disconnect(self, port_id: str) -> None:
-        """Remove a port's cable; no error if it is not there."""
+        """Remove the veth pair or tap of a port; no error if it does not exist."""
         self._delete(lambda kernel: kernel.link_lookup(ifname=switch_interface_name(port_id)))
 
     def disconnect_owner(self, owner: str) -> None:
-        """Remove every cable of this owner, also of ports nobody remembers."""
+        """Remove all veth pairs and taps of this owner, also those of ports that have no record."""
 
-        def cables(kernel: Any) -> list[int]:
+        def owned_links(kernel: Any) -> list[int]:
             return [link["index"] for link in kernel.get_links() if link.get_attr("IFLA_IFALIAS") == owner]
 
-        self._delete(cables)
+        self._delete(owned_links)
 
     def _delete(self, choose: Callable[[Any], list[int]]) -> None:
         def work(kernel: Any) -> None:
@@ -102,9 +102,9 @@ class Switch:
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
         with _ignoring(errno.EEXIST):
-            # A MAC address of its own: a bridge without one takes its lowest port's, and then every
-            # neighbour's memory of the gateway is wrong when that port goes. Without a querier on the
-            # network, snooping could only lose multicast (VRRP, neighbour discovery).
+            # A fixed MAC address: otherwise the bridge uses the lowest MAC address of its ports, and neighbours
+            # have a stale ARP entry of the gateway after that port is removed. Snooping is off, because it drops
+            # multicast (VRRP, neighbour discovery) on a network without a querier.
             mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)
         index = kernel.link_lookup(ifname=segment.bridge)[0]
@@ -118,7 +118,7 @@ class Switch:
             if subnet.gateway is not None:
                 add_address(kernel, index, subnet.gateway, subnet.prefix_length)
 
-    def _create_cable(self, kernel: Any, near: str, port: Port, far: str, namespace: int) -> None:
+    def _create_veth(self, kernel: Any, near: str, port: Port, far: str, namespace: int) -> None:
         peer = {"ifname": far, "address": port.mac, "mtu": port.mtu, "net_ns_fd": namespace}
         deadline = time.monotonic() + _NAME_FREE_AFTER
         while not _try_add_veth(kernel, near, port.mtu, peer):
@@ -132,23 +132,23 @@ def _try_add_veth(kernel: Any, near: str, mtu: int, peer: dict[str, Any]) -> boo
         kernel.link("add", kind="veth", ifname=near, mtu=mtu, peer=peer)
     except NetlinkError as error:
         if error.code != errno.EEXIST:
-            raise NetworkError(f"make the cable {near} to {peer['ifname']}", os.strerror(error.code)) from error
+            raise NetworkError(f"create the veth pair {near} and {peer['ifname']}", os.strerror(error.code)) from error
         return False
     return True
 
 
 def switch_interface_name(port_id: str) -> str:
-    """The name of a cable's end in the switch."""
+    """The name of the port's interface in the switch."""
     return f"p{port_id.replace('-', '')[:13]}"
 
 
 def peer_interface_name(port_id: str) -> str:
-    """The name of the other end, where nobody gave it one."""
+    """The default name of the port's interface in the other namespace."""
     return f"n{port_id.replace('-', '')[:13]}"
 
 
 def has_mac(place: str | Path, mac: str) -> bool:
-    """Whether an interface with this MAC address is in the namespace at `place`; False if there is none."""
+    """Whether the namespace at `place` has an interface with this MAC address; False without a namespace."""
     try:
         return bool(namespaces.run_with_netlink(place, lambda kernel: kernel.link_lookup(address=mac.lower())))
     except (FileNotFoundError, ProcessLookupError):
@@ -156,7 +156,7 @@ def has_mac(place: str | Path, mac: str) -> bool:
 
 
 def configure_interface(place: str | Path, interface: str, port: Port, subnets: tuple[AddressRange, ...]) -> None:
-    """Give an interface its port's addresses and default routes."""
+    """Configure the addresses and default routes of a port on its interface."""
     known = {subnet.id: subnet for subnet in subnets}
 
     def work(kernel: Any) -> None:
@@ -173,7 +173,7 @@ def configure_interface(place: str | Path, interface: str, port: Port, subnets: 
 
 
 def add_address(kernel: Any, index: int, address: str, prefix_length: int) -> None:
-    """Give an interface an address it may have already."""
+    """Add an address to an interface; no error if the interface has it."""
     options = {"flags": _NO_DAD} if ip_address(address).version == 6 else {}
     with _ignoring(errno.EEXIST):
         kernel.addr("add", index=index, address=address, prefixlen=prefix_length, **options)
@@ -181,7 +181,7 @@ def add_address(kernel: Any, index: int, address: str, prefix_length: int) -> No
 
 @contextmanager
 def _ignoring(code: int) -> Iterator[None]:
-    """Take this answer of the kernel for a yes."""
+    """Ignore this errno in an answer of the kernel."""
     try:
         yield
     except NetlinkError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VIPs and ports: what every network backend does.
+"""The interface of network backends, which provide VIPs and ports.
 
-Invariant: ports are found again by the thing they belong to (`owner`) and their network, so that repeating a call
-after a crash never makes a second port. `release_*` and `delete_*` touch only what this provider made.
+Invariant: a port is identified by its owner and its network, so that a call that is repeated after a crash never
+creates a second port. `release_*` and `delete_*` remove only objects that this provider created.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from amphora_driver.model.network import Port, Subnet, VipOptions, VipRequest
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses are not known yet: ask again.
+    """The backend has not allocated the addresses yet; the caller must retry.
 
     Attributes:
-        reason: what is waited for, for an operator to read.
-        again_in: seconds after which to ask; None where the backend cannot say, then the pauses grow.
+        reason: the cause of the delay, for the operator.
+        again_in: seconds until the retry; None for an exponential back-off.
     """
 
     reason: str
@@ -29,7 +29,7 @@ class NotYet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this deployment has made something for.
+    """The owners of objects that this deployment created.
 
     Attributes:
         amphorae: amphora ids that have ports.
@@ -41,13 +41,13 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(Protocol):
-    """A backend, made with the options and the database; that talks to nobody yet.
+    """A network backend. Its constructor takes the options and the database, and connects to no service.
 
-    Methods raise `NetworkError`; what a user got wrong raises `Conflict` or `UnsupportedOption`.
+    Methods raise `NetworkError`. A mistake in the user's request raises `Conflict` or `UnsupportedOption`.
 
     Attributes:
-        supports: the keys of flavors and availability zones it can fulfil, and `vip_qos_policy_id` and `vip_sg_ids`
-            where `apply_vip_options` knows them; all others are refused by name.
+        supports: the flavor and availability zone keys that the backend implements, with `vip_qos_policy_id` and
+            `vip_sg_ids` if `apply_vip_options` supports them. The driver refuses all others.
         wiring: how a port becomes an interface; see `Compute.wiring`.
     """
 
@@ -57,61 +57,67 @@ class Network(Protocol):
     def allocate_vip(
         self, load_balancer_id: str, project_id: str, wanted: Sequence[VipRequest], machines: Sequence[str] = ()
     ) -> tuple[Vip, ...] | NotYet:
-        """Take the addresses wanted, the primary VIP first, all on one port. Again with the same id: the same VIPs.
+        """Allocate the requested VIPs on one port. A repeated call with the same id returns the same VIPs.
 
-        The first time it is asked in a user's request, which waits for the answer: what takes longer than that is
-        `NotYet`, and the controller asks on.
+        The first call runs inside a user's request and must not block it. A slow backend returns `NotYet`; the
+        controller then repeats the call.
 
         Args:
-            load_balancer_id: whose they are.
-            project_id: who pays for them.
-            wanted: one for each VIP; the answer has the same order.
-            machines: what the compute backend calls the amphorae's machines (`Machine.compute_id`), as far as they
-                are booted: an address may depend on where they are.
+            load_balancer_id: the owner of the VIPs.
+            project_id: the project of the load balancer.
+            wanted: one request for each VIP, the primary VIP first; the result has the same order.
+            machines: the ids of the booted machines in the compute backend (`Machine.compute_id`). An address may
+                depend on their location.
 
         Raises:
-            Conflict: an address or port is in use, or none is left.
-            UnsupportedOption: an address lies outside its subnet, a subnet or network does not exist.
+            Conflict: an address or port is in use, or no address is free.
+            UnsupportedOption: an address is outside its subnet, or a subnet or network does not exist.
         """
 
     def release_vip(self, load_balancer_id: str) -> None:
-        """Give back what `allocate_vip` took for this load balancer, or was asked to take.
+        """Release the VIPs of a load balancer, and cancel a pending allocation.
 
-        A port the user brought stays. No error if there is nothing.
+        A port of the user stays. No error if the load balancer has no VIPs.
         """
 
     def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
-        """Have the VIPs obey exactly these options from now on. Again with the same: nothing changes.
+        """Apply exactly these options to the VIPs. The call is idempotent.
 
-        Asked only where there are options or were some before, and again when an amphora has come.
+        The controller calls this only if options exist or existed before, and again for each new amphora.
 
         Args:
-            load_balancer_id: whose VIPs.
-            options: all of them; what is not in them is taken away.
-            port_ids: the amphorae's ports on the VIPs' network, which carry what is sent to the VIPs and from them.
+            load_balancer_id: the owner of the VIPs.
+            options: all options; the backend removes any other option.
+            port_ids: the ports of the amphorae on the VIP network. They carry the traffic of the VIPs.
 
         Raises:
-            UnsupportedOption: there is no such policy or group, or the backend knows nothing of the kind.
+            UnsupportedOption: a policy or group does not exist, or the backend does not support it.
         """
 
     def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
-        """The port of this owner (an amphora id) on this network with an address on each subnet; made if missing."""
+        """The port of this owner on this network with an address on each subnet; created if missing.
+
+        Args:
+            owner: an amphora id.
+            network_id: the network of the port.
+            subnet_ids: the subnets; the port gets one address on each.
+        """
 
     def ports(self, owner: str) -> tuple[Port, ...]:
-        """Every port of this owner."""
+        """All ports of this owner."""
 
     def delete_port(self, port_id: str) -> None:
-        """Remove a port; no error if it is not there."""
+        """Delete a port; no error if it does not exist."""
 
     def owners(self) -> Owners:
-        """Everybody for whom `ensure_port` or `allocate_vip` has made something that is still there.
+        """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist.
 
-        What somebody else made is not among it, and what cannot be told from that neither.
+        The result excludes objects of other programs, and objects whose creator is unknown.
         """
 
     def subnet(self, subnet_id: str) -> Subnet:
-        """What is known of a subnet.
+        """The subnet with this id.
 
         Raises:
-            UnsupportedOption: it does not exist.
+            UnsupportedOption: the subnet does not exist.
         """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing addresses and MAC addresses for the embedded network backend.
+"""Allocation of IP and MAC addresses for the local network backend.
 
-Invariant: pure functions. What they refuse they refuse in a sentence that names the value and the subnet,
-because a user of Octavia's API reads it.
+Invariant: pure functions. Their errors name the value and the subnet, because they reach the user of Octavia's API.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A network of this machine and the bridge that carries it. MTU in bytes."""
+    """A network of this machine and its bridge. MTU in bytes."""
 
     id: str
     name: str
@@ -28,7 +27,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddressRange(msgspec.Struct, frozen=True, kw_only=True):
-    """A subnet, and the part of it from which addresses are handed out."""
+    """A subnet and its allocation pool, from `first` to `last`."""
 
     id: str
     network_id: str
@@ -40,12 +39,12 @@ class AddressRange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version(self) -> int:
-        """4 or 6."""
+        """The IP version, 4 or 6."""
         return ipaddress.ip_network(self.cidr).version
 
     @property
     def prefix_length(self) -> int:
-        """The number behind the slash."""
+        """The prefix length."""
         return ipaddress.ip_network(self.cidr).prefixlen
 
     def __contains__(self, address: Address) -> bool:
@@ -56,29 +55,29 @@ class AddressRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_address(text: str, wanted: str) -> Address:
-    """The address a user wrote.
+    """Parse an address of a request.
 
     Raises:
-        UnsupportedOption: it is none.
+        UnsupportedOption: the text is not an IP address, or it has a scope.
     """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         raise UnsupportedOption(wanted, f"{text} is not an IPv4 or IPv6 address") from None
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id:
-        raise UnsupportedOption(wanted, f"{text} has a scope, which means something on one machine only")
+        raise UnsupportedOption(wanted, f"{text} has a scope, which is valid on one machine only")
     return address
 
 
 def validate_address(address: Address, subnet: AddressRange, wanted: str) -> str:
-    """The address as it is written down, if a port on this subnet may have it.
+    """The address in its canonical form, if a port on this subnet may have it.
 
     Raises:
-        UnsupportedOption: it lies outside, or is the network's or broadcast address.
-        Conflict: it is the gateway's.
+        UnsupportedOption: the address is outside the subnet, or is its network or broadcast address.
+        Conflict: the address is the gateway.
     """
     cidr = ipaddress.ip_network(subnet.cidr)
-    remedy = f"Choose another address of {subnet.cidr}, or leave it to the provider."
+    remedy = f"Choose another address of {subnet.cidr}, or omit the address."
     if address not in cidr:
         raise UnsupportedOption(wanted, f"{address} lies outside of {subnet}", remedy)
     broadcast = cidr.broadcast_address if cidr.version == 4 else None
@@ -90,32 +89,32 @@ def validate_address(address: Address, subnet: AddressRange, wanted: str) -> str
 
 
 def find_free_address(subnet: AddressRange, taken: Collection[str], wanted: str) -> str:
-    """The lowest address of the range that nobody has.
+    """The lowest free address of the allocation pool.
 
     Raises:
-        NetworkError: there is none left.
+        NetworkError: no address is free.
     """
     occupied = {int(ipaddress.ip_address(address)) for address in taken}
     if subnet.gateway is not None:
         occupied.add(int(ipaddress.ip_address(subnet.gateway)))
     first, last = ipaddress.ip_address(subnet.first), ipaddress.ip_address(subnet.last)
-    # One more candidate than there are occupied ones always holds a free one, however large the range is.
+    # One candidate more than occupied addresses always includes a free one, whatever the size of the pool.
     for number in range(int(first), min(int(last), int(first) + len(occupied)) + 1):
         if number not in occupied:
             return str(type(first)(number))
     raise NetworkError(
         wanted,
         f"every address of {subnet} from {first} to {last} is in use",
-        "Delete what is no longer needed, or use another subnet.",
+        "Delete unused load balancers or ports, or use another subnet.",
         final=True,
     )
 
 
 def derive_mac(network_id: str, address: str, attempt: int = 0) -> str:
-    """A MAC address made from the address it stands for.
+    """A MAC address that derives from the network and the IP address.
 
-    An address that is given to another port soon after its release then keeps its MAC address, and neighbours
-    that still remember the old one are right. `attempt` leads away from the rare one that is already in use.
+    If a released IP address goes to another port, its MAC address stays the same: ARP entries of neighbours remain
+    valid. `attempt` selects another MAC address in the rare case that the first one is in use.
     """
     digest = hashlib.sha256(f"{network_id} {address} {attempt}".encode()).digest()
     return "fa:16:3e:" + ":".join(f"{byte:02x}" for byte in digest[:3])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded network backend: networks, subnets and ports are rows of our own database.
+"""The local network backend: networks, subnets and ports of one machine are database rows.
 
-Invariant: an address belongs to one port, which the primary key of `local_address` guarantees, and every
-method is one transaction: after a crash a port has all its addresses or does not exist. No call touches the
-kernel (`bridges` does that where amphorae run), so that octavia-api can use this class; but for those about what VIPs
-obey (`guards`), which only a controller makes.
+Invariant: an address belongs to one port; the primary key of `local_address` guarantees this. Every method is one
+transaction: after a crash, a port has all its addresses or does not exist. The methods do not change the kernel, so
+that octavia-api can use this class. The exception is `port_security`, which only the controller uses; `bridges` changes
+the kernel where amphorae run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _AMPHORA = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def vip_owner(load_balancer_id: str) -> str:
-    """The owner of a load balancer's VIP port."""
+    """The value of `owner` for the VIP port of a load balancer."""
     return f"{_VIP_OWNER}{load_balancer_id}"
 
 
 class LocalNetwork:
-    """Networks of one machine.
+    """The networks of one machine.
 
     Args:
-        conf: our options; `[compute_netns] management_network` is not for VIPs.
-        database: where the rows are.
+        conf: the options of the driver; VIPs on `[compute_netns] management_network` are refused.
+        database: the driver's database.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
@@ -61,12 +61,12 @@ class LocalNetwork:
     def allocate_vip(
         self,
         load_balancer_id: str,
-        project_id: str,  # noqa: ARG002 - the interface's name; one machine has no projects
+        project_id: str,  # noqa: ARG002 - one machine has no projects
         wanted: Sequence[VipRequest],
-        machines: Sequence[str] = (),  # noqa: ARG002 - likewise: every address is as good as another
+        machines: Sequence[str] = (),  # noqa: ARG002 - every address suits every machine
     ) -> tuple[Vip, ...] | NotYet:
-        """Take the addresses wanted, the primary VIP first, all on one port; again: the same VIPs."""
-        attempt = f"take a VIP for load balancer {load_balancer_id}"
+        """Allocate the requested VIPs on one port. A repeated call with the same id returns the same VIPs."""
+        attempt = f"allocate a VIP for load balancer {load_balancer_id}"
 
         def work(connection: sa.Connection) -> tuple[Vip, ...]:
             row = local_db.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
@@ -79,7 +79,7 @@ class LocalNetwork:
         return self._database.write(work)
 
     def release_vip(self, load_balancer_id: str) -> None:
-        """Give back what `allocate_vip` took for this load balancer; a port the user brought stays."""
+        """Release the VIPs of a load balancer; a port of the user stays."""
 
         def work(connection: sa.Connection) -> None:
             row = local_db.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
@@ -90,17 +90,17 @@ class LocalNetwork:
             else:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
-        # While the addresses are still ours: whoever has them next obeys nothing of this load balancer's.
+        # Before the addresses are released: the next owner of an address must not inherit these rules.
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
     def apply_vip_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
-        """Have the VIPs obey exactly these options from now on."""
+        """Apply exactly these options to the VIPs."""
         self.port_security.apply_options(load_balancer_id, options, port_ids)
 
     def ensure_port(self, owner: str, network_id: str, subnet_ids: Sequence[str]) -> Port:
-        """The port of this owner on this network with an address on each subnet; made if missing."""
-        attempt = f"make a port for {owner} on network {network_id}"
+        """The port of this owner on this network with an address on each subnet; created if missing."""
+        attempt = f"create a port for {owner} on network {network_id}"
 
         def find(connection: sa.Connection) -> Port | None:
             row = local_db.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
@@ -125,18 +125,18 @@ class LocalNetwork:
             local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
-        # Nearly every call finds its port: those wait for no writer.
+        # Most calls find the port: they need no write transaction.
         port = self._database.read(find)
         if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
             return port
         return self._database.write(work)
 
     def ports(self, owner: str) -> tuple[Port, ...]:
-        """Every port of this owner."""
+        """All ports of this owner."""
         return self._ports(local_port.c.owner == owner)
 
     def delete_port(self, port_id: str) -> None:
-        """Remove a port of ours; no error if it is not there."""
+        """Delete a port of the provider; no error if it does not exist."""
 
         def work(connection: sa.Connection) -> None:
             if local_db.port_row(connection, local_port.c.id == port_id, local_port.c.ours.is_(True)) is not None:
@@ -145,10 +145,10 @@ class LocalNetwork:
         self._database.write(work)
 
     def owners(self) -> Owners:
-        """Everybody for whom `ensure_port` or `allocate_vip` has made something that is still there."""
+        """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist."""
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox have ports too, under names; a user's port is given back, never removed.
+        # Hosts of the sandbox own ports by name. A user's port is released, never deleted.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -157,28 +157,28 @@ class LocalNetwork:
         )
 
     def subnet(self, subnet_id: str) -> Subnet:
-        """What is known of a subnet."""
+        """The subnet with this id."""
         found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
 
-    # --- what the one machine's operator and its users say -------------------------------------------------
+    # --- for the operator of the machine and the sandbox ---------------------------------------------------
 
     def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
-        """Write a network down; no error if it is there already."""
+        """Create or update a network."""
         values = {"name": name, "bridge": bridge, "mtu": mtu}
         self._database.write(lambda c: local_db.upsert(c, local_network, network_id, values))
         return Segment(id=network_id, name=name, bridge=bridge, mtu=mtu)
 
     def define_subnet(self, subnet: AddressRange) -> None:
-        """Write a subnet down; no error if it is there already.
+        """Create or update a subnet.
 
         Raises:
-            NetworkError: the range or the gateway lies outside of the subnet.
+            NetworkError: the allocation pool or the gateway is outside the subnet.
         """
         wanted = f"define {subnet}"
         for text in (subnet.first, subnet.last, *([subnet.gateway] if subnet.gateway else [])):
             if ip_allocation.parse_address(text, wanted) not in subnet:
-                raise NetworkError(wanted, f"{text} lies outside of it")
+                raise NetworkError(wanted, f"{text} is outside the subnet")
         values = {
             "network_id": subnet.network_id,
             "name": subnet.name,
@@ -195,35 +195,35 @@ class LocalNetwork:
         self._database.write(work)
 
     def networks(self) -> tuple[Segment, ...]:
-        """Every network."""
+        """All networks."""
         query = sa.select(local_network).order_by(local_network.c.name)
         return self._database.read(lambda c: tuple(local_db.to_segment(row) for row in c.execute(query)))
 
     def subnets(self, network_id: str | None = None) -> tuple[AddressRange, ...]:
-        """Every subnet, or those of one network; IPv4 first."""
+        """All subnets, or those of one network; IPv4 first."""
         return self._database.read(lambda c: local_db.subnet_ranges(c, network_id))
 
     def all_ports(self) -> tuple[Port, ...]:
-        """Every port of every owner."""
+        """All ports of all owners."""
         return self._ports(sa.true())
 
     def port(self, port_id: str) -> Port | None:
-        """The port with this id."""
+        """The port with this id; None if it does not exist."""
         return next(iter(self._ports(local_port.c.id == port_id)), None)
 
     def owner(self, port_id: str) -> str | None:
-        """Whose port this is."""
+        """The owner of a port; None if the port does not exist."""
         query = sa.select(local_port.c.owner).where(local_port.c.id == port_id)
         return self._database.read(lambda c: c.execute(query).scalar())
 
     def taken(self, subnet_id: str) -> int:
-        """How many addresses of a subnet are in use."""
+        """The number of addresses of a subnet that are in use."""
         query = sa.select(sa.func.count()).where(local_address.c.subnet_id == subnet_id)
         return int(self._database.read(lambda c: c.execute(query).scalar_one()))
 
     def fixed_port(self, owner: str, network_id: str, wanted: Sequence[FixedAddress]) -> Port:
-        """The port of this owner on this network, with exactly these addresses if it has to be made."""
-        attempt = f"make a port for {owner} on network {network_id}"
+        """The port of this owner on this network; created with exactly these addresses if missing."""
+        attempt = f"create a port for {owner} on network {network_id}"
 
         def work(connection: sa.Connection) -> Port:
             row = local_db.port_row(connection, local_port.c.owner == owner, local_port.c.network_id == network_id)
@@ -237,8 +237,8 @@ class LocalNetwork:
         return self._database.write(work)
 
     def create_port(self, network_id: str, wanted: Sequence[FixedAddress] = ()) -> Port:
-        """A user's own port, good as a VIP port; where no address is wanted, it has one on each subnet."""
-        attempt = f"make a port on network {network_id}"
+        """Create a user's port, for use as a VIP port. Without addresses, it gets one on each subnet."""
+        attempt = f"create a port on network {network_id}"
         port_id = str(uuid.uuid4())
 
         def work(connection: sa.Connection) -> Port:
@@ -254,7 +254,7 @@ class LocalNetwork:
         return self._database.write(work)
 
     def remove_user_port(self, port_id: str) -> None:
-        """Remove a port its user made; no error if it is not there.
+        """Delete a user's port; no error if it does not exist.
 
         Raises:
             Conflict: a load balancer uses it.
@@ -270,7 +270,7 @@ class LocalNetwork:
 
         self._database.write(work)
 
-    # --- inside one transaction ----------------------------------------------------------------------------
+    # --- parts of a transaction ----------------------------------------------------------------------------
 
     def _ports(self, condition: Any) -> tuple[Port, ...]:
         query = local_db.PORTS.where(condition).order_by(local_port.c.network_id, local_port.c.id)
@@ -292,14 +292,14 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # None is left, which is for the user to change.
+                # The user can resolve this, the operator cannot.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 
     def _use_own_port(
         self, connection: sa.Connection, load_balancer_id: str, wanted: Sequence[VipRequest], attempt: str
     ) -> tuple[Vip, ...]:
-        """Use the port a user brought as it is: its addresses are the user's to choose."""
+        """Use the port of a user without changes to its addresses."""
         port_ids = {request.port_id for request in wanted if request.port_id}
         if len(port_ids) > 1:
             raise UnsupportedOption(attempt, f"its VIPs must be on one port, not on {len(port_ids)}")

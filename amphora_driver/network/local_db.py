@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the embedded network backend reads and writes inside one transaction.
+"""Queries of the local network backend, for use inside a transaction.
 
-Invariant: nothing here begins or ends a transaction. Whoever hands out addresses has locked their network's
-row first (`lock_network`), so two processes never choose the same free one.
+Invariant: no function begins or ends a transaction. A function that allocates addresses requires the lock of the
+network row (`lock_network`), so that two processes never choose the same address.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PORTS = sa.select(local_port, local_network.c.mtu).join(local_network, local_net
 
 
 def user_owner(port_id: str) -> str:
-    """The owner of a port that a user made and no load balancer uses."""
+    """The value of `owner` for a user's port that no load balancer uses."""
     return f"user-{port_id}"
 
 
 def to_segment(row: Any) -> Segment:
-    """A row as a network."""
+    """Convert a row to a network."""
     return Segment(id=row.id, name=row.name, bridge=row.bridge, mtu=row.mtu)
 
 
 def to_range(row: Any) -> AddressRange:
-    """A row as a subnet."""
+    """Convert a row to a subnet."""
     return AddressRange(
         id=row.id,
         network_id=row.network_id,
@@ -47,7 +47,7 @@ def to_range(row: Any) -> AddressRange:
 
 
 def lock_network(connection: sa.Connection, network_id: str, attempt: str) -> Segment:
-    """The network, locked: whoever hands out its addresses waits here for the one before."""
+    """Lock and read a network. Concurrent allocations on this network wait for the end of the transaction."""
     row = connection.execute(sa.select(local_network).where(local_network.c.id == network_id).with_for_update()).first()
     if row is None:
         raise UnsupportedOption(attempt, f"network {network_id} does not exist")
@@ -63,7 +63,7 @@ def subnet_range(connection: sa.Connection, subnet_id: str, attempt: str) -> Add
 
 
 def subnet_ranges(connection: sa.Connection, network_id: str | None) -> tuple[AddressRange, ...]:
-    """Every subnet, or those of one network; IPv4 first."""
+    """All subnets, or those of one network; IPv4 first."""
     query = sa.select(local_subnet).order_by(local_subnet.c.name)
     if network_id is not None:
         query = query.where(local_subnet.c.network_id == network_id)
@@ -71,20 +71,20 @@ def subnet_ranges(connection: sa.Connection, network_id: str | None) -> tuple[Ad
 
 
 def require_same_network(subnet: AddressRange, network_id: str, attempt: str) -> None:
-    """Refuse a subnet of another network."""
+    """Raise `UnsupportedOption` for a subnet of another network."""
     if subnet.network_id != network_id:
         raise UnsupportedOption(attempt, f"{subnet} is not a subnet of network {network_id}")
 
 
 def choose_subnet(connection: sa.Connection, request: VipRequest, attempt: str) -> AddressRange:
-    """The subnet a request for a VIP means."""
+    """The subnet for a requested VIP."""
     if request.subnet_id:
         subnet = subnet_range(connection, request.subnet_id, attempt)
         if request.network_id:
             require_same_network(subnet, request.network_id, attempt)
         return subnet
     if not request.network_id:
-        raise UnsupportedOption(attempt, "neither a subnet nor a network nor a port was given for it")
+        raise UnsupportedOption(attempt, "the request has no subnet, network or port")
     segment = lock_network(connection, request.network_id, attempt)
     subnets = subnet_ranges(connection, request.network_id)
     if request.address:
@@ -103,19 +103,19 @@ def choose_address(
     attempt: str,
     also_taken: Sequence[str] = (),
 ) -> FixedAddress:
-    """The address asked for, if it can be had, or a free one."""
+    """The requested address if it is free; without a request, the lowest free address."""
     if not address:
         return FixedAddress(subnet_id=subnet.id, address=free_address(connection, subnet, attempt, also_taken))
     text = ip_allocation.validate_address(ip_allocation.parse_address(address, attempt), subnet, attempt)
     if text in {*taken_addresses(connection, subnet), *also_taken}:
-        raise Conflict(attempt, f"{text} of {subnet} is in use", "Choose another address, or leave it to the provider.")
+        raise Conflict(attempt, f"{text} of {subnet} is in use", "Choose another address, or omit the address.")
     return FixedAddress(subnet_id=subnet.id, address=text)
 
 
 def checked_addresses(
     connection: sa.Connection, network_id: str, wanted: Sequence[FixedAddress], attempt: str
 ) -> list[FixedAddress]:
-    """What was asked for; an empty address means any."""
+    """The requested addresses after validation. An empty address is replaced by a free one."""
     fixed: list[FixedAddress] = []
     for one in wanted:
         subnet = subnet_range(connection, one.subnet_id, attempt)
@@ -131,17 +131,17 @@ def taken_addresses(connection: sa.Connection, subnet: AddressRange) -> set[str]
 
 
 def free_address(connection: sa.Connection, subnet: AddressRange, attempt: str, also_taken: Sequence[str] = ()) -> str:
-    """An address nobody has."""
+    """The lowest free address of a subnet."""
     return ip_allocation.find_free_address(subnet, {*taken_addresses(connection, subnet), *also_taken}, attempt)
 
 
 def port_row(connection: sa.Connection, *conditions: Any) -> Any:
-    """The one port that meets the conditions, or None."""
+    """The row of the port that meets the conditions; None if there is none."""
     return connection.execute(PORTS.where(*conditions)).first()
 
 
 def read_port(connection: sa.Connection, row: Any) -> Port:
-    """A row and its addresses as a port."""
+    """Convert a row and its addresses to a port."""
     query = (
         sa.select(local_address.c.subnet_id, local_address.c.address)
         .where(local_address.c.port_id == row.id)
@@ -160,7 +160,7 @@ def make_port(
     port_id: str | None = None,
     ours: bool = True,
 ) -> Port:
-    """Write a port and its addresses down."""
+    """Insert a port and its addresses."""
     made = Port(
         id=port_id or str(uuid.uuid4()),
         network_id=segment.id,
@@ -176,7 +176,7 @@ def make_port(
 
 
 def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAddress]) -> str:
-    """A MAC address nobody has."""
+    """A MAC address that no port has."""
     stands_for = fixed[0].address if fixed else str(uuid.uuid4())
     attempt = 0
     while True:
@@ -187,7 +187,7 @@ def free_mac(connection: sa.Connection, network_id: str, fixed: Sequence[FixedAd
 
 
 def add_addresses(connection: sa.Connection, port_id: str, fixed: Sequence[FixedAddress], ordinal: int) -> None:
-    """Give a port more addresses; the first of them has this ordinal."""
+    """Add addresses to a port; `ordinal` is the position of the first one."""
     if fixed:
         rows = [
             {
@@ -202,18 +202,18 @@ def add_addresses(connection: sa.Connection, port_id: str, fixed: Sequence[Fixed
 
 
 def drop_port(connection: sa.Connection, port_id: str) -> None:
-    """Remove a port and its addresses."""
+    """Delete a port and its addresses."""
     connection.execute(sa.delete(local_address).where(local_address.c.port_id == port_id))
     connection.execute(sa.delete(local_port).where(local_port.c.id == port_id))
 
 
 def set_owner(connection: sa.Connection, port_id: str, owner: str) -> None:
-    """Say whose port this is."""
+    """Set the owner of a port."""
     connection.execute(sa.update(local_port).where(local_port.c.id == port_id).values(owner=owner))
 
 
 def match_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
-    """The address of a user's port that this request means."""
+    """The address of a user's port that matches the request."""
     wanted = str(ip_allocation.parse_address(request.address, attempt)) if request.address else None
     found = [
         fixed
@@ -229,16 +229,16 @@ def match_vip(connection: sa.Connection, port: Port, request: VipRequest, attemp
 
 
 def to_vip(port: Port, fixed: FixedAddress) -> Vip:
-    """One address of a port as a VIP."""
+    """Convert one address of a port to a VIP."""
     return Vip(address=fixed.address, subnet_id=fixed.subnet_id, network_id=port.network_id, port_id=port.id)
 
 
 def to_vips(port: Port) -> tuple[Vip, ...]:
-    """All addresses of a port as VIPs."""
+    """Convert all addresses of a port to VIPs."""
     return tuple(to_vip(port, fixed) for fixed in port.addresses)
 
 
 def upsert(connection: sa.Connection, table: sa.Table, key: str, values: dict[str, Any]) -> None:
-    """Write a row down, or over the one with this id."""
+    """Update the row with this id, or insert it."""
     if connection.execute(sa.update(table).where(table.c.id == key).values(**values)).rowcount == 0:
         connection.execute(sa.insert(table).values(id=key, **values))

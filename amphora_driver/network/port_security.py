@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the VIPs of the embedded network backend obey: recorded, and enforced in the switch.
+"""Security groups and QoS policies of VIPs in the local network backend.
 
-Invariant: the switch has exactly the rules that follow from the rows, made from them as a whole and put in place at
-once. Whoever changes rows enforces them afterwards; two who do so at the same time wait for each other, and the last
-one has read the newest rows.
+Invariant: the nftables rules of the switch follow from the database rows only; one transaction replaces all of them.
+Each change of a row is followed by an enforcement. Concurrent enforcements are serialized by a lock, and each one reads
+the rows under this lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PortSecurity:
     """Security groups and QoS policies of one machine.
 
     Args:
-        database: where the rows are.
+        database: the driver's database.
         switch: the namespace of the bridges.
     """
 
@@ -49,19 +49,19 @@ class PortSecurity:
         self._database = database
         self._switch = switch
 
-    # --- what the operator says --------------------------------------------------------------------------------------
+    # --- definitions of the operator ---------------------------------------------------------------------------------
 
     def define_policy(self, policy: QosPolicy) -> None:
-        """Write a QoS policy down, or change it; VIPs that have it obey at once."""
+        """Create or update a QoS policy; the change applies to VIPs immediately."""
         values = {"name": policy.name, "egress_kbps": policy.egress_kbps, "ingress_kbps": policy.ingress_kbps}
         self._database.write(lambda c: local_db.upsert(c, local_qos_policy, policy.id, values))
         self._enforce_if_any()
 
     def define_group(self, group: SecurityGroup) -> None:
-        """Write a security group down, or change it; VIPs that have it obey at once.
+        """Create or update a security group; the change applies to VIPs immediately.
 
         Raises:
-            NetworkError: one of its rules means nothing.
+            NetworkError: a rule is not valid.
         """
         port_security_rules.validate_group(group)
         values = {"name": group.name, "rules": msgspec.json.encode(group.rules).decode()}
@@ -69,21 +69,21 @@ class PortSecurity:
         self._enforce_if_any()
 
     def policies(self) -> tuple[QosPolicy, ...]:
-        """Every QoS policy."""
+        """All QoS policies."""
         return tuple(self._database.read(_policies).values())
 
     def groups(self) -> tuple[SecurityGroup, ...]:
-        """Every security group."""
+        """All security groups."""
         return tuple(self._database.read(_groups).values())
 
-    # --- what load balancers want ------------------------------------------------------------------------------------
+    # --- options of load balancers -----------------------------------------------------------------------------------
 
     def apply_options(self, load_balancer_id: str, options: VipOptions, port_ids: Sequence[str]) -> None:
-        """Have the VIPs of a load balancer obey exactly this.
+        """Apply exactly these options to the VIPs of a load balancer.
 
         Raises:
-            UnsupportedOption: there is no such policy or group.
-            NetworkError: the kernel would not have it.
+            UnsupportedOption: a policy or group does not exist.
+            NetworkError: the kernel refuses the rules.
         """
 
         def write(connection: sa.Connection) -> None:
@@ -101,16 +101,16 @@ class PortSecurity:
         self.enforce()
 
     def remove_options(self, load_balancer_id: str) -> None:
-        """The VIPs of a load balancer go; whoever has their addresses next obeys nothing of theirs."""
+        """Remove the options of a load balancer; the next owner of an address does not inherit them."""
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
             return
-        # The rules first: the row is what says that there is something to be removed.
+        # The rules first: after a crash, the row still shows that rules must be removed.
         self._enforce(without=load_balancer_id)
         self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
 
     def enforce(self) -> None:
-        """Have the switch obey the rows; nothing happens where there is no switch."""
+        """Replace the rules of the switch according to the rows; does nothing without a switch."""
         self._enforce()
 
     # --- the kernel --------------------------------------------------------------------------------------------------
@@ -134,13 +134,17 @@ class PortSecurity:
 
 def _run_nft(place: str, commands: str) -> None:
     argv = ["nsenter", f"--net={place}", "--", "nft", "-f", "-"]
-    wanted = "restrict the VIPs of this machine"
+    wanted = "apply the security groups and QoS policies of VIPs"
     try:
         done = subprocess.run(argv, input=commands, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NetworkError(wanted, str(error), "Install nftables and util-linux.") from error
     if done.returncode != 0:
-        raise NetworkError(wanted, done.stderr.strip() or "nft said no", "Use a kernel with nf_tables for bridges.")
+        raise NetworkError(
+            wanted,
+            done.stderr.strip() or f"nft exited with status {done.returncode}",
+            "Use a kernel with nf_tables for bridges.",
+        )
 
 
 def _check_known(connection: sa.Connection, load_balancer_id: str, options: VipOptions) -> None:
@@ -184,7 +188,7 @@ def _protected_vips(
         .order_by(local_address.c.ordinal)
     )
     ids = msgspec.json.decode(row.security_group_ids, type=list[str])
-    # A group nobody knows any more lets nobody in.
+    # An unknown group admits no traffic.
     groups = tuple(known.get(one, SecurityGroup(id=one, name=one)) for one in ids) if ids else None
     return ProtectedVips(
         load_balancer_id=row.load_balancer_id,

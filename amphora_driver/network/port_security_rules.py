@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Security groups and QoS policies of the embedded network backend, as nftables rules of its switch.
+"""Security groups and QoS policies of the local network backend as nftables rules of its switch.
 
-Invariant: pure functions; the same policies make the same text. A port with security groups is closed but for what one
-of them lets in, as far as somebody speaks to a VIP: what an amphora says, and what is sent to its own address (members'
-answers, its partner) is nobody's business here.
+Invariant: pure functions; the same policies give the same text. Traffic to a VIP with security groups is dropped unless
+a rule of one group accepts it. The rules do not affect traffic from an amphora, or traffic to its own address
+(responses of members, VRRP).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from amphora_driver.errors import NetworkError
 FAMILY, TABLE = "bridge", "amphora_vips"
 PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
-# Kilobits to bytes.
+# Bytes in a kilobit.
 _BYTES = 125
-# A second's share that may be sent at once, as networks usually grant TCP; and a kernel's largest frame, some times.
+# The burst in seconds of the rate, as usual for TCP; and its minimum, four of the largest frames of the kernel.
 _BURST = 0.8
 _LEAST_BURST = 256 * 1024
-# Without neighbour discovery nobody finds the VIP; without the others TCP never learns the path's MTU (RFC 1191, 8201).
+# Neighbour discovery is necessary to find the VIP, the other types for path MTU discovery (RFC 1191, RFC 8201).
 _ALWAYS = {
     4: ("icmp type destination-unreachable accept",),
     6: ("icmpv6 type { destination-unreachable, packet-too-big, nd-neighbor-solicit, nd-neighbor-advert } accept",),
@@ -31,7 +31,7 @@ _ALWAYS = {
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something a security group lets in; None is "any".
+    """A rule of a security group that accepts traffic; None means "any".
 
     Attributes:
         protocol: one of `PROTOCOLS`.
@@ -47,7 +47,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SecurityGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A named set of rules; one without rules lets nobody in."""
+    """A named set of rules; a group without rules admits no traffic."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class SecurityGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QosPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a port may carry, in kilobits (1000 bits) per second: sent by the amphora, and sent to it."""
+    """The limits of a port in kilobits (1000 bits) per second: egress from the amphora, ingress to it."""
 
     id: str
     name: str
@@ -64,13 +64,13 @@ class QosPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProtectedVips(msgspec.Struct, frozen=True, kw_only=True):
-    """The VIPs of one load balancer and what they obey.
+    """The VIPs of one load balancer with their security groups and QoS policy.
 
     Attributes:
         addresses: the VIPs.
-        interfaces: the switch's ends of the cables to its amphorae.
-        groups: None where nothing is shut out.
-        policy: None where nothing is limited.
+        interfaces: the switch interfaces of its amphorae.
+        groups: the security groups; None to accept all traffic.
+        policy: the QoS policy; None for no limit.
     """
 
     load_balancer_id: str
@@ -81,10 +81,10 @@ class ProtectedVips(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_group(group: SecurityGroup) -> None:
-    """Refuse rules that say nothing or two things at once.
+    """Refuse a group with a rule that is not valid.
 
     Raises:
-        NetworkError: naming the rule.
+        NetworkError: a protocol, port range or network is not valid.
     """
     for rule in group.rules:
         wanted = f"define security group {group.name}"
@@ -94,7 +94,7 @@ def validate_group(group: SecurityGroup) -> None:
         if ports != (None, None) and (
             rule.protocol not in _WITH_PORTS or not 1 <= (ports[0] or 0) <= (ports[1] or 0) <= 65535
         ):
-            raise NetworkError(wanted, f"{ports[0]} to {ports[1]} are no ports of {rule.protocol}")
+            raise NetworkError(wanted, f"{ports[0]} to {ports[1]} is not a port range of {rule.protocol}")
         try:
             ipaddress.ip_network(rule.remote or "::/0")
         except ValueError:
@@ -102,7 +102,7 @@ def validate_group(group: SecurityGroup) -> None:
 
 
 def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
-    """The commands that make the switch's table exactly this; it is gone where nothing is protected."""
+    """The nft commands that replace the table of the switch, or remove it if no VIP is protected."""
     lines = [f"table {FAMILY} {TABLE}", f"delete table {FAMILY} {TABLE}"]
     if not protected:
         return "\n".join([*lines, ""])
@@ -110,7 +110,7 @@ def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
     for number, one in enumerate(protected):
         if one.groups is not None:
             lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
-    # Frames between two ports pass the first hook, what the switch routes from other networks the second.
+    # Frames between two ports pass the hook forward; packets that the switch routes pass the hook output.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
         for number, one in enumerate(protected):
@@ -152,7 +152,7 @@ def _rate_limits(one: ProtectedVips, direction: str, attribute: str) -> Iterator
         return
     burst = max(int(rate * _BYTES * _BURST), _LEAST_BURST)
     for interface in one.interfaces:
-        # One rule for each: a limit is shared by all that it matches.
+        # One rule for each interface: all packets that match a rule share its limit.
         yield f'{direction} "{interface}" limit rate over {rate * _BYTES} bytes/second burst {burst} bytes drop'
 
 

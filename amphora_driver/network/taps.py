@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cables from the switch into virtual machines.
+"""Tap interfaces that connect virtual machines to the switch.
 
-Invariant: a tap is to a port what a veth pair is where amphorae are namespaces: it has the same name in the switch, the
-same alias, and hangs on the same bridge, so that everything else of the switch (security groups, QoS, who is
-disconnected) knows no difference. It stays when nobody has it open: a machine that starts again finds it.
+Invariant: a tap replaces the veth pair of a `netns` amphora. It has the same name in the switch, the same alias and the
+same bridge, so that security groups, QoS and `disconnect` work without a difference. A tap is persistent: it stays
+while no process has it open, and a restarted machine finds it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 
 
 def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
-    """Have a tap on the port's bridge, made if it is missing; its name.
+    """Create the tap of a port if it is missing, and connect it to the port's bridge; returns its name.
 
     Args:
         switch: the switch namespace.
-        port: whose tap.
-        segment: the port's network.
-        owner: written on it; see `Switch.disconnect_owner`.
+        port: the port of the tap.
+        segment: the network of the port.
+        owner: the alias of the tap; see `Switch.disconnect_owner`.
 
     Raises:
-        NetworkError: the kernel has no taps, or the network no bridge.
+        NetworkError: the kernel has no tun driver, or the network has no bridge.
     """
     name = switch_interface_name(port.id)
 
@@ -46,9 +46,9 @@ def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
             _create_persistent(name)
         bridge = kernel.link_lookup(ifname=segment.bridge)
         if not bridge:
-            raise NetworkError(f"connect port {port.id}", f"there is no bridge {segment.bridge} in {switch}")
+            raise NetworkError(f"connect port {port.id}", f"bridge {segment.bridge} does not exist in {switch}")
         index = kernel.link_lookup(ifname=name)[0]
-        # Of a tap no address is to answer: what the switch says, it says from its bridges.
+        # The tap must have no address of its own: the switch answers from its bridges.
         namespaces.write_sysctl(f"net/ipv6/conf/{name}/disable_ipv6", 1)
         kernel.link("set", index=index, mtu=port.mtu, master=bridge[0], ifalias=owner, state="up")
 
@@ -58,12 +58,12 @@ def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
 
 @contextmanager
 def open_tap(switch: str, port: Port) -> Iterator[int]:
-    """Open the port's tap; yields a descriptor for the process that is given the interface.
+    """Open the tap of a port; yields the descriptor, which the caller passes to QEMU.
 
-    That process needs no right of its own to /dev/net/tun, whose mode differs between distributions.
+    QEMU then needs no access to /dev/net/tun, the mode of which differs between distributions.
 
     Raises:
-        NetworkError: there is no such tap, or another process has it open.
+        NetworkError: the tap does not exist, or another process has it open.
     """
     name = switch_interface_name(port.id)
     descriptor = namespaces.run_inside(namespaces.path(switch), lambda: _open(name))
@@ -74,18 +74,18 @@ def open_tap(switch: str, port: Port) -> Iterator[int]:
 
 
 def _create_persistent(name: str) -> None:
-    """In the namespace of this thread."""
+    """Create a persistent tap in the namespace of this thread."""
     descriptor = _open(name)
     try:
         fcntl.ioctl(descriptor, _TUNSETPERSIST, 1)
     except OSError as error:
-        raise NetworkError(f"make the tap {name}", str(error.strerror)) from error
+        raise NetworkError(f"create the tap {name}", str(error.strerror)) from error
     finally:
         os.close(descriptor)
 
 
 def _open(name: str) -> int:
-    """Attach to a tap in the namespace of this thread; the kernel makes one that is missing."""
+    """Open a tap in the namespace of this thread; the kernel creates a missing one."""
     try:
         descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -154,7 +154,7 @@ class Vips:
             self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, seen.network, later))
             if now - wish.since > self._patience:
                 waited = f"none in {now - wish.since:.0f} s: {answer.reason}"
-                raise NetworkError(f"take a VIP for load balancer {tree.id}", waited, final=True)
+                raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return
         LOG.info("load balancer %s has its addresses: %s", tree.id, ", ".join(one.address for one in answer))
         self._write(lambda connection: settle(connection, tree.id, seen.generation, answer))

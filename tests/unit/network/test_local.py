@@ -86,7 +86,7 @@ REFUSED = [
     ({"network_id": "net", "address": "192.0.2.9"}, UnsupportedOption, "has no subnet that contains 192.0.2.9"),
     ({"port_id": "nowhere"}, UnsupportedOption, "port nowhere does not exist"),
     ({"subnet_id": "mgmt4"}, UnsupportedOption, "the management network is for the amphorae's agents only"),
-    ({}, UnsupportedOption, "neither a subnet nor a network nor a port"),
+    ({}, UnsupportedOption, "the request has no subnet, network or port"),
 ]
 
 
@@ -95,7 +95,7 @@ def test_refused_in_words_and_without_a_trace(network, wanted, error, words):
     with pytest.raises(error) as raised:
         take(network, wanted)
     assert words in str(raised.value)
-    assert str(raised.value).startswith("Could not take a VIP for load balancer ")
+    assert str(raised.value).startswith("Could not allocate a VIP for load balancer ")
     assert network.all_ports() == ()
 
 
