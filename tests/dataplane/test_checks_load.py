@@ -32,7 +32,7 @@ def place():
 
 @pytest.fixture
 def checker(place, tmp_path):
-    process = Process(place, tmp_path, REAL, "nftables")
+    process = Process(place, tmp_path, REAL)
     process.start()
     try:
         yield process

@@ -103,10 +103,10 @@ def test_what_is_as_wanted_is_not_touched(wire):
     try:
         again = Plumbing(wire.inner)  # an agent that has just started knows nothing
         try:
-            assert not again.is_as(wanted)
-            wire.outside(again.begin, wanted, wanted)
-            wire.outside(again.finish, wanted)
-            assert again.is_as(wanted)
+            assert not again.matches(wanted)
+            wire.outside(again.prepare, wanted, wanted)
+            wire.outside(again.commit, wanted)
+            assert again.matches(wanted)
         finally:
             again.close()
         for each in listening:
@@ -268,9 +268,9 @@ def test_no_neighbour_is_told_of_a_vip_before_it_is_served(wire):
         assert tap.heard() == []
         again = Plumbing(wire.inner)  # the agent has died before it told anybody
         try:
-            wire.outside(again.begin, first, None)
+            wire.outside(again.prepare, first, None)
             assert tap.heard() == []
-            wire.outside(again.finish, first)
+            wire.outside(again.commit, first)
             assert tap.heard() == announced(VIP, VIP6)
         finally:
             again.close()

@@ -61,7 +61,7 @@ def test_who_begins_anew_goes_on_with_counters_and_flows(lab, inner, clients):
     (counted,) = inner.run(engine.counters).values()
     assert counted.total_connections == len(some) + 1, "and one that has found another member"
     assert inner.run(engine.find_drift, model.parse(fewer), {}) == []
-    assert inner.run(NftablesEngine().differs, model.parse(fewer), {}) != []
+    assert inner.run(NftablesEngine().find_drift, model.parse(fewer), {}) != []
 
 
 def test_what_is_counted_is_what_clients_sent_and_got(lab, inner, clients):
