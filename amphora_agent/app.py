@@ -16,10 +16,11 @@ from werkzeug.exceptions import HTTPException
 from amphora_agent.api import bundle, certificate, config_state, diagnostics, info, vrrp
 from amphora_agent.apply import recovery
 from amphora_agent.apply.applier import Applier
-from amphora_agent.apply.udp_update import VirtualServing
+from amphora_agent.apply.components import Components
 from amphora_agent.config import Settings
-from amphora_agent.drift.repair import Auditor
-from amphora_agent.drift.report import Drift
+from amphora_agent.drift.check import DriftChecker
+from amphora_agent.drift.repair import DriftRepair
+from amphora_agent.drift.report import DriftReport
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
 from amphora_agent.haproxy.process import Haproxy
@@ -56,7 +57,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     sysctls.apply_settings(inner)
     virtual = CheckerClient(paths, services)
     collector = Collector(paths, services, UdpStats(paths, virtual))
-    drift = Drift()
+    drift = DriftReport()
     haproxy = Haproxy(paths, services, inner, collector)
 
     def sender_for(wanted: Settings) -> Sender:
@@ -70,17 +71,15 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     sender = ActiveSender(octavia_settings.stored(settings, paths), sender_for)
     responder = ResponderDaemon(paths, services, inner, RESPONDER_PORT)
     keepalived = Keepalived(paths, services, inner)
-    vrrp_state = VrrpState(inner, lambda: applier.elected, changed=sender.send_now)
+    vrrp_state = VrrpState(inner, lambda: applier.vrrp_instance, changed=sender.send_now)
 
     def after() -> None:
         vrrp_state.refresh()
         sender.send_soon()
 
-    serving = VirtualServing(virtual)
-    applier = Applier(
-        settings, paths, haproxy, keepalived, inner, after=after, tell_pings=responder.set_targets, virtual=serving
-    )
-    handover = VipHandover(paths, inner, vrrp_state, lambda: applier.elected)
+    parts = Components.create(paths, haproxy, keepalived, inner, virtual)
+    applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
+    handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
     app.register_blueprint(bundle.blueprint(applier))
@@ -104,11 +103,11 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     )
     _answer_errors(app)
     responder.start()
-    recovery.serve_again(lambda: _serve_confirmed(applier, responder))
+    recovery.start_retrying(lambda: _serve_confirmed(applier, responder))
     vrrp_state.start()
     handover.start()
     sender.start()
-    Auditor(applier, drift, settings.audit_interval, sender.send_now).start()
+    DriftRepair(DriftChecker(applier, parts), drift, settings.audit_interval, sender.send_now).start()
     return app
 
 

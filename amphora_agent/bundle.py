@@ -23,6 +23,12 @@ from amphora_agent.l4 import model
 from amphora_agent.l4.model import VirtualServer
 
 FORMAT = 1
+OCTAVIA_API_V1_ID = uuid.UUID(int=0)
+"""The load balancer id in bundles that come from Octavia's amphora API 1.0.
+
+Octavia plugs an amphora before it names the load balancer. No other controller uses this id, so its bundles are refused
+by an amphora that Octavia drives.
+"""
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _SMALLEST_MTU, _LARGEST_MTU = 68, 65535

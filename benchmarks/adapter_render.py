@@ -52,7 +52,9 @@ class Rendering:
         agent = Agent(paths, None, None, None)
         agent.write_machine_configuration()
         files = [File(one.name, hashlib.sha256(one.name.encode()).hexdigest()) for one in rendered.files]
-        document = agent.document(rendered.text, parse(rendered.text), files, self._place, Limits(None, None), None)
+        document = agent.compose_document(
+            rendered.text, parse(rendered.text), files, self._place, Limits(None, None), None
+        )
         return paths.machine_configuration.read_text() + document.head
 
 

@@ -19,7 +19,7 @@ def blueprint(applier: Applier) -> Blueprint:
 
     @routes.put("/v2/bundle")
     def put_bundle() -> ResponseReturnValue:
-        return applier.apply(request.get_data()).document()
+        return applier.apply_body(request.get_data()).document()
 
     @routes.get("/v2/bundle")
     def get_bundle() -> ResponseReturnValue:

@@ -15,7 +15,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent.apply.applier import Applier
 from amphora_agent.bundle import Bundle
-from amphora_agent.drift.report import Drift
+from amphora_agent.drift.report import DriftReport
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy import config_file
 from amphora_agent.network import interfaces
@@ -24,7 +24,7 @@ from amphora_agent.paths import Paths
 from amphora_agent.redaction import redacted
 
 
-def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: Drift) -> Blueprint:
+def blueprint(paths: Paths, applier: Applier, inner: Namespace, drift: DriftReport) -> Blueprint:
     """The route."""
     routes = Blueprint("configuration", __name__)
 

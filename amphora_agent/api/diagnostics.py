@@ -79,7 +79,7 @@ def blueprint(
         "haproxy.cfg": partial(_text, paths.configuration),
         "keepalived.conf": partial(_text, paths.keepalived_configuration),
         "generation": lambda: applier.generation,
-        "changes": applier.changes,
+        "changes": applier.change_counts,
         "holds_vip": lambda: vrrp_state.holds_vip,
         "certificate": partial(_certificate, identity),
         "interfaces": partial(interfaces.describe, inner),

@@ -17,7 +17,7 @@ from flask.typing import ResponseReturnValue
 
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
-from amphora_agent.drift.report import Drift
+from amphora_agent.drift.report import DriftReport
 from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
@@ -35,7 +35,7 @@ CAPABILITIES = [
 
 
 def blueprint(
-    settings: Settings, applier: Applier, vrrp_state: VrrpState, identity: Identity, drift: Drift
+    settings: Settings, applier: Applier, vrrp_state: VrrpState, identity: Identity, drift: DriftReport
 ) -> Blueprint:
     """The route."""
     routes = Blueprint("info", __name__)
@@ -52,7 +52,7 @@ def blueprint(
             "generation": applier.generation,
             "certificate_expires_at": shown.expires_at if shown is not None else None,
             "holds_vip": vrrp_state.holds_vip,
-            "changes": applier.changes(),
+            "changes": applier.change_counts(),
             "drift": drift.document(),
             "capabilities": CAPABILITIES,
         }

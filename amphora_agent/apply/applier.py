@@ -1,148 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make this amphora what a bundle says.
+"""Applies bundles: receive, compare, change, verify, confirm, or roll back.
 
-Invariant: one bundle at a time; whatever step fails, the configuration that served before serves on, and the
-file that HAProxy would start from is one that it has checked, with all files it names. A bundle is confirmed only
-after HAProxy has said what it runs; a confirmed one whose files are gone is not said to be served.
+Invariant: one bundle at a time. If a step fails, the previous configuration is still served, and HAProxy has checked
+the file that it would start from, with all files it names. A bundle is confirmed only after HAProxy has reported what
+it runs. A confirmed bundle with missing files is not reported as served.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from amphora_agent.apply import confirmed_bundle as disk
-from amphora_agent.apply import generation_check, recovery
-from amphora_agent.apply.apply_queue import Turns
-from amphora_agent.apply.change_log import UNCHANGED, Deed, Tally
-from amphora_agent.apply.config_swap import Switch
+from amphora_agent.apply import confirmed_bundle, generation_check, recovery, udp_update
+from amphora_agent.apply.apply_queue import ApplyQueue
+from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
+from amphora_agent.apply.components import Components
 from amphora_agent.apply.confirmed_bundle import Confirmed, Draft
-from amphora_agent.apply.file_sets import FileSets
-from amphora_agent.apply.haproxy_update import Serving
-from amphora_agent.apply.result import Outcome
-from amphora_agent.apply.udp_update import VirtualServing
-from amphora_agent.apply.udp_update import difference as virtual_difference
-from amphora_agent.bundle import Bundle, Host, VrrpInstance, digest, parse
+from amphora_agent.apply.haproxy_update import NOT_AS_CONFIGURED, HaproxyPlan
+from amphora_agent.apply.network_update import NetworkUpdate
+from amphora_agent.apply.result import ApplyResult
+from amphora_agent.apply.runtime_update import RuntimeResult
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Host, VrrpInstance, digest, parse
 from amphora_agent.config import Settings
-from amphora_agent.drift.check import FILE_WORDS, Eye
-from amphora_agent.drift.report import Difference
-from amphora_agent.errors import AgentError, HaproxyError, MachineError
+from amphora_agent.errors import AgentError, MachineError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import runtime_update
-from amphora_agent.haproxy.config_diff import Reload, Runtime, Unchanged
-from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.haproxy.runtime_state import Loaded
-from amphora_agent.haproxy.runtime_update import Changed
-from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network import firewall
-from amphora_agent.network.namespace import Namespace
-from amphora_agent.network.plumbing import Plumbing
-from amphora_agent.octavia_api_v1.stored_state import OCTAVIA
-from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt to apply a bundle.
+
+    ``draft`` is None if the bundle is confirmed already. A ``reload_reason`` makes HAProxy reload in any case.
+    """
+
+    bundle: Bundle
+    draft: Draft | None
+    reload_reason: str = ""
 
 
 class Applier:
-    """The one way in which this amphora changes.
+    """Changes this amphora; nothing else does.
 
     Args:
-        after: called after each bundle that was applied.
-        tell_pings: is given the addresses to ping, by member, whenever they change.
-        virtual: has UDP and SCTP listeners served.
+        parts: the parts of the amphora that a bundle changes.
+        on_applied: called after each push that succeeded.
+        set_ping_targets: receives the addresses to ping, by member id, when they change.
     """
 
     def __init__(
         self,
         settings: Settings,
-        paths: Paths,
-        haproxy: Haproxy,
-        keepalived: Keepalived,
-        inner: Namespace,
-        after: Callable[[], None],
-        tell_pings: Callable[[Mapping[str, Host]], None],
+        parts: Components,
         *,
-        virtual: VirtualServing,
+        on_applied: Callable[[], None],
+        set_ping_targets: Callable[[Mapping[str, Host]], None],
     ) -> None:
         self._settings = settings
-        self._paths = paths
-        self._haproxy = haproxy
-        self._keepalived = keepalived
-        self._after = after
-        self._plumbing = Plumbing(inner)
+        self._parts = parts
+        self._paths = parts.paths
+        self._on_applied = on_applied
         self._lock = threading.Lock()
-        self._turns: Turns[Outcome] = Turns()
-        self._switch = Switch(paths)
-        self._tally = Tally()
-        self._healer = recovery.Healer(lambda: not self._switch.is_interrupted or self.apply_confirmed())
-        self._files = FileSets(paths)
-        self._serving = Serving(haproxy, self._switch, self._files, paths)
-        self._virtual = virtual
-        self._eye = Eye(paths, haproxy, keepalived, self._plumbing, self._files, self._serving, self._virtual)
+        self._queue: ApplyQueue[ApplyResult] = ApplyQueue()
+        self._changes = ChangeLog()
+        self._recovery = recovery.RecoveryLoop(lambda: not parts.swap.is_interrupted or self.apply_confirmed())
+        self._change_listeners: list[Callable[[], None]] = []
         self._has_applied = False
         self._confirmed: Confirmed | None = None
         self._lost: Confirmed | None = None
+        self._read_confirmed()
+        self._set_ping_targets = set_ping_targets
+        self._ping_targets: Mapping[str, Host] = {}
+        self._ping_confirmed()
+
+    def _read_confirmed(self) -> None:
         try:
-            self._confirmed = disk.read(paths.confirmed, paths.configuration)
+            self._confirmed = confirmed_bundle.read(self._paths.confirmed, self._paths.configuration)
         except MachineError as error:
             _log.error("%s", error)
         found = self._confirmed
-        if found is not None and not self._files.holds(found.bundle.files):
+        if found is not None and not self._parts.files.holds(found.bundle.files):
             self._confirmed, self._lost = None, found
-            _log.warning("The files of generation %d are gone; it has to be pushed again", found.bundle.generation)
-        self._tell_pings = tell_pings
-        self._pings: Mapping[str, Host] = {}
-        self._have_confirmed_pinged()
+            _log.warning("The files of generation %d are lost; waiting for another push", found.bundle.generation)
+
+    # -- the present state ----------------------------------------------------------------------------------
 
     @property
     def confirmed(self) -> Confirmed | None:
         """The last confirmed bundle."""
         return self._confirmed
 
-    def changes(self) -> dict[str, Any]:
-        """What was done to HAProxy since this agent began, and how many wait to change it."""
-        return {**self._tally.document(), "waiting": self._turns.waiting}
-
     @property
     def lost(self) -> Confirmed | None:
-        """The last confirmed bundle if it cannot be served because its files are gone."""
+        """The last confirmed bundle if its files are lost, so that it cannot be served."""
         return self._lost
 
     @property
     def generation(self) -> int | None:
-        """The confirmed generation; 0 if its files are gone, None before the first one."""
+        """The confirmed generation; 0 if its files are lost, None before the first one."""
         confirmed = self._confirmed
         if confirmed is None:
             return 0 if self._lost is not None else None
         return confirmed.bundle.generation
 
-    def _have_pinged(self, pings: Mapping[str, Host]) -> None:
-        """Have these members pinged: those of the confirmed bundle and of one that is being applied."""
-        try:
-            self._tell_pings(pings)
-        except OSError as error:
-            raise MachineError("tell the responder whom to ping", str(error)) from error
-        self._pings = pings
-
-    def _have_confirmed_pinged(self) -> None:
-        """Have no others pinged than those of the confirmed bundle.
-
-        If that fails, too many are, which harms nobody. If nothing is confirmed, HAProxy may still serve what only
-        the responder knows of.
-        """
-        if self._confirmed is not None:
-            with suppress(MachineError):
-                self._have_pinged(self._confirmed.bundle.pings)
-
     @property
-    def elected(self) -> VrrpInstance | None:
-        """What this amphora takes part in with partners; None if it is on its own, or serves nothing."""
+    def vrrp_instance(self) -> VrrpInstance | None:
+        """The VRRP configuration with the other amphora; None for a single amphora, or if no bundle is served."""
         confirmed = self._confirmed
         return None if confirmed is None else confirmed.bundle.vrrp_instance
+
+    def change_counts(self) -> dict[str, Any]:
+        """Return the changes of HAProxy since the start of the agent, and the number of waiting requests."""
+        return {**self._changes.document(), "waiting": self._queue.waiting}
+
+    @property
+    def _served(self) -> Bundle | None:
+        return self._confirmed.bundle if self._confirmed is not None else None
 
     @property
     def _last(self) -> Bundle | None:
@@ -150,203 +132,274 @@ class Applier:
         last = self._confirmed or self._lost
         return None if last is None else last.bundle
 
-    def apply(self, body: bytes) -> Outcome:
-        """Apply a bundle as it came over the wire. Raises what `apply_bundle` does, and `MalformedBundle`."""
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def apply_body(self, body: bytes) -> ApplyResult:
+        """Apply a bundle in its wire format. Raises the errors of `apply_bundle`, and `MalformedBundle`."""
         return self.apply_bundle(parse(body), digest(body))
 
-    def apply_bundle(self, bundle: Bundle, received: str) -> Outcome:
-        """Apply a bundle, or learn that a newer one was applied while this one waited.
+    def apply_bundle(self, bundle: Bundle, received: str) -> ApplyResult:
+        """Apply a bundle, unless a newer one was applied while this one was in the queue.
 
         Args:
-            received: the digest to remember it by.
+            received: the digest that is stored with the bundle.
 
         Returns:
-            What was done for this generation, or for a newer one.
+            The result for this generation, or for a newer one.
 
         Raises:
-            AgentError: as in docs/agent-api.md; the last good configuration serves.
+            AgentError: as in docs/agent-api.md; the last good configuration is served.
         """
         generation_check.refuse_foreign(bundle, self._settings.amphora_id, self._last)
-        outcome = self._turns.take(
-            bundle.generation, bundle.load_balancer_id, lambda: self._apply_in_turn(bundle, received)
+        result = self._queue.run_in_turn(
+            bundle.generation, bundle.load_balancer_id, lambda: self._apply_received(bundle, received)
         )
-        if outcome.generation != bundle.generation:
-            _log.info("Generation %d was not applied: %d is", bundle.generation, outcome.generation)
-        return outcome
+        if result.generation != bundle.generation:
+            _log.info("Generation %d was skipped: generation %d is applied", bundle.generation, result.generation)
+        return result
 
-    def _apply_in_turn(self, bundle: Bundle, received: str) -> Outcome:
+    def _apply_received(self, bundle: Bundle, received: str) -> ApplyResult:
         with self._lock:
             reach(Point.TAKEN)
             generation_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # The same bundle again keeps the moment at which it was first confirmed.
+            # A repeated push keeps the time of the first confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
-            draft = None if same else Draft(self._paths.confirmed, disk.as_of_now(bundle, received))
+            record = None if same else confirmed_bundle.confirmed_now(bundle, received)
+            draft = None if record is None else Draft(self._paths.confirmed, record)
             try:
-                self._have_pinged({**self._pings, **bundle.pings})
-                outcome = self._apply(bundle, draft)
+                self._ping({**self._ping_targets, **bundle.pings})
+                result = self._apply(_Attempt(bundle, draft))
             except AgentError:
                 if self._confirmed is not None:
-                    self._healer.start()
+                    self._recovery.start()
                 raise
             finally:
-                self._have_confirmed_pinged()
-                self._tidy()
-        _log.info("Generation %d: %s. %s", outcome.generation, outcome.how, outcome.reason)
-        self._after()
-        return outcome
+                self._ping_confirmed()
+                self._remove_unused_files()
+        _log.info("Generation %d: %s. %s", result.generation, result.how, result.reason)
+        self._on_applied()
+        return result
 
-    def check(self, bundle: Bundle) -> None:
-        """Have HAProxy read what a bundle would give it, and change nothing.
+    def validate_bundle(self, bundle: Bundle) -> None:
+        """Have HAProxy check the configuration of a bundle; the amphora is unchanged.
 
         Raises:
-            AgentError: HAProxy, or we on its behalf, refuse it.
+            AgentError: the agent or HAProxy refuses the configuration.
         """
         if bundle.haproxy is None:
             return
         with self._lock:
             try:
-                wanted = self._serving.accepted(bundle.haproxy, bundle.files)
-                served = self._confirmed.bundle.files if self._confirmed is not None else ()
-                directory = self._files.lay_out(bundle.files, served)
-                document = self._haproxy.document(
-                    bundle.haproxy, wanted, bundle.files, directory, bundle.limits, bundle.vrrp
-                )
-                place = self._haproxy.lay_down(document, self._switch.serving())
-                with self._haproxy.checking(document, place, wanted, bundle.files) as check:
-                    check.end()
+                served = self._served.files if self._served is not None else ()
+                self._parts.haproxy_update.validate(bundle, bundle.haproxy, served)
             except OSError as error:
                 raise MachineError("check the configuration", str(error)) from error
             finally:
                 self._paths.candidate.unlink(missing_ok=True)
-                self._tidy()
+                self._remove_unused_files()
 
     def apply_confirmed(self) -> bool:
-        """Apply what was confirmed before this agent started.
+        """Apply the bundle that was confirmed before this agent started, or before a failed change.
 
         Returns:
-            Whether there is nothing left to do.
+            Whether nothing is left to do.
         """
         with self._lock:
             # A push may have been faster.
-            if self._confirmed is None or (self._has_applied and not self._switch.is_interrupted):
+            if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
-                outcome = self._apply(self._confirmed.bundle, None)
+                result = self._apply(_Attempt(self._confirmed.bundle, None))
             except AgentError as error:
                 _log.warning("%s", error)
                 return False
             finally:
-                self._tidy()
-        _log.info("Generation %d again: %s. %s", outcome.generation, outcome.how, outcome.reason)
-        self._after()
+                self._remove_unused_files()
+        _log.info("Generation %d again: %s. %s", result.generation, result.how, result.reason)
+        self._on_applied()
         return True
 
-    # -- what was changed by hand ---------------------------------------------------------------------------
+    # -- drift ----------------------------------------------------------------------------------------------
 
-    def differences(self) -> tuple[Difference, ...] | None:
-        """What of this machine is not as confirmed.
+    def add_change_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function at the begin of each change, under the lock."""
+        self._change_listeners.append(listener)
+
+    def run_on_confirmed(self, inspect: Callable[[Bundle], T]) -> T | None:
+        """Call a function with the confirmed bundle while no change can begin.
 
         Returns:
-            None while a change is under way or waits, and where nothing is confirmed that this agent has applied.
-
-        Raises:
-            AgentError: it cannot be found out.
+            The result of the function. None while a change runs or waits, and if this agent has not applied the
+            confirmed bundle yet.
         """
-        if self._turns.waiting or not self._lock.acquire(blocking=False):
+        if self._queue.waiting or not self._lock.acquire(blocking=False):
             return None
         try:
-            bundle = self._auditable()
-            return None if bundle is None else self._eye.look(bundle)
-        except OSError as error:
-            raise MachineError("look for what was changed by hand", str(error)) from error
+            bundle = self._verifiable
+            return None if bundle is None else inspect(bundle)
         finally:
             self._lock.release()
 
-    def _auditable(self) -> Bundle | None:
+    @property
+    def _verifiable(self) -> Bundle | None:
+        """The confirmed bundle if this agent keeps the amphora as in that bundle."""
         bundle = self._served
-        # What Octavia drives is Octavia's to look after.
-        ours = bundle is not None and bundle.load_balancer_id != OCTAVIA
-        return bundle if ours and self._has_applied and not self._switch.is_interrupted else None
+        # Octavia's worker repairs an amphora that it drives through its own API.
+        ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
+        return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
-    def mend(self, found: Sequence[Difference]) -> None:
-        """Apply the confirmed bundle once more, because of what was found; does nothing if that is a past one.
-
-        Raises:
-            AgentError: it cannot be mended with what is here.
-        """
-        with self._lock:
-            bundle, confirmed = self._auditable(), self._confirmed
-            if bundle is None or confirmed is None:
-                return
-            touched = next((one.sentence for one in found if one.word in FILE_WORDS), "")
-            self._serving.touched = touched
-            try:
-                outcome = self._apply(bundle, None)
-                if touched and bundle.haproxy is not None:
-                    disk.keep_text(self._paths.confirmed, confirmed, self._paths.configuration)
-            except OSError as error:
-                raise MachineError("mend what was changed by hand", str(error)) from error
-            except AgentError:
-                self._healer.start()
-                raise
-            finally:
-                self._serving.touched = ""
-                self._have_confirmed_pinged()
-                self._tidy()
-        _log.info("Generation %d once more: %s. %s", outcome.generation, outcome.how, outcome.reason)
-
-    # -- the steps ------------------------------------------------------------------------------------------
-
-    def _apply(self, bundle: Bundle, draft: Draft | None) -> Outcome:
-        """Do all of it, and confirm it; or leave, as far as can be, what was before.
+    def reapply_confirmed(self, reload_reason: str) -> None:
+        """Apply the confirmed bundle again; does nothing if no bundle is confirmed and applied.
 
         Args:
-            draft: what is to be confirmed; None if it is confirmed already.
+            reload_reason: why HAProxy may run another configuration than the confirmed one; empty if it does not.
+
+        Raises:
+            AgentError: the bundle could not be applied; the agent retries.
         """
-        again = self._confirmed is not None and bundle == self._confirmed.bundle
-        elected = bundle.vrrp_instance
+        with self._lock:
+            bundle, confirmed = self._verifiable, self._confirmed
+            if bundle is None or confirmed is None:
+                return
+            try:
+                result = self._apply(_Attempt(bundle, None, reload_reason))
+                if reload_reason and bundle.haproxy is not None:
+                    confirmed_bundle.relink_text(self._paths.confirmed, confirmed, self._paths.configuration)
+            except OSError as error:
+                raise MachineError("repair the configuration drift", str(error)) from error
+            except AgentError:
+                self._recovery.start()
+                raise
+            finally:
+                self._ping_confirmed()
+                self._remove_unused_files()
+        _log.info("Generation %d repaired: %s. %s", result.generation, result.how, result.reason)
+
+    # -- the change -----------------------------------------------------------------------------------------
+
+    def _apply(self, attempt: _Attempt) -> ApplyResult:
+        """Change this amphora to a bundle and confirm it, or roll back."""
+        bundle = attempt.bundle
         try:
-            if not self._has_applied and bundle.haproxy is not None:
-                self._haproxy.claim()
-            self._eye.forget()
-            if again:
-                self._plumbing.invalidate()
-                self._files.doubt()
-                self._switch.doubt()
-                self._virtual.doubt()
-            self._virtual.check(bundle)
-            plumbed = self._plumbing.matches(bundle)
+            self._prepare(bundle)
+            self._parts.udp_update.validate(bundle)
+            network = NetworkUpdate(self._parts, bundle, self._served, may_lack=attempt.draft is None)
             if bundle.haproxy is None:
-                if not plumbed:
-                    self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
-                self._keepalived.check_configuration(elected)
-                self._reserve(draft, None)
-                deed, loaded = self._serving.stop()
-                if not plumbed:
-                    self._finish_plumbing(bundle, may_lack=draft is None)
-                deed = self._unchanged(bundle) if deed == UNCHANGED else deed
+                change, loaded = self._stop_haproxy(attempt, network)
             else:
-                deed, loaded = self._serve(bundle, bundle.haproxy, draft, plumbed=plumbed)
-            deed = self._forward(bundle, deed)
-            # Last: a node may be given the VIPs only when it serves.
-            self._keepalived.apply(elected)
-            self._confirm(draft)
+                change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
+            change = self._update_udp(bundle, change)
+            # Last: a node may get the VIPs only when it serves.
+            self._parts.keepalived.apply(attempt.bundle.vrrp_instance)
+            self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
-            self._go_back(draft, bundle)
+            self._roll_back(attempt)
             if isinstance(error, AgentError):
                 raise
             raise MachineError(f"apply generation {bundle.generation}", str(error)) from error
-        self._count(deed)
+        self._count(change)
         self._has_applied = True
-        return Outcome(bundle.generation, deed, loaded)
+        return ApplyResult(bundle.generation, change, loaded)
 
-    def _reserve(self, draft: Draft | None, file: Path | None) -> None:
-        """Have room on disk for everything that will have to be there: after this, no step takes any.
+    def _prepare(self, bundle: Bundle) -> None:
+        """Drop cached state that the change must not rely on."""
+        if not self._has_applied and bundle.haproxy is not None:
+            self._parts.haproxy.ensure_wanted()
+        for listener in self._change_listeners:
+            listener()
+        if self._confirmed is not None and bundle == self._confirmed.bundle:
+            # A repeated bundle is a request to compare everything with the bundle.
+            self._parts.plumbing.invalidate()
+            self._parts.files.invalidate()
+            self._parts.swap.invalidate()
+            self._parts.udp_update.invalidate()
+
+    def _stop_haproxy(self, attempt: _Attempt, network: NetworkUpdate) -> tuple[Change, Loaded]:
+        """Apply a bundle without a listener that HAProxy serves."""
+        network.begin()
+        self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
+        self._reserve_space(attempt.draft, None)
+        change, loaded = self._parts.haproxy_update.stop()
+        network.finish()
+        return self._firewall_change(attempt.bundle) if change == UNCHANGED else change, loaded
+
+    def _update_haproxy(self, attempt: _Attempt, text: str, network: NetworkUpdate) -> tuple[Change, Loaded]:
+        """Apply the text of a bundle to HAProxy, between the two steps of the network."""
+        haproxy = self._parts.haproxy_update
+        served = self._served.files if self._served is not None else ()
+        plan = haproxy.plan(attempt.bundle, text, self._last, served, attempt.reload_reason)
+        early: RuntimeResult | None = None
+        if plan.changes_nothing:
+            loaded = self._verify_unchanged(attempt, plan, network)
+            if loaded is not None:
+                return self._firewall_change(attempt.bundle), loaded
+            plan = plan.with_decision(NOT_AS_CONFIGURED)
+        else:
+            early = self._check_candidate(attempt, plan, network)
+        haproxy.commit(plan)
+        change, loaded = haproxy.apply(plan, early)
+        network.finish()
+        haproxy.remember(plan)
+        return change, loaded
+
+    def _verify_unchanged(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> Loaded | None:
+        """Change the network only; None if HAProxy does not run the configuration of its file."""
+        self._reserve_space(attempt.draft, plan.file)
+        network.begin()
+        if network.is_needed:
+            reach(Point.PLUGGED)
+        network.finish()
+        return self._parts.haproxy_update.verify_unchanged(plan)
+
+    def _check_candidate(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> RuntimeResult | None:
+        """Have HAProxy and keepalived check their files.
+
+        A runtime update that needs no other network is made while HAProxy checks the file: both take time.
+
+        Returns:
+            The result of that runtime update; None if there was none.
+        """
+        reach(Point.CHECKING)
+        self._reserve_space(attempt.draft, plan.file)
+        early = self._parts.haproxy_update.runtime_update(plan, allowed=not network.is_needed)
+        try:
+            early.start()
+            with self._parts.haproxy_update.checking(plan) as check:
+                early.verify()
+                confirmed_bundle.sync_candidate(attempt.draft, plan.file)
+                check.wait()
+            reach(Point.CHECKED)
+            network.begin()
+            self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)
+        except (AgentError, OSError):
+            self._parts.haproxy_update.undo(early, plan.before)
+            raise
+        if network.is_needed:
+            reach(Point.PLUGGED)
+        return early.result
+
+    def _update_udp(self, bundle: Bundle, change: Change) -> Change:
+        """Serve the virtual servers of a bundle, and add their changes to the reason."""
+        self._parts.udp_update.apply(bundle)
+        served = self._served.virtual_servers if self._served is not None else ()
+        reason = udp_update.describe_change(served, bundle.virtual_servers)
+        if not reason:
+            return change
+        return Change("runtime", reason) if change == UNCHANGED else Change(change.how, f"{change.reason}; {reason}")
+
+    def _firewall_change(self, bundle: Bundle) -> Change:
+        """Return the change for a bundle that leaves HAProxy as it is: only the firewall may differ."""
+        before = firewall.UNRESTRICTED if self._served is None else firewall.restrictions_of(self._served)
+        reason = firewall.describe_change(before, firewall.restrictions_of(bundle))
+        return Change("runtime", reason) if reason else UNCHANGED
+
+    def _reserve_space(self, draft: Draft | None, file: Path | None) -> None:
+        """Reserve all disk space that the change needs: no later step allocates any.
 
         Args:
-            file: what will be HAProxy's.
+            file: the next file of HAProxy.
         """
-        self._switch.reserve()
+        self._parts.swap.reserve()
         if draft is not None:
             draft.reserve(file)
         reach(Point.RESERVED)
@@ -357,120 +410,58 @@ class Applier:
             draft.confirm()
             self._confirmed, self._lost = draft.confirmed, None
         reach(Point.CONFIRMED)
-        self._switch.finish()
+        self._parts.swap.finish()
         reach(Point.FINISHED)
 
-    def _count(self, deed: Deed) -> None:
-        self._tally.count(deed)
-        while self._haproxy.ended:
-            self._tally.count_ended_worker(self._haproxy.ended.pop())
+    def _roll_back(self, attempt: _Attempt) -> None:
+        """Restore the previous configuration. The mark of an unfinished change stays: the next change reloads."""
+        try:
+            if attempt.draft is not None:
+                attempt.draft.discard()
+            if self._parts.swap.committed:
+                change = self._parts.haproxy_update.restore(self._parts.swap.rollback())
+                if change is not None:
+                    self._count(change)
+        except (AgentError, OSError) as error:
+            _log.error("Rollback failed; the next change reloads HAProxy: %s", error)
+        finally:
+            self._parts.udp_update.rollback(self._served, attempt.bundle)
+            self._parts.plumbing.roll_back(self._served)
 
-    @property
-    def _served(self) -> Bundle | None:
-        return self._confirmed.bundle if self._confirmed is not None else None
+    def _count(self, change: Change) -> None:
+        self._changes.count(change)
+        while self._parts.haproxy.ended_workers:
+            self._changes.count_ended_worker(self._parts.haproxy.ended_workers.pop())
 
-    def _finish_plumbing(self, bundle: Bundle, *, may_lack: bool) -> None:
-        """Args: may_lack: what is confirmed already is served with the interfaces that are still there."""
-        if bundle.virtual_servers:  # before the neighbours are told of VIPs
-            self._virtual.bring_about(bundle)
-        leaves = bundle.vrrp_instance is None and self._keepalived.is_running()
-        self._plumbing.commit(bundle, may_lack=may_lack, ending=self._keepalived.stop if leaves else None)
+    # -- around the change ----------------------------------------------------------------------------------
 
-    def _forward(self, bundle: Bundle, deed: Deed) -> Deed:
-        """Have the virtual servers served; what was done for the bundle is told with what changed of them."""
-        self._virtual.bring_about(bundle)
-        served = self._served.virtual_servers if self._served is not None else ()
-        reason = virtual_difference(served, bundle.virtual_servers)
-        if not reason:
-            return deed
-        return Deed("runtime", reason) if deed == UNCHANGED else Deed(deed.how, f"{deed.reason}; {reason}")
+    def _ping(self, targets: Mapping[str, Host]) -> None:
+        """Set the ping targets: during a change, those of the confirmed bundle and of the new one."""
+        try:
+            self._set_ping_targets(targets)
+        except OSError as error:
+            raise MachineError("tell the responder its ping targets", str(error)) from error
+        self._ping_targets = targets
 
-    def _unchanged(self, bundle: Bundle) -> Deed:
-        """What is said of a bundle that leaves HAProxy alone; who may connect is decided in front of it."""
-        before = firewall.UNRESTRICTED if self._served is None else firewall.restrictions_of(self._served)
-        reason = firewall.describe_change(before, firewall.restrictions_of(bundle))
-        return Deed("runtime", reason) if reason else UNCHANGED
+    def _ping_confirmed(self) -> None:
+        """Set the ping targets of the confirmed bundle.
 
-    def _serve(self, bundle: Bundle, text: str, draft: Draft | None, *, plumbed: bool) -> tuple[Deed, Loaded]:
-        """Have HAProxy serve a bundle's text.
-
-        Args:
-            plumbed: whether the network is as wanted; otherwise what is needed is added before and the rest goes after.
+        A failure leaves additional targets, which is harmless. Without a confirmed bundle the targets stay: HAProxy may
+        still serve a bundle whose targets only the responder knows.
         """
-        elected = bundle.vrrp_instance
-        before, wanted = self._switch.serving(), self._serving.accepted(text, bundle.files)
-        served = self._confirmed.bundle.files if self._confirmed is not None else ()
-        directory = self._files.lay_out(bundle.files, served)
-        document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
-        reach(Point.FILES)
-        verdict = self._serving.verdict(before, self._last, wanted, bundle, directory)
-        early: Changed | None = None
-        place = self._haproxy.lay_down(document, before)
-        if before == document and isinstance(verdict, Unchanged):
-            self._reserve(draft, place)
-            if not plumbed:  # who may not come in is kept out before anything is forwarded
-                self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
-                reach(Point.PLUGGED)
-                self._finish_plumbing(bundle, may_lack=draft is None)
-            with suppress(HaproxyError):
-                return self._unchanged(bundle), self._haproxy.verify(wanted, directory)
-            verdict = Reload("HAProxy did not run what it was told to")
-        else:
-            reach(Point.CHECKING)
-            self._reserve(draft, place)
-            at_once = verdict if plumbed and isinstance(verdict, Runtime) else None
-            running = self._serving.parsed(before.text) if before is not None and isinstance(verdict, Runtime) else None
-            try:
-                early = self._serving.change_running(at_once, directory) if at_once is not None else None
-                with self._haproxy.checking(document, place, wanted, bundle.files, running) as check:
-                    if at_once is not None:
-                        early = early or runtime_update.outcome(self._haproxy, at_once.steps, wanted)
-                    disk.settle(draft, place)
-                    check.end()
-                reach(Point.CHECKED)
-                if plumbed:
-                    self._keepalived.check_configuration(elected)
-            except (AgentError, OSError):
-                if at_once is not None:
-                    self._serving.undo(before)
-                raise
-            if not plumbed:
-                self._plumbing.prepare(bundle, self._served, may_lack=draft is None)
-                self._keepalived.check_configuration(elected)
-                reach(Point.PLUGGED)
-        self._switch.mark()
-        if before != document:
-            self._switch.go()
-        outcome = self._serving.bring_about(verdict, wanted, early, bundle.limits, directory)
-        if not plumbed:
-            self._finish_plumbing(bundle, may_lack=draft is None)
-        self._serving.keep(text, wanted)
-        return outcome
+        if self._confirmed is not None:
+            with suppress(MachineError):
+                self._ping(self._confirmed.bundle.pings)
 
-    def _tidy(self) -> None:
-        """Remove the files that neither the last confirmed bundle nor a start of HAProxy would need."""
+    def _remove_unused_files(self) -> None:
+        """Remove TLS files that neither the confirmed bundle nor a start of HAProxy needs."""
         try:
             needed = set()
             if self._confirmed is not None:
-                needed.add(self._files.place(self._confirmed.bundle.files))
-            if (serving := self._switch.serving()) is not None and serving.files is not None:
-                needed.add(serving.files)
-            self._files.keep_only(needed)
+                needed.add(self._parts.files.directory(self._confirmed.bundle.files))
+            if (document := self._parts.swap.current()) is not None and document.files is not None:
+                needed.add(document.files)
+            self._parts.files.keep_only(needed)
         except OSError as error:
-            _log.error("Removing files that are not needed any more: %s", error)
+            _log.error("Removing unused files failed: %s", error)
         reach(Point.TIDIED)
-
-    def _go_back(self, draft: Draft | None, failed: Bundle) -> None:
-        """Go back to what served before. The mark of an unfinished change stays: the next one reloads."""
-        try:
-            if draft is not None:
-                draft.discard()
-            if self._switch.gone:
-                deed = self._serving.restore(self._switch.go_back())
-                if deed is not None:
-                    self._count(deed)
-        except (AgentError, OSError) as error:
-            _log.error("Going back to the last good configuration: %s", error)
-        finally:
-            self._virtual.go_back(self._served, failed)
-            self._plumbing.roll_back(self._served)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is next, of those that want to change this amphora at once.
+"""The queue of concurrent requests that change this amphora.
 
-Invariant: one at a time; of those that wait the newest generation is next, whatever order they came in. When it
-succeeds, those that wait with an older one are answered with what it did: their state is a past one by then. When it
-fails, the next newest is tried: nobody's change is lost because of another one that was wrong.
+Invariant: one request runs at a time, and the newest generation in the queue runs next, whatever the order of arrival.
+If a request succeeds, the older ones in the queue return its result: their state is outdated. If it fails, the next
+newest one runs, so that a wrong bundle does not discard another change.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 class _Waiting(Generic[T]):
-    """One that waits, and the outcome of a newer one as soon as there is one."""
+    """A request in the queue, and the result of a newer one as soon as there is one."""
 
     def __init__(self, generation: int, kind: Hashable) -> None:
         self.generation = generation
         self.kind = kind
-        self.outcome: T | None = None
+        self.result: T | None = None
 
 
-class Turns(Generic[T]):
-    """Lets threads in. Safe to use from several of them."""
+class ApplyQueue(Generic[T]):
+    """Runs one request at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,34 +34,34 @@ class Turns(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """How many there are, besides the one whose turn it is."""
+        """The number of requests in the queue, without the running one."""
         return len(self._waiting)
 
-    def take(self, generation: int, kind: Hashable, work: Callable[[], T]) -> T:
-        """Do some work when it is its turn, or not at all if a newer one of its kind did better meanwhile.
+    def run_in_turn(self, generation: int, kind: Hashable, work: Callable[[], T]) -> T:
+        """Run `work` as soon as it is the newest request, unless a newer one of its kind succeeds first.
 
         Returns:
-            What the work returned: this one, or the newer one.
+            The result of `work`, or the result of the newer request.
         """
-        me = _Waiting[T](generation, kind)
+        request = _Waiting[T](generation, kind)
         with self._changed:
-            self._waiting.append(me)
-            self._changed.wait_for(lambda: me.outcome is not None or (not self._busy and self._next() is me))
-            self._waiting.remove(me)
-            if me.outcome is not None:
-                return me.outcome
+            self._waiting.append(request)
+            self._changed.wait_for(lambda: request.result is not None or (not self._busy and self._newest() is request))
+            self._waiting.remove(request)
+            if request.result is not None:
+                return request.result
             self._busy = True
-        outcome: T | None = None
+        result: T | None = None
         try:
-            outcome = work()
+            result = work()
         finally:
             with self._changed:
                 self._busy = False
                 for other in self._waiting:
-                    if outcome is not None and other.kind == kind and other.generation < generation:
-                        other.outcome = outcome
+                    if result is not None and other.kind == kind and other.generation < generation:
+                        other.result = result
                 self._changed.notify_all()
-        return outcome
+        return result
 
-    def _next(self) -> _Waiting[T]:
-        return max(self._waiting, key=lambda one: one.generation)  # the first of those that are equal
+    def _newest(self) -> _Waiting[T]:
+        return max(self._waiting, key=lambda one: one.generation)  # of equal generations, the first to arrive

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How this amphora was changed, and how often.
+"""Changes of HAProxy: what was done, why, and how often.
 
-Invariant: nothing that replaced, changed or ended a running HAProxy is without a reason.
+Invariant: each start, runtime update, reload and stop of HAProxy has a reason.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ How = Literal["start", "unchanged", "runtime", "reload", "stop"]
 
 
 @dataclass(frozen=True)
-class Deed:
-    """What was done to HAProxy, and why.
+class Change:
+    """A change of HAProxy with its reason.
 
     Raises:
-        ValueError: something was done, but no reason is given.
+        ValueError: the reason is missing, although ``how`` is not "unchanged".
     """
 
     how: How
@@ -30,11 +30,11 @@ class Deed:
             raise ValueError(f"a {self.how} without a reason")
 
 
-UNCHANGED = Deed("unchanged", "")
+UNCHANGED = Change("unchanged", "")
 
 
-class Tally:
-    """Counts deeds since the agent began. Safe to use from several threads."""
+class ChangeLog:
+    """Counts the changes since the agent started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,19 +43,19 @@ class Tally:
         self._workers_ended = 0
         self._connections_ended = 0
 
-    def count(self, deed: Deed) -> None:
+    def count(self, change: Change) -> None:
         with self._lock:
-            self._counts[deed.how] += 1
-            self._last[deed.how] = deed.reason, time.time()
+            self._counts[change.how] += 1
+            self._last[change.how] = change.reason, time.time()
 
     def count_ended_worker(self, connections: int) -> None:
-        """A replaced worker was ended before its last connection was."""
+        """Count an old worker that was ended while it still had connections."""
         with self._lock:
             self._workers_ended += 1
             self._connections_ended += connections
 
     def document(self) -> dict[str, Any]:
-        """What `GET /v2/info` and `GET /v2/diagnostics` show; ``at`` in seconds since 1970."""
+        """Return the counts for `GET /v2/info` and `GET /v2/diagnostics`; ``at`` is in seconds since 1970."""
         with self._lock:
             found: dict[str, Any] = {how: {"count": count} for how, count in self._counts.items()}
             for how, (reason, at) in self._last.items():

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that HAProxy reads besides its configuration: certificates with their keys, authorities, revocation lists.
+"""The TLS files of HAProxy: certificates with their keys, CA certificates, CRLs.
 
-Invariant: they are in memory only, readable by root only, and lost with it. Each set of files has a directory of its
-own, named after what it holds, complete and unchanging as soon as it has that name. HAProxy's configuration names the
-directory: so text and files change together, in one step, and what was served before is whole until it is not needed
-any more.
+Invariant: the files are in memory (tmpfs) only, and only root can read them. Each set of files has its own directory,
+named after a digest of the set; a directory with that name is complete and never changes. HAProxy's configuration names
+the directory, so text and files change together with one rename. The previous set stays until nothing needs it.
 """
 
 from __future__ import annotations
@@ -20,113 +19,117 @@ from amphora_agent.bundle import File
 from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration
-from amphora_agent.haproxy.tls_diff import Side
+from amphora_agent.haproxy.tls_diff import TlsState
 from amphora_agent.paths import Paths
 
 _DIGITS = 32
 
 
 class FileSets:
-    """All sets of files of this amphora."""
+    """All file sets of this amphora."""
 
     def __init__(self, paths: Paths) -> None:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # Of each file of the set that was looked at last, how it looked when its content was right.
-        self._right: dict[Path, tuple[int, ...]] = {}
+        # The identity of each file of the set checked last, at a time when its content was correct.
+        self._intact: dict[Path, tuple[int, ...]] = {}
 
-    def place(self, files: Sequence[File]) -> Path:
-        """The directory in which a set is, or would be."""
+    def directory(self, files: Sequence[File]) -> Path:
+        """Return the directory of a set, whether or not it exists."""
         if not files:
             return self._empty
         names = "\n".join(f"{file.sha256} {file.name}" for file in files)
         return self._root / hashlib.sha256(names.encode()).hexdigest()[:_DIGITS]
 
     def holds(self, files: Sequence[File]) -> bool:
-        """Whether a set is here, every file of it with the right content."""
-        place = self.place(files)
-        here = not files or (place.is_dir() and all(_digest(place / file.name) == file.sha256 for file in files))
-        (self._known.add if here else self._known.discard)(place)
-        return here
+        """Whether a set exists with the correct content of each file."""
+        directory = self.directory(files)
+        complete = not files or (
+            directory.is_dir() and all(_digest(directory / file.name) == file.sha256 for file in files)
+        )
+        (self._known.add if complete else self._known.discard)(directory)
+        return complete
 
     def damaged(self, files: Sequence[File]) -> list[str]:
-        """Names of those of a set that are gone or hold something else; only what was touched is read again."""
-        place, wrong = self.place(files), []
-        before, self._right = self._right, {}
+        """Return the names of missing or modified files of a set; reads only files whose inode changed."""
+        directory, wrong = self.directory(files), []
+        before, self._intact = self._intact, {}
         for file in files:
-            path = place / file.name
-            looks = looks_of(path)
-            if looks is not None and (before.get(path) == looks or _digest(path) == file.sha256):
-                self._right[path] = looks
+            path = directory / file.name
+            identity = file_identity(path)
+            if identity is not None and (before.get(path) == identity or _digest(path) == file.sha256):
+                self._intact[path] = identity
             else:
                 wrong.append(file.name)
         return wrong
 
-    def doubt(self) -> None:
-        """Read every file before it is taken for what it was: somebody says the same once more, or was here."""
+    def invalidate(self) -> None:
+        """Read each file again before its next use: another program may have modified it."""
         self._known.clear()
-        self._right.clear()
+        self._intact.clear()
 
-    def lay_out(self, files: Sequence[File], served: Sequence[File] = ()) -> Path:
-        """Have a set in its directory.
+    def create(self, files: Sequence[File], served: Sequence[File] = ()) -> Path:
+        """Create the directory of a set, if it does not exist, and return it.
 
         Args:
-            served: the files that are served now; what is the same is not written again.
+            served: the files in use; identical ones are linked instead of written.
 
         Raises:
-            MachineError: the set is not here, and neither are the contents to make it from.
-            OSError: there is no memory left, for example.
+            MachineError: the set does not exist, and the bundle does not hold the contents.
+            OSError: the memory is full, for example.
         """
-        place = self.place(files)
-        if place in self._known and place.is_dir():
-            return place
+        directory = self.directory(files)
+        if directory in self._known and directory.is_dir():
+            return directory
         if not self.holds(files):
-            self._make(place, files, served)
-            self._known.add(place)
-        return place
+            self._write_set(directory, files, served)
+            self._known.add(directory)
+        return directory
 
-    def _make(self, place: Path, files: Sequence[File], served: Sequence[File]) -> None:
-        unready = place.with_name(f".{place.name}")
-        _remove(unready)
+    def _write_set(self, directory: Path, files: Sequence[File], served: Sequence[File]) -> None:
+        incomplete = directory.with_name(f".{directory.name}")
+        _remove(incomplete)
         same = {file.name: file.sha256 for file in served}
         try:
             for file in files:
-                target = unready / file.name
+                target = incomplete / file.name
                 _make_directories(target.parent)
-                source = self.place(served) / file.name
+                source = self.directory(served) / file.name
                 if same.get(file.name) == file.sha256 and _digest(source) == file.sha256:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            _remove(place)  # it was damaged
-            unready.rename(place)
+            _remove(directory)  # a damaged one
+            incomplete.rename(directory)
         except BaseException:
-            _remove(unready)
+            _remove(incomplete)
             raise
 
-    def side(self, configuration: Configuration, files: Sequence[File], place: Path, names: Iterable[str]) -> Side:
-        """A configuration with its files, and the contents of those of them that say what else there is.
+    def tls_state(
+        self, configuration: Configuration, files: Sequence[File], directory: Path, names: Iterable[str]
+    ) -> TlsState:
+        """Return a configuration with its files and the contents that a comparison needs.
 
         Args:
-            place: where they are.
-            names: further files whose contents have to be known.
+            directory: of the files.
+            names: files whose contents are needed besides the crt-lists and ticket keys.
         """
-        told = {*tls_diff.lists(configuration), *tls_diff.ticket_keys(configuration), *names}
-        here = {file.name for file in files}
-        texts = {name: (place / name).read_text(encoding="utf-8") for name in told & here}
-        return Side(configuration, tuple(files), texts)
+        needed = {*tls_diff.crt_lists(configuration), *tls_diff.ticket_keys(configuration), *names}
+        existing = {file.name for file in files}
+        texts = {name: (directory / name).read_text(encoding="utf-8") for name in needed & existing}
+        return TlsState(configuration, tuple(files), texts)
 
-    def keep_only(self, places: Collection[Path]) -> None:
-        """Remove every other set, and what a death of the agent left half made."""
+    def keep_only(self, directories: Collection[Path]) -> None:
+        """Remove all other sets, and incomplete ones that a crash of the agent left behind."""
         for found in _entries(self._root):
-            if found not in places:
+            if found not in directories:
                 self._known.discard(found)
                 _remove(found)
 
 
-def looks_of(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file's content, and cannot be put back (inode(7)); None if there is no file."""
+def file_identity(path: Path) -> tuple[int, ...] | None:
+    """Return the inode fields that always change with the content (inode(7)); None without a file."""
     try:
         found = path.stat()
     except OSError:
@@ -135,7 +138,7 @@ def looks_of(path: Path) -> tuple[int, ...] | None:
 
 
 def _make_directories(directory: Path) -> None:
-    """Each for its owner alone, which `Path.mkdir` does not do for those on the way."""
+    """Create missing directories with mode 0700; `Path.mkdir` does not apply the mode to parents."""
     if not directory.is_dir():
         _make_directories(directory.parent)
         directory.mkdir(mode=0o700)
@@ -143,7 +146,7 @@ def _make_directories(directory: Path) -> None:
 
 def _write(target: Path, file: File) -> None:
     if file.content is None:
-        raise MachineError(f"write {file.name}", "its content is gone: it was in memory only", "Push the bundle again.")
+        raise MachineError(f"write {file.name}", "its content is lost: it was in memory only", "Push the bundle again.")
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as opened:
         opened.write(file.content.encode())

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a bundle may take the place of what is served.
+"""The checks that a bundle may replace the confirmed one.
 
-Invariant: pure. An amphora serves one load balancer, and of that no older state than one it has confirmed.
+Invariant: pure. An amphora serves one load balancer, and never a generation older than the confirmed one.
 """
 
 from __future__ import annotations
 
 import uuid
 
-from amphora_agent.bundle import Bundle
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle
 from amphora_agent.errors import BundleRefused
-from amphora_agent.octavia_api_v1.stored_state import OCTAVIA
 
 
 def refuse_foreign(bundle: Bundle, amphora_id: uuid.UUID, confirmed: Bundle | None) -> None:
-    """Refuse one that is not for this amphora.
+    """Refuse a bundle for another amphora.
 
     Raises:
-        BundleRefused: it is for another one.
+        BundleRefused: the bundle has another amphora id.
     """
     if bundle.amphora_id != amphora_id:
         raise BundleRefused(
@@ -28,37 +27,37 @@ def refuse_foreign(bundle: Bundle, amphora_id: uuid.UUID, confirmed: Bundle | No
 
 
 def refuse_stale(bundle: Bundle, confirmed: Bundle | None, *, lost: bool) -> None:
-    """Refuse one that would lead backwards.
+    """Refuse a bundle that is older than the confirmed one, or contradicts it.
 
     Args:
-        confirmed: the one that was confirmed last.
-        lost: it cannot be served any more, and is welcome once more whatever is in it.
+        confirmed: the bundle that was confirmed last.
+        lost: the files of the confirmed bundle are lost, so the same generation is accepted with any content.
 
     Raises:
-        BundleRefused: it is of another load balancer, older, or the same generation with another content.
+        BundleRefused: it has another load balancer, an older generation, or the same generation with another content.
     """
     if confirmed is None:
         return
-    wanted = f"apply generation {bundle.generation}"
+    action = f"apply generation {bundle.generation}"
     if bundle.load_balancer_id != confirmed.load_balancer_id:
         raise BundleRefused(
-            wanted,
+            action,
             "this amphora is driven through Octavia's API 1.0"
-            if confirmed.load_balancer_id == OCTAVIA
+            if confirmed.load_balancer_id == OCTAVIA_API_V1_ID
             else f"this amphora serves load balancer {confirmed.load_balancer_id}",
             generation=confirmed.generation,
         )
     if bundle.generation < confirmed.generation:
         raise BundleRefused(
-            wanted,
+            action,
             f"generation {confirmed.generation} is applied already",
-            "A newer controller was here; read the wanted state again.",
+            "A newer controller has pushed it; read the desired state again.",
             generation=confirmed.generation,
         )
     if bundle.generation == confirmed.generation and bundle != confirmed and not lost:
         raise BundleRefused(
-            wanted,
+            action,
             "this generation is applied already, with another content",
-            "Every change takes a new generation.",
+            "Each change needs a new generation.",
             generation=confirmed.generation,
         )

@@ -1,184 +1,273 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy itself has to do for a change, and how it gets back.
+"""The update of HAProxy for a bundle, and its rollback.
 
-Invariant: whatever is done has a reason in words, and ends with HAProxy saying that it runs what it should; a change at
-run time that HAProxy does not take as it should becomes a reload. Everything here reads the file that is in its place:
-`apply` decides which one that is, and when.
+Invariant: each change has a reason and ends with a verification of the running HAProxy. A runtime update that fails
+becomes a reload. The methods use the configuration file as it is; the applier decides when the file is replaced.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from amphora_agent.apply import directive_check
-from amphora_agent.apply.change_log import UNCHANGED, Deed
-from amphora_agent.apply.config_swap import Switch
+from amphora_agent.apply.change_log import UNCHANGED, Change
+from amphora_agent.apply.config_swap import ConfigSwap
 from amphora_agent.apply.file_sets import FileSets
-from amphora_agent.bundle import Bundle, File, Limits
+from amphora_agent.apply.runtime_update import RuntimeResult, RuntimeUpdate
+from amphora_agent.bundle import Bundle, File
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import config_file as document_of
-from amphora_agent.haproxy import config_parser as text_of
-from amphora_agent.haproxy import runtime_update, tls_diff
-from amphora_agent.haproxy.config_diff import Reload, Runtime, Unchanged, Verdict, compare
+from amphora_agent.haproxy import config_file, config_parser, tls_diff
+from amphora_agent.haproxy.config_check import Check
+from amphora_agent.haproxy.config_diff import Decision, Reload, Runtime, Unchanged, compare
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.runtime_state import NOTHING, Loaded
-from amphora_agent.haproxy.runtime_update import Changed
+from amphora_agent.haproxy.runtime_state import NOTHING_LOADED, Loaded
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
+NOT_AS_CONFIGURED = Reload("HAProxy did not run its configuration")
 
 
-class Serving:
-    """HAProxy, and what its files are and were.
+@dataclass(frozen=True)
+class HaproxyPlan:
+    """A configuration for HAProxy, compared with the present one.
 
-    Attributes:
-        touched: what was found of somebody else in HAProxy's files, so that it may run anything; empty for nothing.
+    ``decision`` is None if HAProxy does not run. ``file`` holds ``document``; it is HAProxy's file itself if that has
+    the same content. ``directory`` holds the TLS files.
     """
 
-    def __init__(self, haproxy: Haproxy, switch: Switch, files: FileSets, paths: Paths) -> None:
+    bundle: Bundle
+    before: Document | None
+    document: Document
+    wanted: Configuration
+    directory: Path
+    file: Path
+    decision: Decision | None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether HAProxy's file and the running HAProxy are already as planned."""
+        return self.before == self.document and isinstance(self.decision, Unchanged)
+
+    def with_decision(self, decision: Decision) -> HaproxyPlan:
+        return replace(self, decision=decision)
+
+
+class HaproxyUpdate:
+    """The steps that bring HAProxy to the configuration of a bundle. Not thread-safe."""
+
+    def __init__(self, haproxy: Haproxy, swap: ConfigSwap, files: FileSets, paths: Paths) -> None:
         self._haproxy = haproxy
-        self._switch = switch
+        self._swap = swap
         self._files = files
         self._paths = paths
-        self._read: tuple[str, Configuration] | None = None
-        self.touched = ""
+        self._parsed: tuple[str, Configuration] | None = None
 
-    def keep(self, text: str, configuration: Configuration) -> None:
-        """Remember what was read from a text: the next one is mostly the same."""
-        self._read = text, configuration
+    def parse(self, text: str) -> Configuration:
+        """Parse a text; the one applied last is cached, and speeds up the parsing of a similar one."""
+        if self._parsed is not None and self._parsed[0] == text:
+            return self._parsed[1]
+        return config_parser.parse(text, self._parsed[1] if self._parsed is not None else None)
 
-    def parsed(self, text: str) -> Configuration:
-        """A text as data; the one applied last was kept."""
-        if self._read is not None and self._read[0] == text:
-            return self._read[1]
-        return text_of.parse(text, self._read[1] if self._read is not None else None)
-
-    def accepted(self, text: str, files: Iterable[File]) -> Configuration:
-        """A text that HAProxy is to serve with these files, as data.
+    def _parse_allowed(self, text: str, files: Iterable[File]) -> Configuration:
+        """Parse the text of a bundle.
 
         Raises:
-            ConfigurationRefused: it would have HAProxy do what no load balancer may (`directives.judgement`).
+            ConfigurationRefused: it holds a directive that no load balancer may have.
         """
-        wanted = self.parsed(text)
-        directive_check.check(wanted, files)
+        wanted = self.parse(text)
+        directive_check.refuse_directives(wanted, files)
         return wanted
 
-    def verdict(
-        self, before: Document | None, last: Bundle | None, wanted: Configuration, bundle: Bundle, directory: Path
-    ) -> Verdict | None:
-        """What HAProxy needs; None if it does not run.
+    # -- before the change ----------------------------------------------------------------------------------
+
+    def plan(
+        self, bundle: Bundle, text: str, last: Bundle | None, served: Sequence[File], reload_reason: str
+    ) -> HaproxyPlan:
+        """Write the candidate and the TLS files of a bundle, and decide how HAProxy gets them.
 
         Args:
-            before: what is in HAProxy's file.
-            last: the bundle that was confirmed last.
-            directory: of the files that the text names.
+            last: the bundle that was confirmed last, even if its files are lost.
+            served: the TLS files in use.
+            reload_reason: why HAProxy has to reload in any case; empty for no such reason.
         """
+        before = self._swap.current()
+        wanted = self._parse_allowed(text, bundle.files)
+        directory = self._files.create(bundle.files, served)
+        document = self._compose(bundle, text, wanted, directory)
+        reach(Point.FILES)
+        decision = self._decide(before, last, wanted, bundle, directory, reload_reason)
+        file = self._haproxy.write_candidate(document, before)
+        return HaproxyPlan(bundle, before, document, wanted, directory, file, decision)
+
+    def _compose(self, bundle: Bundle, text: str, wanted: Configuration, directory: Path) -> Document:
+        return self._haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+
+    def _decide(
+        self,
+        before: Document | None,
+        last: Bundle | None,
+        wanted: Configuration,
+        bundle: Bundle,
+        directory: Path,
+        reload_reason: str,
+    ) -> Decision | None:
+        """Return the kind of update that HAProxy needs; None if it does not run."""
         if not self._haproxy.is_running():
             return None
-        if before is None or last is None or self._switch.is_interrupted:
+        if before is None or last is None or self._swap.is_interrupted:
             return Reload("an earlier change was interrupted")
-        if self.touched:
-            return Reload(self.touched)
-        elsewhere = []
+        if reload_reason:
+            return Reload(reload_reason)
+        process_changes = []
         if replace(last.limits, workers=None) != replace(bundle.limits, workers=None):
-            elsewhere.append("the limits of the process changed")
-        if document_of.peers(last.vrrp) != document_of.peers(bundle.vrrp):
-            elsewhere.append("who shares its stick tables changed")
+            process_changes.append("the limits of the process changed")
+        if config_file.peers(last.vrrp) != config_file.peers(bundle.vrrp):
+            process_changes.append("the peers of its stick tables changed")
         try:
-            running = self.parsed(before.text)
-            different = tls_diff.changed(last.files, bundle.files)
-            files = tls_diff.changes(
-                self._files.side(running, last.files, before.files or directory, ()),
-                self._files.side(wanted, bundle.files, directory, different),
+            running = self.parse(before.text)
+            different = tls_diff.changed_names(last.files, bundle.files)
+            files = tls_diff.compare_files(
+                self._files.tls_state(running, last.files, before.files or directory, ()),
+                self._files.tls_state(wanted, bundle.files, directory, different),
             )
-            return compare(running, wanted, elsewhere, files, self._haproxy.abilities())
+            return compare(running, wanted, process_changes, files, self._haproxy.features())
         except (ConfigurationRefused, OSError):
-            return Reload("what was served before cannot be compared")
+            return Reload("the previous configuration cannot be compared")
 
-    def change_running(self, verdict: Runtime, directory: Path) -> HaproxyError | None:
-        """Change the running HAProxy, before another one checks the file; that file waits for the check."""
-        self._switch.mark()
-        failed = runtime_update.make(self._haproxy, verdict.steps, directory)
-        reach(Point.EARLY)
-        return failed
+    def validate(self, bundle: Bundle, text: str, served: Sequence[File]) -> None:
+        """Have HAProxy check the configuration of a bundle; the running HAProxy is unchanged.
 
-    def bring_about(
-        self, verdict: Verdict | None, wanted: Configuration, early: Changed | None, limits: Limits, files: Path
-    ) -> tuple[Deed, Loaded]:
-        """Have HAProxy run what its file says by now.
+        Raises:
+            AgentError: the configuration is refused.
+        """
+        wanted = self._parse_allowed(text, bundle.files)
+        directory = self._files.create(bundle.files, served)
+        document = self._compose(bundle, text, wanted, directory)
+        file = self._haproxy.write_candidate(document, self._swap.current())
+        with self._haproxy.checking(document, file, wanted, bundle.files) as check:
+            check.wait()
+
+    def checking(self, plan: HaproxyPlan) -> AbstractContextManager[Check]:
+        """Have another HAProxy check the candidate within the block."""
+        accepted = (
+            self.parse(plan.before.text) if plan.before is not None and isinstance(plan.decision, Runtime) else None
+        )
+        return self._haproxy.checking(plan.document, plan.file, plan.wanted, plan.bundle.files, accepted)
+
+    # -- the change -----------------------------------------------------------------------------------------
+
+    def runtime_update(self, plan: HaproxyPlan, *, allowed: bool = True) -> RuntimeUpdate:
+        """Return the runtime update of a plan; one without actions if it is not allowed or not possible."""
+        actions = plan.decision.actions if allowed and isinstance(plan.decision, Runtime) else None
+        return RuntimeUpdate(self._haproxy, self._swap, actions, plan.wanted, plan.directory)
+
+    def verify_unchanged(self, plan: HaproxyPlan) -> Loaded | None:
+        """Return the configuration that HAProxy reports; None if that differs from the plan."""
+        with suppress(HaproxyError):
+            return self._haproxy.verify(plan.wanted, plan.directory)
+        return None
+
+    def commit(self, plan: HaproxyPlan) -> None:
+        """Replace HAProxy's file by the checked candidate."""
+        self._swap.mark_unfinished()
+        if plan.before != plan.document:
+            self._swap.commit()
+
+    def apply(self, plan: HaproxyPlan, early: RuntimeResult | None) -> tuple[Change, Loaded]:
+        """Bring HAProxy to the content of its file: start it, change it at run time, or reload it.
 
         Args:
-            early: what came of a change at run time, where that was begun before the file was in its place.
-            files: the directory of those that the text names.
+            early: the result of a runtime update that was made before the file was replaced.
         """
-        if verdict is None:
+        decision = plan.decision
+        if decision is None:
             self._haproxy.start()
-            return Deed("start", "HAProxy was not running"), self._haproxy.verify(wanted)
-        if isinstance(verdict, Runtime):
-            done = early or self.change_running(verdict, files)
-            done = done or runtime_update.outcome(self._haproxy, verdict.steps, wanted)
-            if isinstance(done, Loaded):
-                return Deed("runtime", verdict.reason), done
-            verdict = Reload(f"{verdict.reason}; at run time: {done.happened}")
-        if isinstance(verdict, Unchanged):
-            with suppress(HaproxyError):
-                return UNCHANGED, self._haproxy.verify(wanted, files)
-            verdict = Reload("HAProxy did not run what it was told to")
-        deed = Deed("reload", verdict.reason)
-        self._reload(wanted, deed, limits.workers)
-        return deed, self._haproxy.verify(wanted)
+            return Change("start", "HAProxy was not running"), self._haproxy.verify(plan.wanted)
+        if isinstance(decision, Runtime):
+            result = early or self._update_at_run_time(plan)
+            if isinstance(result, Loaded):
+                return Change("runtime", decision.reason), result
+            decision = Reload(f"{decision.reason}; at run time: {result.happened}")
+        if isinstance(decision, Unchanged):
+            loaded = self.verify_unchanged(plan)
+            if loaded is not None:
+                return UNCHANGED, loaded
+            decision = NOT_AS_CONFIGURED
+        change = Change("reload", decision.reason)
+        self._reload(plan.wanted, change, plan.bundle.limits.workers)
+        return change, self._haproxy.verify(plan.wanted)
 
-    def _reload(self, wanted: Configuration, deed: Deed, most: int | None) -> None:
-        """Have a new worker read the file that is there."""
-        _log.info("A new worker of HAProxy, because: %s", deed.reason)
-        if not self._haproxy.is_running():  # it has died a moment ago
+    def _update_at_run_time(self, plan: HaproxyPlan) -> RuntimeResult:
+        update = self.runtime_update(plan)
+        update.start()
+        update.verify()
+        assert update.result is not None  # noqa: S101 - the decision is `Runtime`, so there are actions
+        return update.result
+
+    def remember(self, plan: HaproxyPlan) -> None:
+        """Cache the parsed text: the next one is mostly the same."""
+        self._parsed = plan.document.text, plan.wanted
+
+    def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
+        """Replace HAProxy's worker by one that reads the present file."""
+        _log.info("Reloading HAProxy: %s", change.reason)
+        if not self._haproxy.is_running():  # it has crashed meanwhile
             self._haproxy.start()
             return
-        before = self._switch.before
-        self._haproxy.reload(wanted, drain=before.drain if before is not None else document_of.DRAIN_SECONDS, most=most)
+        before = self._swap.before
+        drain = before.drain if before is not None else config_file.DRAIN_SECONDS
+        self._haproxy.reload(wanted, drain=drain, max_old_workers=max_old_workers)
 
-    def undo(self, before: Document | None) -> None:
-        """Take back what was changed early: the file was refused. The one that was served is still in its place."""
+    def stop(self) -> tuple[Change, Loaded]:
+        """Stop HAProxy and remove its file."""
+        if self._swap.current() is None and not self._haproxy.is_running():
+            return UNCHANGED, NOTHING_LOADED
+        self._swap.mark_unfinished()
+        self._swap.remove()
+        self._haproxy.stop()
+        return Change("stop", "no listener is wanted"), NOTHING_LOADED
+
+    # -- rollback -------------------------------------------------------------------------------------------
+
+    def undo(self, early: RuntimeUpdate, before: Document | None) -> None:
+        """Revert an early runtime update after the candidate was refused; HAProxy's file is still the old one."""
+        if early.actions is None:
+            return
         try:
-            configuration = self.parsed(before.text if before is not None else "")
+            configuration = self.parse(before.text if before is not None else "")
             try:
                 self._haproxy.verify(configuration, before.files if before is not None else None)
             except HaproxyError as error:
-                self._reload(configuration, Deed("reload", f"back to what was served: {error.happened}"), None)
+                self._reload(configuration, _rollback(error), None)
             self._paths.unfinished.unlink(missing_ok=True)
         except (AgentError, OSError) as error:
-            _log.error("Going back to the last good configuration: %s", error)
+            _log.error("Rollback of HAProxy failed; the next change reloads it: %s", error)
 
-    def restore(self, before: Document | None) -> Deed | None:
-        """Have HAProxy run what its file says again; what was done for it, if it was noticeable."""
+    def restore(self, before: Document | None) -> Change | None:
+        """Bring HAProxy back to the restored file; return the change if HAProxy was reloaded."""
         if before is None:
             self._haproxy.stop()
-            self._switch.finish()
+            self._swap.finish()
             return None
-        configuration = self.parsed(before.text)
+        configuration = self.parse(before.text)
         if self._haproxy.is_running():
             try:
                 self._haproxy.verify(configuration, before.files if before is not None else None)
             except HaproxyError as error:
-                deed = Deed("reload", f"back to what was served: {error.happened}")
-                self._reload(configuration, deed, None)
-                return deed
+                change = _rollback(error)
+                self._reload(configuration, change, None)
+                return change
         elif before.files is None or before.files.is_dir():
             self._haproxy.start()
         return None
 
-    def stop(self) -> tuple[Deed, Loaded]:
-        """Without HAProxy, and without a file that it would start from."""
-        if self._switch.serving() is None and not self._haproxy.is_running():
-            return UNCHANGED, NOTHING
-        self._switch.mark()
-        self._switch.forget()
-        self._haproxy.stop()
-        return Deed("stop", "no listener is wanted"), NOTHING
+
+def _rollback(error: HaproxyError) -> Change:
+    return Change("reload", f"rollback: {error.happened}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve again after a start of the agent, or after a change that failed half-way.
+"""Retries of the confirmed bundle after a start of the agent, or after a change that failed half-way.
 
-Invariant: an amphora that once confirmed a bundle tries to serve it until it does; each new attempt is caused
-by a change of its interfaces, or by the passing of a few seconds.
+Invariant: an amphora with a confirmed bundle retries until it serves that bundle. A change of an interface, or a few
+seconds, starts the next attempt.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from contextlib import suppress
 _log = logging.getLogger(__name__)
 _NETLINK_ROUTE = 0
 _GROUP_LINK = 1
-PATIENCE_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 
 
-def serve_again(attempt: Callable[[], bool]) -> threading.Thread:
-    """Call `attempt` until it returns True, in a thread of its own."""
-    thread = threading.Thread(target=_run, args=(attempt,), name="serve-again", daemon=True)
+def start_retrying(attempt: Callable[[], bool]) -> threading.Thread:
+    """Call `attempt` in a new thread until it returns True."""
+    thread = threading.Thread(target=_retry, args=(attempt,), name="serve-again", daemon=True)
     thread.start()
     return thread
 
 
-class Healer:
-    """Sees to it that a change that failed half-way leaves nothing of it, even if nobody pushes again.
+class RecoveryLoop:
+    """Removes the remains of a failed change without another push.
 
     Args:
-        attempt: whether there is nothing of it any more; tries to bring that about.
+        attempt: tries the recovery and returns whether it is complete.
     """
 
     def __init__(self, attempt: Callable[[], bool]) -> None:
@@ -40,11 +40,11 @@ class Healer:
         self._running = False
 
     def start(self) -> None:
-        """Begin, in a thread of its own; does nothing if it has begun."""
+        """Start retrying in a new thread; does nothing if that thread runs already."""
         with self._lock:
             if not self._running:
                 self._running = True
-                serve_again(self._try)
+                start_retrying(self._try)
 
     def _try(self) -> bool:
         done = self._attempt()
@@ -53,20 +53,21 @@ class Healer:
         return done
 
 
-def _run(attempt: Callable[[], bool]) -> None:
+def _retry(attempt: Callable[[], bool]) -> None:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_ROUTE) as links:
         links.bind((0, _GROUP_LINK))
         while True:
             try:
                 if attempt():
                     return
-            except Exception:  # noqa: BLE001 (the next attempt may go better, and there must be one)
-                _log.exception("Serving the last confirmed bundle again")
-            select.select([links], [], [], PATIENCE_SECONDS)
-            _drain(links)
+            except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
+                _log.exception("Applying the confirmed bundle failed; retrying")
+            select.select([links], [], [], RETRY_SECONDS)
+            _discard_events(links)
 
 
-def _drain(links: socket.socket) -> None:
-    with suppress(OSError):  # BlockingIOError: all read. ENOBUFS: something changed, that is all we ask
+def _discard_events(links: socket.socket) -> None:
+    # BlockingIOError: no more events. ENOBUFS: events were lost, but each of them has the same meaning here.
+    with suppress(OSError):
         while True:
             links.recv(65536)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of this amphora has come to.
+"""The result of applying a bundle.
 
-Invariant: what it says is loaded HAProxy itself has said.
+Invariant: ``loaded`` is the answer of HAProxy itself.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from amphora_agent.apply.change_log import Deed
+from amphora_agent.apply.change_log import Change
 from amphora_agent.haproxy.runtime_state import Loaded
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was done to serve a generation."""
+class ApplyResult:
+    """The change that was made for a generation, and the configuration that HAProxy reports."""
 
     generation: int
-    deed: Deed
+    change: Change
     loaded: Loaded
 
     @property
     def how(self) -> str:
-        return self.deed.how
+        return self.change.how
 
     @property
     def reason(self) -> str:
-        return self.deed.reason
+        return self.change.reason
 
     def document(self) -> dict[str, Any]:
-        """The answer to a push."""
+        """Return the answer to a push."""
         return {
             "generation": self.generation,
             "how": self.how,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checker has to do for a change of the virtual servers, and how it gets back.
+"""The update of the UDP and SCTP listeners (virtual servers) for a bundle, and its rollback.
 
-Invariant: what is served is what was asked for last, or nothing is known of it; then the checker is asked once more. A
-change has a reason that names the listener, and the member if it is one.
+Invariant: the checker serves the virtual servers of the last request, or their state is unknown; then the checker is
+asked again. The reason of a change names the listener, and the member if there is one.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ _log = logging.getLogger(__name__)
 _Wanted = tuple[tuple[VirtualServer, ...], bool]
 
 
-class Forwards(Protocol):
-    """Who has virtual servers served (`l4_daemon.client.CheckerClient`). Methods raise `AgentError`."""
+class L4Service(Protocol):
+    """Serves virtual servers (`l4_daemon.client.CheckerClient`). Methods raise `AgentError`."""
 
     def check_servers(self, servers: Sequence[VirtualServer], /) -> None:
-        """Refuse what cannot be served; changes nothing."""
+        """Refuse unsupported virtual servers; changes nothing."""
 
     def serve(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> None:
-        """Have these served, and no others."""
+        """Serve these virtual servers, and no others."""
 
     def find_drift(self, servers: Sequence[VirtualServer], /, *, paired: bool = False) -> list[str]:
-        """What is otherwise, as sentences."""
+        """Return the differences from these virtual servers, as sentences."""
 
 
-class VirtualServing:
-    """The virtual servers of one amphora, while one bundle takes the place of another. Used by one thread at a time."""
+class UdpUpdate:
+    """The virtual servers of one amphora during a change of the bundle. Not thread-safe."""
 
-    def __init__(self, forwards: Forwards) -> None:
-        self._forwards = forwards
-        # What the checker has confirmed; None where it has to be asked.
+    def __init__(self, service: L4Service) -> None:
+        self._service = service
+        # The state that the checker has confirmed; None if it is unknown.
         self._served: _Wanted | None = None
-        self._checked: _Wanted | None = None
+        self._validated: _Wanted | None = None
 
-    def doubt(self) -> None:
-        """Look at everything, whatever is known."""
-        self._served = self._checked = None
+    def invalidate(self) -> None:
+        """Forget the known state, so that the next change asks the checker."""
+        self._served = self._validated = None
 
-    def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot be served, before anything is changed.
-
-        Raises:
-            AgentError: it cannot.
-        """
-        wanted = _of(bundle)
-        if wanted not in (self._served, self._checked):
-            self._forwards.check_servers(wanted[0])
-            self._checked = wanted
-
-    def bring_about(self, bundle: Bundle) -> None:
-        """Have a bundle's virtual servers served; asks nobody where they are.
+    def validate(self, bundle: Bundle) -> None:
+        """Refuse unsupported virtual servers before any change.
 
         Raises:
-            AgentError: what was served before still is.
+            AgentError: a virtual server is not supported.
         """
-        wanted = _of(bundle)
+        wanted = _wanted(bundle)
+        if wanted not in (self._served, self._validated):
+            self._service.check_servers(wanted[0])
+            self._validated = wanted
+
+    def apply(self, bundle: Bundle) -> None:
+        """Serve the virtual servers of a bundle; does nothing if the checker serves them already.
+
+        Raises:
+            AgentError: the update failed; the previous virtual servers are still served.
+        """
+        wanted = _wanted(bundle)
         if wanted == self._served:
             return
         known, self._served = self._served, None
-        # Who has begun, or says the same once more, looks first; the checker then writes anew what it has found.
+        # The state is unknown: the comparison makes the checker read the kernel's state, and write what differs.
         if known is None:
-            self._forwards.find_drift(wanted[0], paired=wanted[1])
+            self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
     def _serve(self, bundle: Bundle) -> None:
-        servers, paired = _of(bundle)
-        self._forwards.serve(servers, paired=paired)
+        servers, paired = _wanted(bundle)
+        self._service.serve(servers, paired=paired)
         self._served = servers, paired
 
-    def go_back(self, served: Bundle | None, failed: Bundle) -> None:
-        """Have served what was, if it may be otherwise by now."""
+    def rollback(self, served: Bundle | None, failed: Bundle) -> None:
+        """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
-        wanted = _of(before)
-        # Who was only asked whether it could serve them has been started for that, and is to end.
+        wanted = _wanted(before)
+        # `validate` may have started the checker, and nothing needs it now: stop it again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return
@@ -89,57 +89,57 @@ class VirtualServing:
             self._serve(before)
         except AgentError as error:
             self._served = None
-            _log.error("Going back to the virtual servers of before: %s", error)
+            _log.error("Rollback of the virtual servers failed: %s", error)
 
     def differences(self, bundle: Bundle) -> list[str]:
-        """What is not as a bundle wants it, as sentences; changes nothing.
+        """Return the differences from a bundle, as sentences; changes nothing.
 
         Raises:
-            AgentError: it cannot be found out.
+            AgentError: the checker or the kernel does not answer.
         """
-        servers, paired = _of(bundle)
-        return self._forwards.find_drift(servers, paired=paired)
+        servers, paired = _wanted(bundle)
+        return self._service.find_drift(servers, paired=paired)
 
 
-def _of(bundle: Bundle) -> _Wanted:
+def _wanted(bundle: Bundle) -> _Wanted:
     return bundle.virtual_servers, bundle.vrrp is not None
 
 
-# -- for a person to read -------------------------------------------------------------------------------------------
+# -- the reason of a change, in words ---------------------------------------------------------------------------------
 
 
-def difference(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> str:
-    """What changed, as words; empty if nothing did. The first change is named, the others are counted."""
+def describe_change(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> str:
+    """Return the first change in words and the number of others; empty if nothing changed."""
     changes = list(_changes(before, after))
     return changes[0] + (f", and {len(changes) - 1} more" if changes[1:] else "") if changes else ""
 
 
 def _changes(before: Sequence[VirtualServer], after: Sequence[VirtualServer]) -> Iterator[str]:
-    mine, theirs = ({one.id: one for one in each} for each in (before, after))
-    for name in theirs.keys() - mine.keys():
-        yield f"{theirs[name].protocol} listener {name} added"
-    for name in mine.keys() - theirs.keys():
-        yield f"{mine[name].protocol} listener {name} removed"
-    for name in theirs:
-        if name in mine and mine[name] != theirs[name]:
-            where = f"{theirs[name].protocol} listener {name}"
-            yield from (f"{where}: {change}" for change in _within(mine[name], theirs[name]))
+    old, new = ({one.id: one for one in each} for each in (before, after))
+    for name in new.keys() - old.keys():
+        yield f"{new[name].protocol} listener {name} added"
+    for name in old.keys() - new.keys():
+        yield f"{old[name].protocol} listener {name} removed"
+    for name in new:
+        if name in old and old[name] != new[name]:
+            where = f"{new[name].protocol} listener {name}"
+            yield from (f"{where}: {change}" for change in _changes_within(old[name], new[name]))
 
 
-def _within(mine: VirtualServer, theirs: VirtualServer) -> Iterator[str]:
-    for name in theirs.__dataclass_fields__:
-        if name != "members" and getattr(mine, name) != getattr(theirs, name):
+def _changes_within(old: VirtualServer, new: VirtualServer) -> Iterator[str]:
+    for name in new.__dataclass_fields__:
+        if name != "members" and getattr(old, name) != getattr(new, name):
             yield f"{name} changed"
-    former, latter = ({one.id: one for one in each.members} for each in (mine, theirs))
+    former, latter = ({one.id: one for one in each.members} for each in (old, new))
     yield from (f"member {name} added" for name in latter if name not in former)
     yield from (f"member {name} removed" for name in former if name not in latter)
     for name, member in latter.items():
         if name in former and former[name] != member:
-            yield f"member {name}: {_of_member(former[name], member)}"
-    if former == latter and mine.members != theirs.members:
+            yield f"member {name}: {_member_change(former[name], member)}"
+    if former == latter and old.members != new.members:
         yield "members in another order"
 
 
-def _of_member(former: Member, member: Member) -> str:
+def _member_change(former: Member, member: Member) -> str:
     changed = [name for name in member.__dataclass_fields__ if getattr(former, name) != getattr(member, name)]
     return ", ".join(f"{name} {getattr(former, name)} -> {getattr(member, name)}" for name in changed)

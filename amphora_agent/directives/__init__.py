@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load balancer's configuration may have HAProxy do."""
+"""The directives that a load balancer's HAProxy configuration may contain."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directives that a load balancer's configuration may hold, with the shapes of their arguments.
+"""The directives that a load balancer's configuration may contain, with the syntax of their arguments.
 
-Invariant: pure. A line that is accepted here makes HAProxy open no file outside the bundle and the machine's own files,
-run no program, and open no socket but the listeners, the members and their checks. What no entry matches is refused:
-the entries are those of this project's template (`amphora_driver/render`) and of Octavia's
-(`docs/amphora-api-v1.md`), so a directive that is new in either has to be added here first.
+Invariant: pure. With an accepted line, HAProxy opens no file except those of the bundle and of this machine, runs no
+program, and opens no socket except listeners, members and their checks. A line without a matching entry is refused.
+The entries are those of this project's template (`amphora_driver/render`) and of Octavia's (`docs/amphora-api-v1.md`);
+a directive that is new in one of them needs an entry here first.
 Source: HAProxy manual, sections 4, 5 and 7.
 """
 
@@ -18,10 +18,10 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# Without leading zeros: those make it a name, which would be looked up.
+# Without leading zeros: HAProxy would look up such an address as a name.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
-# Two colons at least: no name is taken for an address, and none is looked up.
+# At least two colons, so that no name matches: HAProxy would look it up.
 _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"
@@ -80,14 +80,14 @@ _SERVER: Mapping[str, str] = {
 
 
 def _keywords(table: Mapping[str, str]) -> str:
-    """Any keywords of a table, each with its value."""
+    """Return the pattern of the keywords of a table, each with its value."""
     shapes: dict[str, list[str]] = {}
     for word, shape in table.items():
         shapes.setdefault(shape, []).append(re.escape(word).replace(r"\-", "-"))
     return "|".join(f"(?:{'|'.join(words)})" + (f" {shape}" if shape else "") for shape, words in shapes.items())
 
 
-def _compiled(shape: str) -> re.Pattern[str]:
+def _compile(shape: str) -> re.Pattern[str]:
     return re.compile(shape.replace(" ", "\n"))
 
 
@@ -98,8 +98,8 @@ _RETURN = (
 _REDIRECT = rf"(?:code 30[1-8] )?(?:(?:location|prefix) {LOG_FORMAT}|scheme https?)(?: code 30[1-8])?{_WHEN}"
 _SIZES = rf"size {_NUMBER}[kmg]?(?: expire {_TIME})?(?: peers amphora)?"
 
-# What may stand behind the first word of a line.
-_SHAPES: Mapping[str, str] = {
+# The arguments after the first word of a line.
+_ARGUMENTS: Mapping[str, str] = {
     "acl": rf"{IDENTIFIER} {MATCH}",
     "backend": IDENTIFIER,
     "balance": rf"(?:roundrobin|static-rr|leastconn|source|first|random|uri|hdr\([A-Za-z0-9-]+\)|hash {EXPRESSION})",
@@ -149,9 +149,9 @@ _SHAPES: Mapping[str, str] = {
     "timeout": (rf"(?:check|client|connect|http-keep-alive|http-request|queue|server|tunnel) {_TIME}"),
     "use_backend": rf"(?:{_BACKEND}|%\[var\({_VARIABLE}\)\]){_WHEN}",
 }
-_ALLOWED = {first: _compiled(shape) for first, shape in _SHAPES.items()}
+_PATTERNS = {first: _compile(shape) for first, shape in _ARGUMENTS.items()}
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
-# Directives whose second word says what they do.
+# Directives whose second word selects the function.
 _COMPOUND = {
     "http-after-response", "http-check", "http-request", "http-response", "no", "option", "stick", "tcp-request",
     "timeout",
@@ -159,31 +159,31 @@ _COMPOUND = {
 
 
 def refusal(words: Sequence[str]) -> str | None:
-    """Why a line is refused, in words that name the directive; None for a line that is accepted.
+    """Return why a line is refused, with its directive; None for an accepted line.
 
     Args:
-        words: of the line, as HAProxy splits it; one at least.
+        words: at least one, split by HAProxy's rules.
     """
     first, *others = words
-    allowed = _ALLOWED.get(first)
+    allowed = _PATTERNS.get(first)
     if allowed is None or allowed.fullmatch("\n".join(others)) is None:
-        return f"{named(words)} is none of the directives and arguments that an amphora accepts"
+        return f"{name_directive(words)} is not among the directives and arguments that an amphora accepts"
     if first in _OPTIONS:
         endpoint = others[_OPTIONS[first][0] - 2]
         if not _is_endpoint(endpoint):
-            return f"the address of '{first}' is no IP address of another machine or a VIP, with a port"
+            return f"the address of '{first}' is not the IP address of another machine or a VIP, with a port"
     return None
 
 
-def named(words: Sequence[str]) -> str:
-    """The directive of a line, or the keyword of a `bind` or `server` line, that is refused; none of its values."""
+def name_directive(words: Sequence[str]) -> str:
+    """Return the refused directive, or the refused keyword of a `bind` or `server` line, without values."""
     first = words[0]
     if first in _OPTIONS:
         begin, table = _OPTIONS[first]
         rest = list(words[begin:])
         while rest and rest[0] in table:
             value = table[rest[0]]
-            if value and (len(rest) < 2 or _compiled(value).fullmatch(rest[1]) is None):
+            if value and (len(rest) < 2 or _compile(value).fullmatch(rest[1]) is None):
                 return f"'{first} … {rest[0]}' with its value"
             rest = rest[2 if value else 1 :]
         return f"'{first} … {_shown(rest[0])}'" if rest else f"'{first}'"
@@ -193,12 +193,12 @@ def named(words: Sequence[str]) -> str:
 
 
 def _shown(word: str) -> str:
-    """A keyword for an error: short, and without anything that is no keyword."""
+    """Return a keyword for an error, shortened to the characters of keywords."""
     return re.sub(r"[^A-Za-z0-9_.-].*", "…", word[:40], flags=re.DOTALL) or "…"
 
 
 def _is_endpoint(word: str) -> bool:
-    """Whether a word is the address of another machine or a VIP, with a port: no name, path, descriptor or loopback."""
+    """Whether a word is an IP address with a port: no name, path, descriptor or loopback address."""
     found = _ENDPOINT.fullmatch(word)
     if found is None or int(word.rpartition(":")[2]) > 65535:
         return False

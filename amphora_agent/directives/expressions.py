@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample expressions, log-formats and conditions (HAProxy manual, sections 7 and 8.2.6), as patterns.
+"""Regular expressions for HAProxy sample expressions, log-formats and conditions (manual, 7 and 8.2.6).
 
-Invariant: pure. No fetch and no converter that matches here opens a file, reads the environment or starts anything;
-an ACL takes its patterns from its own line. Words are separated by line ends, which no word contains.
+Invariant: pure. No fetch or converter that matches here opens a file, reads the environment or starts a program. An ACL
+takes its patterns from its own line. Words are separated by line ends, which no word contains.
 """
 
 from __future__ import annotations
 
-# The text of a value. As the first of an ACL's values it is no flag, so it does not name a file ("-f").
+# The text of a value. The first value of an ACL is no flag, so it cannot name a file ("-f").
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
 
-# HAProxy's second parser, the one for arguments, gives a meaning to quotes, backslashes, commas and parentheses.
+# HAProxy's argument parser interprets quotes, backslashes, commas and parentheses.
 _ARGUMENT = r"""(?:"(?:[^"\\\n]|\\[^\n])*"|[^\n"'(),\\]*)"""
 _ARGUMENTS = rf"(?:\({_ARGUMENT}(?:,{_ARGUMENT})*\))?"
 _FETCH = (
@@ -35,7 +35,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# In braces an ACL ends at the brace; none of our values is one.
+# An ACL in braces ends at the brace; no value of ours is a brace.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

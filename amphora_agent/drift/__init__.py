@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift of the amphora from its confirmed bundle: check, repair, report."""
+"""Configuration drift: detect that this amphora differs from its confirmed bundle, and repair it."""

@@ -1,111 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine beside the bundle it has confirmed.
+"""Compares the amphora with its confirmed bundle.
 
-Invariant: a look changes nothing and takes a few milliseconds: what nobody has touched since it was looked at last is
-not read again. What mends itself (a daemon that its parent is about to start again, one that is busy) is no difference.
+Invariant: a check changes nothing and takes a few milliseconds: it reads only what was modified since the last check.
+A state that ends without a repair is no difference, for example a daemon that its supervisor is about to restart.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from amphora_agent.apply.file_sets import FileSets, looks_of
-from amphora_agent.apply.haproxy_update import Serving
-from amphora_agent.apply.udp_update import VirtualServing
+from amphora_agent.apply.applier import Applier
+from amphora_agent.apply.components import Components
+from amphora_agent.apply.file_sets import file_identity
 from amphora_agent.bundle import Bundle
 from amphora_agent.drift.report import Difference
-from amphora_agent.errors import HaproxyError
+from amphora_agent.errors import HaproxyError, MachineError
 from amphora_agent.haproxy.config_file import Document
-from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.keepalived.process import Keepalived
-from amphora_agent.network.plumbing import Plumbing
-from amphora_agent.paths import Paths
 
-FILE_WORDS = frozenset({"haproxy.cfg", "machine.cfg"})
-"""With these HAProxy may run something that nobody has confirmed, whatever it can be asked for."""
+RELOAD_KINDS = frozenset({"haproxy.cfg", "machine.cfg"})
+"""With one of these differences HAProxy may run a configuration that a read-back does not show."""
 
 
-class Eye:
-    """Looks at one machine. Used by whoever has the turn to change it."""
+class DriftChecker:
+    """Compares one amphora with its confirmed bundle, and applies that bundle again for a repair."""
 
-    def __init__(
-        self,
-        paths: Paths,
-        haproxy: Haproxy,
-        keepalived: Keepalived,
-        plumbing: Plumbing,
-        files: FileSets,
-        own: Serving,
-        virtual: VirtualServing,
-    ) -> None:
-        self._paths = paths
-        self._haproxy = haproxy
-        self._keepalived = keepalived
-        self._plumbing = plumbing
-        self._files = files
-        self._serving = own
-        self._virtual = virtual
-        # How HAProxy's file looked when it was right, and who served then; None since the last change.
-        self._right: tuple[tuple[int, ...] | None, int | None] | None = None
+    def __init__(self, applier: Applier, parts: Components) -> None:
+        self._applier = applier
+        self._parts = parts
+        self._file = parts.paths.configuration
+        # The identity of HAProxy's file when it was correct, and the worker at that time; None after a change.
+        self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
+        applier.add_change_listener(self.invalidate)
 
-    def forget(self) -> None:
-        """A change was made: what is there now is another machine's worth of files and processes."""
-        self._right, self._misread = None, False
+    @property
+    def generation(self) -> int | None:
+        """The confirmed generation."""
+        return self._applier.generation
 
-    def look(self, bundle: Bundle) -> tuple[Difference, ...]:
-        """What is not as in a bundle that is confirmed.
+    def invalidate(self) -> None:
+        """Forget the known state: a change replaces files and processes."""
+        self._intact, self._misread = None, False
+
+    def differences(self) -> tuple[Difference, ...] | None:
+        """Return the differences between the amphora and its confirmed bundle.
+
+        Returns:
+            None while a change runs or waits, and if this agent has not applied the confirmed bundle yet.
 
         Raises:
-            AgentError: it cannot be found out.
+            AgentError: a component does not answer.
         """
-        found = [*self._network(bundle), *self._secrets(bundle)]
+        try:
+            return self._applier.run_on_confirmed(self._compare)
+        except OSError as error:
+            raise MachineError("check for configuration drift", str(error)) from error
+
+    def repair(self, found: Sequence[Difference]) -> None:
+        """Apply the confirmed bundle again; does nothing if a change has replaced it since the check.
+
+        Raises:
+            AgentError: the repair failed; the agent retries.
+        """
+        self._applier.reapply_confirmed(next((one.sentence for one in found if one.kind in RELOAD_KINDS), ""))
+
+    def _compare(self, bundle: Bundle) -> tuple[Difference, ...]:
+        found = [*self._network(bundle), *self._files(bundle)]
         if bundle.haproxy is not None:
-            found += self._haproxy_runs(bundle, bundle.haproxy)
-        elif self._paths.configuration.exists() or self._haproxy.is_wanted():
-            found.append(Difference("haproxy", "there is a HAProxy, and none is wanted"))
-        found += [Difference("forwarding", one) for one in self._virtual.differences(bundle)]
-        amiss = self._keepalived.describe_drift(bundle.vrrp_instance)
-        return (*found, *([Difference("keepalived", f"keepalived: {amiss}")] if amiss else []))
+            found += self._haproxy(bundle, bundle.haproxy)
+        elif self._file.exists() or self._parts.haproxy.is_wanted():
+            found.append(Difference("haproxy", "HAProxy runs, but the bundle has no listener for it"))
+        found += [Difference("forwarding", one) for one in self._parts.udp_update.differences(bundle)]
+        keepalived = self._parts.keepalived.describe_drift(bundle.vrrp_instance)
+        return (*found, *([Difference("keepalived", f"keepalived: {keepalived}")] if keepalived else []))
 
     def _network(self, bundle: Bundle) -> Iterator[Difference]:
-        for word, sentence in self._plumbing.find_drift(bundle):
-            yield Difference(word, f"{word}: {sentence}")
+        for kind, sentence in self._parts.plumbing.find_drift(bundle):
+            yield Difference(kind, f"{kind}: {sentence}")
 
-    def _secrets(self, bundle: Bundle) -> Iterator[Difference]:
-        for name in self._files.damaged(bundle.files):
-            yield Difference("files", f"{name} is not what was sent")
+    def _files(self, bundle: Bundle) -> Iterator[Difference]:
+        for name in self._parts.files.damaged(bundle.files):
+            yield Difference("files", f"{name} is missing or was modified")
 
-    def _haproxy_runs(self, bundle: Bundle, text: str) -> Iterator[Difference]:
-        wanted = self._serving.parsed(text)
-        directory = self._files.place(bundle.files)
-        if not self._haproxy.is_machine_configuration_ours():
-            yield Difference("machine.cfg", "machine.cfg is not as it was written")
-        document = self._haproxy.document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
-        yield from self._file(document)
-        if not self._haproxy.is_wanted():
-            yield Difference("haproxy", "HAProxy does not run, and nobody starts it")
-        elif self._haproxy.worker_pid() is not None:  # otherwise it is being started, or busy
+    def _haproxy(self, bundle: Bundle, text: str) -> Iterator[Difference]:
+        haproxy = self._parts.haproxy
+        wanted = self._parts.haproxy_update.parse(text)
+        directory = self._parts.files.directory(bundle.files)
+        if not haproxy.is_machine_configuration_intact():
+            yield Difference("machine.cfg", "machine.cfg was modified")
+        document = haproxy.compose_document(text, wanted, bundle.files, directory, bundle.limits, bundle.vrrp)
+        yield from self._haproxy_file(document)
+        if not haproxy.is_wanted():
+            yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
+        elif haproxy.worker_pid() is not None:  # otherwise HAProxy starts, or is busy
             try:
-                self._haproxy.verify(wanted, directory)
+                haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
-                if self._haproxy.worker_pid() is not None:
-                    said = error.happened if isinstance(error, HaproxyError) else "a file is gone that it should hold"
-                    yield Difference("haproxy", f"HAProxy: {said}")
+                if haproxy.worker_pid() is not None:
+                    reason = error.happened if isinstance(error, HaproxyError) else "a TLS file is missing"
+                    yield Difference("haproxy", f"HAProxy: {reason}")
 
-    def _file(self, wanted: Document) -> Iterator[Difference]:
-        looks, worker = looks_of(self._paths.configuration), self._haproxy.worker_pid()
-        if self._right is None or looks is None or self._right[0] != looks:
-            if looks is None or _digest(self._paths.configuration.read_bytes()) != _digest(wanted.content.encode()):
-                yield Difference("haproxy.cfg", "haproxy.cfg is not as it was written")
+    def _haproxy_file(self, wanted: Document) -> Iterator[Difference]:
+        identity, worker = file_identity(self._file), self._parts.haproxy.worker_pid()
+        if self._intact is None or identity is None or self._intact[0] != identity:
+            if identity is None or _digest(self._file.read_bytes()) != _digest(wanted.content.encode()):
+                yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # It was touched and is right again: who began to serve meanwhile may have read something else.
-            others = None if self._right is None else self._right[1]
-            self._misread = self._misread or (None not in (others, worker) and others != worker)
-        self._right = looks, worker
+            # The file was modified and is correct again: a worker that started meanwhile may have read other content.
+            earlier = None if self._intact is None else self._intact[1]
+            self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
+        self._intact = identity, worker
         if self._misread:
-            yield Difference("haproxy.cfg", "HAProxy has read haproxy.cfg while somebody else's words were in it")
+            yield Difference("haproxy.cfg", "HAProxy has read haproxy.cfg while it was modified")
 
 
 def _digest(content: bytes) -> bytes:

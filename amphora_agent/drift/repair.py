@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See to it that this machine stays what it has confirmed.
+"""Repairs configuration drift: periodic checks, and the confirmed bundle applied again.
 
-Invariant: never while a change is under way, and nothing is mended that was not seen twice. What differs is mended by
-applying the confirmed bundle once more, as a repeated push does: there is no other way. What that does not mend is said
-in the heartbeat, and tried again ever more seldom; so is what was mended and soon differs again: who writes it again
-and again must not have HAProxy take a new worker at each look.
+Invariant: no repair runs during a change, and none without two checks that found the same kind of difference. The only
+repair is to apply the confirmed bundle again, as a repeated push does. An unsuccessful repair is reported in heartbeats
+and retried with an increasing back-off. The back-off also applies if the same difference returns soon after a repair:
+a program that modifies a file again and again must not make HAProxy reload at each check.
 
-A look costs a few milliseconds. With thousands of members, or of certificates, it costs more, and is taken more seldom:
-looking takes no more than one part in `SHARE` of the time.
+A check takes a few milliseconds. With thousands of members or certificates it takes longer and runs less often: checks
+take at most 1/`DUTY_DIVISOR` of the time.
 """
 
 from __future__ import annotations
@@ -18,150 +18,149 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from amphora_agent.drift.report import Difference, Drift, both
+from amphora_agent.drift.report import Difference, DriftReport, kinds, seen_twice
 from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
-SHARE = 200
-# Between the look that finds something and the one that believes it, in seconds.
-_AGAIN_SECONDS = 1.0
-# How many times longer it is until what could not be mended is tried again, or what did not stay mended.
-_MOST_PATIENCE = 16
-# Looks within which what differs once more has not stayed mended.
-_SOON = 10
+DUTY_DIVISOR = 200
+# Seconds between the check that finds a difference and the one that confirms it.
+_CONFIRM_SECONDS = 1.0
+# The largest number of checks between two repairs of the same difference.
+_MAX_BACKOFF = 16
+# A difference that returns within this number of checks was not repaired permanently.
+_RECENT_CHECKS = 10
 
 
-class Audited(Protocol):
-    """What can be looked at and mended (`Applier`)."""
+class Checker(Protocol):
+    """Checks and repairs an amphora (`drift.check.DriftChecker`)."""
 
     @property
     def generation(self) -> int | None:
         """The confirmed generation."""
 
     def differences(self) -> tuple[Difference, ...] | None:
-        """What is not as confirmed; None while a change is under way, or if there is nothing to be."""
+        """Return the present differences; None during a change, and without a confirmed bundle."""
 
-    def mend(self, found: Sequence[Difference]) -> None:
-        """Apply what is confirmed once more. Raises `AgentError` if that fails."""
+    def repair(self, found: Sequence[Difference]) -> None:
+        """Apply the confirmed bundle again. Raises `AgentError` if that fails."""
 
 
-class Auditor:
-    """Looks now and then, in a thread of its own.
+class DriftRepair:
+    """Checks and repairs periodically, in its own thread.
 
     Args:
-        audited: what is looked at.
-        drift: where what is found is noted.
-        interval: seconds between two looks.
-        tell: called when something was found, or is well again.
+        checker: checks and repairs the amphora.
+        report: receives the findings.
+        interval: seconds between two checks.
+        on_finding: called when a difference was found, and when it is gone.
     """
 
-    def __init__(self, audited: Audited, drift: Drift, interval: float, tell: Callable[[], None]) -> None:
-        self._audited = audited
-        self._drift = drift
+    def __init__(self, checker: Checker, report: DriftReport, interval: float, on_finding: Callable[[], None]) -> None:
+        self._checker = checker
+        self._report = report
         self._interval = interval
-        self._tell = tell
-        self._pause = 0.0
-        self._patience, self._skip = 1, 0
-        # When each word was found last, on `time.monotonic()`'s clock.
+        self._on_finding = on_finding
+        self._min_pause = 0.0
+        self._backoff, self._skip = 1, 0
+        # The time of the last finding of each kind, on `time.monotonic()`'s clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         threading.Thread(target=self._run, name="audit", daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            time.sleep(max(self._interval, self._pause))
+            time.sleep(max(self._interval, self._min_pause))
             try:
-                self.audit()
+                self.check_and_repair()
             except AgentError as error:
-                _log.warning("Looking for what was changed by hand: %s", error)
-            except Exception:  # noqa: BLE001 (without this thread nothing would be mended, and nobody would notice)
-                _log.exception("Looking for what was changed by hand")
+                _log.warning("Drift check failed; the next one follows in %.0f s: %s", self._interval, error)
+            except Exception:  # noqa: BLE001 (without this thread the agent would never repair drift again)
+                _log.exception("Drift check failed")
 
-    def audit(self) -> None:
-        """Look once, and mend what is found.
+    def check_and_repair(self) -> None:
+        """Check once, and repair the differences that a second check confirms.
 
         Raises:
-            AgentError: it could not be found out.
+            AgentError: a check failed.
         """
-        first = self._look()
+        first = self._check()
         if not first:
             if first is not None:
-                self._well()
+                self._record_intact()
             return
-        time.sleep(min(_AGAIN_SECONDS, self._interval))
-        found = both(first, self._look() or ())
+        time.sleep(min(_CONFIRM_SECONDS, self._interval))
+        found = seen_twice(first, self._check() or ())
         if not found:
             return
-        known, words = {one.word for one in self._drift.left}, {one.word for one in found}
-        came_back = self._came_back(words - known)
-        if came_back:
-            _log.warning("Mended a while ago, and not as confirmed again: %s", ", ".join(sorted(words - known)))
-            self._wait_longer()
-            self._drift.found(found, found)
-            self._tell()
-        if (came_back or words <= known) and self._skip > 0:
+        known, present = {one.kind for one in self._report.unrepaired}, {one.kind for one in found}
+        returned = self._has_returned(present - known)
+        if returned:
+            _log.warning("Drift returned soon after a repair: %s", ", ".join(sorted(present - known)))
+            self._backoff = self._next_backoff()
+            self._skip = self._backoff - 1
+            self._report.record(found, found)
+            self._on_finding()
+        if (returned or present <= known) and self._skip > 0:
             self._skip -= 1
             return
-        self._mend(found)
+        self._repair(found)
 
-    def _came_back(self, new: set[str]) -> bool:
-        """Whether all of what differs now, and did not at the last look, differed a moment ago.
+    def _has_returned(self, new: set[str]) -> bool:
+        """Whether all kinds that the last check did not find were found recently.
 
-        Whoever mended it meanwhile: a push does so, too.
+        Whether this agent or a push repaired them meanwhile makes no difference.
         """
-        now, soon = time.monotonic(), _SOON * max(self._interval, self._pause)
-        if self._audited.generation != self._generation:
-            # A change has made another machine of it: what became of the one before says nothing.
-            self._seen, self._generation = {}, self._audited.generation
-        before = {word for word, at in self._seen.items() if now - at <= soon}
-        self._seen = {word: self._seen[word] for word in before}
-        self._seen |= dict.fromkeys(new | {one.word for one in self._drift.left}, now)
+        if self._checker.generation != self._generation:
+            # Another generation was applied: earlier findings say nothing about it.
+            self._seen, self._generation = {}, self._checker.generation
+        before = self._recent_kinds()
+        self._seen = {kind: self._seen[kind] for kind in before}
+        self._seen |= dict.fromkeys(new | {one.kind for one in self._report.unrepaired}, time.monotonic())
         return bool(new) and new <= before
 
-    def _wait_longer(self) -> None:
-        self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        self._skip = self._patience - 1
+    def _recent_kinds(self) -> set[str]:
+        """Return the kinds found so recently that another finding means an unsuccessful repair."""
+        now, recent = time.monotonic(), _RECENT_CHECKS * max(self._interval, self._min_pause)
+        return {kind for kind, at in self._seen.items() if now - at <= recent}
 
-    def _look(self) -> tuple[Difference, ...] | None:
-        begun = time.monotonic()
-        found = self._audited.differences()
-        self._pause = (time.monotonic() - begun) * SHARE
+    def _next_backoff(self) -> int:
+        return min(2 * self._backoff, _MAX_BACKOFF)
+
+    def _check(self) -> tuple[Difference, ...] | None:
+        start = time.monotonic()
+        found = self._checker.differences()
+        self._min_pause = (time.monotonic() - start) * DUTY_DIVISOR
         if found is not None:
-            self._drift.looked()
+            self._report.count_check()
         return found
 
-    def _well(self) -> None:
+    def _record_intact(self) -> None:
         self._skip = 0
-        if not self._recently():
-            self._patience = 1
-        if self._drift.left:
-            _log.info("What could not be mended is as confirmed again")
-            self._drift.nothing()
-            self._tell()
+        if not self._recent_kinds():
+            self._backoff = 1
+        if self._report.unrepaired:
+            _log.info("The unrepaired drift is gone: %s", ", ".join(kinds(self._report.unrepaired)))
+            self._report.clear()
+            self._on_finding()
 
-    def _recently(self) -> bool:
-        """Whether anything was found that, if it is found again, has not stayed mended."""
-        now, soon = time.monotonic(), _SOON * max(self._interval, self._pause)
-        return any(now - at <= soon for at in self._seen.values())
-
-    def _mend(self, found: Sequence[Difference]) -> None:
+    def _repair(self, found: Sequence[Difference]) -> None:
         for one in found:
-            _log.warning("Not as confirmed: %s", one.sentence)
+            _log.warning("Configuration drift: %s", one.sentence)
         try:
-            self._audited.mend(found)
+            self._checker.repair(found)
         except AgentError as error:
-            _log.warning("What was changed by hand could not be mended: %s", error)
-            left: tuple[Difference, ...] = tuple(found)
+            _log.warning("Drift repair failed; retrying with back-off: %s", error)
+            unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # None: a push came, and is asked again next time.
-            left = self._look() or ()
-        self._drift.found(found, left)
-        if left:
-            self._skip, self._patience = self._patience - 1, min(2 * self._patience, _MOST_PATIENCE)
+            # None: a push is under way; the next check finds what it leaves.
+            unrepaired = self._check() or ()
+        self._report.record(found, unrepaired)
+        if unrepaired:
+            self._skip, self._backoff = self._backoff - 1, self._next_backoff()
         else:
-            _log.info("What was changed by hand is mended")
+            _log.info("Drift repaired: %s", ", ".join(kinds(found)))
             self._skip = 0
-        self._tell()
+        self._on_finding()

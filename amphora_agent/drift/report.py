@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of this machine was found to differ from what it has confirmed.
+"""The drift report: the differences between this amphora and its confirmed bundle.
 
-Invariant: pure memory. What could not be mended is said until it is as confirmed; what was mended is said too, the last
-of it, so that whoever changed the machine by hand, or wonders who did, finds it. Lists and sentences are short whatever
-was found: they travel in every heartbeat.
+Invariant: pure memory. An unrepaired difference is reported until it is gone. The last repaired one is reported too:
+after a change by hand, an operator finds there why it was reverted. Lists and sentences are short, because each
+heartbeat carries them.
 """
 
 from __future__ import annotations
@@ -15,91 +15,97 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What one report holds: sentences, and characters of each.
-_MOST_SENTENCES, _LONGEST_SENTENCE = 5, 160
+# Limits of one report: the number of sentences, and the characters of each.
+_MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as confirmed.
+    """One difference from the confirmed bundle.
 
-    ``word`` is one of those of docs/heartbeat.md; ``sentence`` is for a person and holds no secret.
+    ``kind`` is one of the words in docs/heartbeat.md; ``sentence`` is for operators and holds no secret.
     """
 
-    word: str
+    kind: str
     sentence: str
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one look has found; ``at`` is in seconds since 1970."""
+class Finding:
+    """The differences that one check has found; ``at`` is in seconds since 1970."""
 
     at: float
     differences: tuple[Difference, ...]
-    mended: bool
+    repaired: bool
 
     def document(self) -> dict[str, Any]:
-        """For a heartbeat, and for ``GET /v2/info``."""
-        told = [one.sentence[:_LONGEST_SENTENCE] for one in self.differences[:_MOST_SENTENCES]]
-        return {"at": round(self.at, 3), "words": words(self.differences), "what": told, "mended": self.mended}
+        """Return the finding for a heartbeat and for ``GET /v2/info``."""
+        sentences = [one.sentence[:_MAX_SENTENCE_LENGTH] for one in self.differences[:_MAX_SENTENCES]]
+        return {
+            "at": round(self.at, 3),
+            "words": kinds(self.differences),
+            "what": sentences,
+            "mended": self.repaired,
+        }
 
 
-def words(differences: Iterable[Difference]) -> list[str]:
-    """Each word once, in order."""
-    return sorted({one.word for one in differences})
+def kinds(differences: Iterable[Difference]) -> list[str]:
+    """Return each kind once, sorted."""
+    return sorted({one.kind for one in differences})
 
 
-def both(first: Sequence[Difference], second: Sequence[Difference]) -> tuple[Difference, ...]:
-    """What two looks have found, as the later one says it: what only one of them saw was in transit."""
-    before = {one.word for one in first}
-    return tuple(one for one in second if one.word in before)
+def seen_twice(first: Sequence[Difference], second: Sequence[Difference]) -> tuple[Difference, ...]:
+    """Return the second check's differences of kinds that both checks have found: others were transient."""
+    before = {one.kind for one in first}
+    return tuple(one for one in second if one.kind in before)
 
 
-class Drift:
-    """What was found since the agent began. Safe to use from several threads."""
+class DriftReport:
+    """The findings since the agent started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: Found | None = None
-        self._left: tuple[Difference, ...] = ()
+        self._last: Finding | None = None
+        self._unrepaired: tuple[Difference, ...] = ()
         self._counts: Counter[str] = Counter()
-        self._looks = 0
+        self._checks = 0
 
-    def looked(self) -> None:
-        """A look was taken."""
+    def count_check(self) -> None:
+        """Count a completed check."""
         with self._lock:
-            self._looks += 1
+            self._checks += 1
 
-    def found(self, differences: Sequence[Difference], left: Sequence[Difference]) -> None:
-        """Something was found, and all of it but what is `left` was mended."""
+    def record(self, differences: Sequence[Difference], unrepaired: Sequence[Difference]) -> None:
+        """Record differences; all except the `unrepaired` ones were repaired."""
         with self._lock:
-            new = {one.word for one in differences} - {one.word for one in self._left}
+            new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # One that stays is told with the time at which it was found first.
-            if new or self._last is None or not left:
-                self._last = Found(time.time(), tuple(differences), mended=not left)
-            self._left = tuple(left)
+            # A difference that stays is reported with the time of its first finding.
+            if new or self._last is None or not unrepaired:
+                self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
+            self._unrepaired = tuple(unrepaired)
 
-    def nothing(self) -> None:
-        """Everything is as confirmed."""
+    def clear(self) -> None:
+        """Record that the amphora is as confirmed."""
         with self._lock:
-            self._left = ()
+            self._unrepaired = ()
 
     @property
-    def left(self) -> tuple[Difference, ...]:
-        """What is not as confirmed, and could not be mended."""
-        return self._left
+    def unrepaired(self) -> tuple[Difference, ...]:
+        """The present differences that a repair did not remove."""
+        return self._unrepaired
 
     def heartbeat(self) -> dict[str, Any]:
-        """What a heartbeat says of it; nothing where nothing was ever found."""
+        """Return the keys of a heartbeat; empty if no check has ever found a difference."""
         with self._lock:
-            said: dict[str, Any] = {} if self._last is None else {"drifted": self._last.document()}
-            if self._left:
-                said["drift"] = words(self._left)
-            return said
+            keys: dict[str, Any] = {} if self._last is None else {"drifted": self._last.document()}
+            if self._unrepaired:
+                keys["drift"] = kinds(self._unrepaired)
+            return keys
 
     def document(self) -> Mapping[str, Any]:
-        """What ``GET /v2/info`` shows; ``left`` are the words of what could not be mended."""
+        """Return the report for ``GET /v2/info``; ``left`` has the kinds of the unrepaired differences."""
         with self._lock:
             last = None if self._last is None else self._last.document()
-            return {"last": last, "left": words(self._left), "found": dict(self._counts), "looks": self._looks}
+            left = kinds(self._unrepaired)
+            return {"last": last, "left": left, "found": dict(self._counts), "looks": self._checks}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy: its configuration as data, its process, its sockets."""
+"""HAProxy: its configuration as data, its processes, and its sockets."""

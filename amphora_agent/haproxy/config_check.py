@@ -1,47 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A HAProxy that reads a file and says whether it would serve it (management guide, section 3, "-c").
+"""Checks a configuration with ``haproxy -c`` (management guide, section 3), and translates its errors.
 
-Invariant: it runs beside the one that serves and touches nothing of it; what it says no to is told in its own words.
+Invariant: the check runs beside the serving HAProxy and changes nothing of it. An error has HAProxy's own words without
+the directories of this machine, and names the object with the fault. It never shows a part of a private key.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from amphora_agent.errors import AgentError, MachineError
+from amphora_agent.bundle import File
+from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
+from amphora_agent.haproxy.config_file import Document
+from amphora_agent.haproxy.config_parser import Configuration
+
+# HAProxy 2.6 needs 4 s of an idle processor for 10,000 members of one pool, and a change makes it read them two or
+# three times; on a busy machine this took a minute. A shorter time-out would only repeat the work.
+MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
+ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
+_PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
+_NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
+_ACTION = "load the configuration into HAProxy"
+_REMEDY = "The configuration served before is still served."
+_KEY = "PRIVATE KEY-----"
+# Characters of a base64 line; a match of so many is no coincidence.
+_KEY_MATCH_LENGTH = 12
+
+
+def read_timeout(configuration: Configuration) -> float:
+    """Return the number of seconds in which HAProxy has to read a configuration."""
+    return MIN_READ_SECONDS + READ_SECONDS_PER_SERVER * configuration.size
 
 
 class Check:
-    """A HAProxy that reads a file, from now on.
+    """A running check.
 
     Args:
-        process: `read` has begun it.
-        refusal: what its output means if it says no.
-        seconds: for how long it may read.
+        process: from `start_check`.
+        translate: returns the error for the output of a refusal.
+        seconds: the time-out.
     """
 
-    def __init__(self, process: subprocess.Popen[str], refusal: Callable[[str], AgentError], seconds: float) -> None:
+    def __init__(self, process: subprocess.Popen[str], translate: Callable[[str], AgentError], seconds: float) -> None:
         self._process = process
-        self._refusal = refusal
+        self._translate = translate
         self._seconds = seconds
 
-    def end(self) -> None:
-        """Wait for its judgement.
+    def wait(self) -> None:
+        """Wait for the result.
 
         Raises:
-            ConfigurationRefused: it says no; with its own first line and the object it is about.
+            ConfigurationRefused: HAProxy refuses the configuration; with its first error and the object at fault.
         """
         try:
             output, _ = self._process.communicate(timeout=self._seconds)
         except subprocess.TimeoutExpired as error:
             raise MachineError("check the configuration", f"no answer within {self._seconds:.0f} s") from error
         if self._process.returncode != 0:
-            raise self._refusal(output)
+            raise self._translate(output)
 
 
-def read(argv: list[str]) -> subprocess.Popen[str]:
-    """Begin. Called in the namespace whose addresses the file names."""
+def start_check(argv: list[str]) -> subprocess.Popen[str]:
+    """Start HAProxy. The caller is in the network namespace that has the addresses of the file."""
     return subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
+
+
+def translate_error(
+    output: str, document: Document, configuration: Configuration, files: Sequence[File], candidate: Path
+) -> MachineError | ConfigurationRefused:
+    """Return the error for the output of a check.
+
+    Args:
+        document: the checked document, in the file `candidate`.
+        configuration: the parsed text of the document.
+        files: the TLS files of the bundle.
+    """
+    alert = ALERT.search(output)
+    message = alert.group("text").strip() if alert else (output.strip().splitlines() or ["no reason given"])[-1]
+    for directory in (document.files, candidate.parent):
+        message = message if directory is None else message.replace(f"{directory}/", "")
+    place = _PLACE.search(message)
+    object_id = _owner_of_a_file(message, files)
+    if place is not None and place.group("file") in (candidate.name, "machine.cfg"):
+        number = document.line(int(place.group("line"))) if place.group("file") == candidate.name else 0
+        if number < 1 and object_id is None:
+            return MachineError(_ACTION, f"the machine's own part: {message}", "This is an error of the agent.")
+        message = message[: place.start()] + message[place.end() :]
+        if number >= 1:
+            object_id = object_id or _l7_rule_at(configuration, number) or configuration.object_at(number)
+            message = f"line {number}: {message}"
+    for name in _NAMES.findall(message):
+        object_id = object_id or configuration.object_named(name)
+    if _shows_a_key(message, files):
+        message = "a file has other content than its use requires; HAProxy's own words would show a private key"
+    return ConfigurationRefused(_ACTION, message, _REMEDY, object_id=object_id)
+
+
+def _owner_of_a_file(message: str, files: Sequence[File]) -> str | None:
+    """Return the listener or pool of the file that the message names last, which is the innermost one."""
+    named = [(message.rfind(file.name), file.object_id) for file in files if file.name in message]
+    return max(named)[1] if named else None
+
+
+def _l7_rule_at(configuration: Configuration, number: int) -> str | None:
+    """Return the id of the L7 rule that names the ACL on a line."""
+    line = configuration.line_at(number)
+    if line is not None and line.words[0] == "acl" and len(line.words) > 1:
+        with suppress(ValueError):
+            if str(uuid.UUID(line.words[1])) == line.words[1]:
+                return line.words[1]
+    return None
+
+
+def _shows_a_key(message: str, files: Sequence[File]) -> bool:
+    for file in files:
+        if file.content is not None and _KEY in file.content:
+            lines = (line.strip() for line in file.content.splitlines() if not line.startswith("-----"))
+            if any(len(line) >= _KEY_MATCH_LENGTH and line[:_KEY_MATCH_LENGTH] in message for line in lines):
+                return True
+    return False

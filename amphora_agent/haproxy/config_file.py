@@ -1,35 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's file as it is on disk: a head of ours, then the load balancer's text.
+"""HAProxy's configuration file: a head from the agent, then the load balancer's text.
 
-Invariant: pure. The head names the directory of the files that the text needs and the limits of the process, so that
-all of them are checked together and change together, by the renaming of one file.
+Invariant: pure, except for the limit on open files. The head names the directory of the TLS files and the limits of the
+process. So HAProxy checks all of them together, and one rename changes all of them.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_agent.bundle import Host, Vrrp
-from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration
 from amphora_agent.haproxy.stick_table_sync import PEERS
 
 _METRICS = """\
 # What a Prometheus listener serves: the agent's responder.
-backend {own}metrics
+backend {prefix}metrics
     mode http
     timeout connect 1s
     timeout queue 10s
     timeout server 10s
-    # What else the responder answers is for HAProxy alone.
+    # The responder's other paths are for HAProxy alone.
     http-request deny deny_status 404 unless {{ path / /metrics }}
     server responder 127.0.0.1:{port} maxconn 4
 """
 RESPONDER_PORT = 9101
-"""On the inner namespace's loopback."""
+"""On the loopback of the inner namespace."""
+MAX_CONNECTIONS = 50_000
 _END_OF_HEAD = "# From here on: the load balancer's part.\n"
 _NEVER_BOUND = 9103
 DRAIN_SECONDS = 1800
@@ -39,28 +41,42 @@ _ORIGIN = re.compile(r"^    default-path origin (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody who knows the entries of stick tables, and where to tell or ask."""
+    """A HAProxy that shares the stick tables (manual, "peers")."""
 
     name: str
     address: Host
     port: int
 
 
-# On its own a HAProxy talks to nobody but the worker that comes after it.
-ALONE = (Peer("local", ipaddress.IPv4Address("127.0.0.1"), 9102),)
+# A single HAProxy shares its stick tables with its next worker only.
+SINGLE = (Peer("local", ipaddress.IPv4Address("127.0.0.1"), 9102),)
 PAIR_PORT = 1025
 
 
 def peers(vrrp: Vrrp | None) -> tuple[Peer, ...]:
-    """Who shares stick tables: this amphora itself, first, and its partners."""
+    """Return the peers that share stick tables: this amphora first, then the others."""
     if vrrp is None:
-        return ALONE
+        return SINGLE
     return tuple(Peer(each.name, each.address, PAIR_PORT) for each in (vrrp.local, *vrrp.peers))
+
+
+def max_connections(configuration: Configuration) -> int:
+    """Return the number of connections for which the process may open enough files.
+
+    A connection needs two files, and half a file for the pipes of spliced connections: HAProxy reserves a pipe for each
+    fourth connection (manual 3.2, "maxpipes"). Servers, listeners and the process need some more.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    binds = sum(line.words[0] == "bind" for section in configuration.sections for line in section.lines)
+    other = 500 + 2 * (configuration.size + binds)
+    return max(100, min(MAX_CONNECTIONS, (hard - other) // 250 * 100))
 
 
 @dataclass(frozen=True)
 class Document:
-    """A head and a text."""
+    """The content of the file: a head and a text."""
 
     head: str
     text: str
@@ -71,18 +87,18 @@ class Document:
 
     @property
     def files(self) -> Path | None:
-        """The directory it takes its files from."""
+        """The directory of the TLS files."""
         found = _ORIGIN.search(self.head)
         return Path(found.group(1)) if found else None
 
     @property
     def drain(self) -> int:
-        """For how many seconds a worker that has read it may go on after it was replaced."""
+        """Seconds that a worker with this document may go on after its replacement."""
         found = _DRAIN.search(self.head)
         return int(found.group(1)) if found else DRAIN_SECONDS
 
     def line(self, number: int) -> int:
-        """A line of the whole as a line of the text; below 1 in the head."""
+        """Return the line of the text for a line of the file; below 1 in the head."""
         return number - self.head.count("\n")
 
 
@@ -94,17 +110,17 @@ def compose(
     threads: int,
     drain: int = DRAIN_SECONDS,
     certificates: Iterable[str],
-    sharing: Sequence[Peer] = ALONE,
+    sharing: Sequence[Peer] = SINGLE,
 ) -> Document:
-    """The document for a text.
+    """Return the document for a text.
 
     Args:
-        drain: for how many seconds its worker may go on after it was replaced (manual, "hard-stop-after").
-        sharing: who shares the stick tables, this HAProxy first (manual, "peers").
-        files: the directory of the files that the text names.
-        certificates: those of them that servers show. HAProxy (2.6) opens a server's certificate only after it has read
-            the configuration and left this directory; so a frontend that is never bound has it opened before, and
-            the server finds it in memory, under the same name.
+        drain: seconds that its worker may go on after its replacement (manual, "hard-stop-after").
+        sharing: the peers of the stick tables, this HAProxy first (manual, "peers").
+        files: the directory of the TLS files.
+        certificates: those files that servers present as client certificates. HAProxy 2.6 opens them only after it
+            has read the configuration and left this directory. A frontend that is never bound makes HAProxy open them
+            earlier; the server then finds them in memory under the same name.
     """
     head = (
         "# What the load balancer's part needs of this machine. Written by the agent.\n"
@@ -114,14 +130,14 @@ def compose(
         f"    nbthread {threads}\n"
         f"    hard-stop-after {drain}s\n"
         f"    localpeer {sharing[0].name}\n"
-        "# The new worker learns the stick tables from the old one, and from who serves when this one does not.\n"
+        "# A new worker learns the stick tables from the old one, and from the other amphora of a pair.\n"
         f"peers {PEERS}\n"
     )
     head += "".join(f"    peer {peer.name} {_endpoint(peer)}\n" for peer in sharing)
-    head += _METRICS.format(own=OWN, port=RESPONDER_PORT)
+    head += _METRICS.format(prefix=AGENT_PREFIX, port=RESPONDER_PORT)
     binds = "".join(f"    bind 127.0.0.1:{_NEVER_BOUND} ssl crt {name}\n" for name in certificates)
     if binds:
-        head += f"frontend {OWN}certificates\n    disabled\n{binds}"
+        head += f"frontend {AGENT_PREFIX}certificates\n    disabled\n{binds}"
     return Document(head + _END_OF_HEAD, text)
 
 
@@ -130,6 +146,6 @@ def _endpoint(peer: Peer) -> str:
 
 
 def read(content: str) -> Document:
-    """Take a file apart again."""
+    """Split the content of a file into its head and its text."""
     head, end, text = content.partition(_END_OF_HEAD)
     return Document(head + end, text) if end else Document("", content)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's configuration text as sections and lines.
+"""Parses a load balancer's HAProxy configuration into sections and lines.
 
-Invariant: pure. A text that is read here holds nothing but ``defaults``, ``frontend`` and ``backend``
-sections, as HAProxy itself would see them: words are split by HAProxy's own rules, and indentation hides no
-section. What is the same as in a text that was read before is the same object, so that one changed line among 10,000
-costs little more than one line.
+Invariant: pure. A parsed text has ``defaults``, ``frontend`` and ``backend`` sections only, as HAProxy itself would
+read them: words are split by HAProxy's rules, and indentation hides no section. Lines that also occur in an earlier
+text are the same objects. So one changed line among 10,000 costs little more than one line.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# Keywords of a server whose word is a file's name.
-FILES = ("ca-file", "crl-file", "crt")
+# Keywords of a server with the name of a file as their value.
+FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
-OWN = "amphora:"
-"""How the names of the machine's own sections begin."""
-# Every name HAProxy (up to 3.2) takes for the start of a section, wherever on the line it stands.
+AGENT_PREFIX = "amphora:"
+"""The prefix of the names of the agent's own sections."""
+# All words with which HAProxy (up to 3.2) starts a section, with or without indentation.
 _SECTIONS = ALLOWED | {
     "acme",
     "cache",
@@ -47,23 +46,23 @@ _SECTIONS = ALLOWED | {
     "traces",
     "userlist",
 }
-_MACHINE = _SECTIONS - ALLOWED
+_AGENT_SECTIONS = _SECTIONS - ALLOWED
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# Without any of these a line's words are what is between its spaces, and the sockets take them as they are.
-_ODD = re.compile(r"""[^ -~]|["#$';<\\]""")
-# A comment, blanks, something in quotes, an escaped character, or anything else.
-_PIECES = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# What HAProxy replaces by something else. The escapes that remain give the character behind the backslash.
+# A line without these characters is split at spaces, and the sockets accept its words unchanged.
+_SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
+# A comment, blanks, a quoted string, an escaped character, or other characters.
+_TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
+# Tokens that HAProxy replaces. All other escapes stand for the character behind the backslash.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line that says something.
+    """A line that is neither empty nor a comment.
 
-    ``plain`` tells that HAProxy's sockets would take its words as they are, ``literal`` that HAProxy reads these words
-    and no others: no environment variable and no escape of another character is in them.
+    If ``plain``, HAProxy's sockets accept the words unchanged. If ``literal``, the words have no environment variable
+    and no escape of another character, so HAProxy reads exactly these words.
     """
 
     words: tuple[str, ...]
@@ -72,9 +71,10 @@ class Line:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why a load balancer may not have this line; None if it may."""
+        """Why the line is not allowed in a load balancer; None if it is."""
         if not self.literal:
-            return f"{allowed.named(self.words)} contains an environment variable or an escape of another character"
+            directive = allowed.name_directive(self.words)
+            return f"{directive} contains an environment variable or an escape of another character"
         return allowed.refusal(self.words)
 
 
@@ -88,7 +88,7 @@ class Server:
     line: Line
 
     def value(self, keyword: str, default: str = "") -> str:
-        """The word after a keyword."""
+        """Return the word after a keyword."""
         if keyword not in self.keywords:
             return default
         return next(iter(self.keywords[self.keywords.index(keyword) + 1 :]), default)
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def maxconn(self) -> int:
-        """How many connections it takes at once; 0 for as many as come."""
+        """The connection limit; 0 for no limit."""
         text = self.value("maxconn", "0")
         return int(text) if text.isdecimal() else 0
 
@@ -114,22 +114,25 @@ class Server:
 
     @cached_property
     def files(self) -> tuple[tuple[str, str], ...]:
-        """The files it uses, each with its keyword."""
-        return tuple((word, self.value(word)) for word in FILES if word in self.keywords)
+        """The files of the server, each with its keyword."""
+        return tuple((word, self.value(word)) for word in FILE_KEYWORDS if word in self.keywords)
 
     @cached_property
     def related(self) -> bool:
-        """Whether a keyword of it must be its own alone, or names another server."""
+        """Whether a keyword must be unique among all servers, or refers to another server."""
         return not _RELATED.isdisjoint(self.keywords)
 
 
 Row = Line | Server | None
-"""A line of the text; None for one that says nothing."""
+"""A line of the text; None for an empty line or a comment."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section with its lines; the lines that define servers are apart. ``number`` is that of its first line."""
+    """A section with its lines; the server lines are in ``servers``.
+
+    ``number`` is the number of its first line.
+    """
 
     kind: str
     name: str
@@ -140,24 +143,24 @@ class Section:
 
     @cached_property
     def refused(self) -> bool:
-        """Whether a load balancer may not have one of the lines."""
+        """Whether the section has a line that is not allowed in a load balancer."""
         own = any(line.refusal is not None for line in (self.head, *self.lines))
         return own or any(server.line.refusal is not None for server in self.servers)
 
     @property
     def object_id(self) -> str | None:
-        """The listener or pool this section belongs to."""
+        """The id of the listener or pool."""
         return self.name.partition(":")[0] or None
 
     def setting(self, first: str) -> tuple[str, ...] | None:
-        """The words after the last line that begins with this word."""
+        """Return the words after the directive on the last line with it."""
         found = [line.words[1:] for line in self.lines if line.words[0] == first]
         return found[-1] if found else None
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """All sections in their order, the text they were read from, and its lines by number (from 1)."""
+    """The sections in their order, the text, and its lines by number (from 1)."""
 
     sections: tuple[Section, ...]
     rows: Sequence[Row] = field(default=(), repr=False, compare=False)
@@ -181,24 +184,24 @@ class Configuration:
 
     @property
     def size(self) -> int:
-        """How many servers there are."""
+        """The number of servers."""
         return sum(len(section.servers) for section in self.sections)
 
     @cached_property
     def server_files(self) -> frozenset[tuple[str, str]]:
-        """The files that servers use, each with its keyword."""
+        """The files of all servers, each with its keyword."""
         return frozenset(file for section in self.sections for server in section.servers for file in server.files)
 
     def _row(self, number: int) -> Row:
         return self.rows[number - 1] if 0 < number <= len(self.rows) else None
 
     def line_at(self, number: int) -> Line | None:
-        """The line of a section with this number, if it is no server's."""
+        """Return the line with this number, unless it starts a section or defines a server."""
         row = self._row(number)
         return row if isinstance(row, Line) and row.words[0] not in ALLOWED else None
 
     def object_at(self, number: int) -> str | None:
-        """The member, pool or listener that a line of the text is about."""
+        """Return the id of the member, pool or listener of a line."""
         for section in reversed(self.sections):
             if section.number <= number:
                 row = self._row(number)
@@ -208,7 +211,7 @@ class Configuration:
         return None
 
     def object_named(self, name: str) -> str | None:
-        """The object behind one of HAProxy's names: a proxy, or ``backend/server``."""
+        """Return the id of the object with a name in HAProxy: a proxy, or ``backend/server``."""
         backend, _, server = name.partition("/")
         if server and (backend, server) in self.servers:
             return server
@@ -223,16 +226,16 @@ def split(text: str) -> tuple[list[str], bool]:
     """Split a line into words as HAProxy does.
 
     Returns:
-        The words, and whether they are plain. The sockets split commands at blanks and semicolons and know a
-        backslash, but no quotes: a word that holds one of these, or is not all literal here (escapes, variables), is
-        split well enough to see a line's keywords, but cannot be said there.
+        The words, and whether they are plain. The sockets split commands at blanks and semicolons and know the
+        backslash, but no quotes. A word with one of these characters, an escape or a variable is not plain: it cannot
+        be sent to a socket.
     """
-    if _ODD.search(text) is None:
+    if _SPECIAL.search(text) is None:
         return text.split(), True
     words: list[str] = []
     word: str | None = None
     plain = True
-    for piece in _PIECES.findall(text):
+    for piece in _TOKENS.findall(text):
         if piece[0] == "#":
             break
         if piece[0] in _BLANKS:
@@ -241,12 +244,12 @@ def split(text: str) -> tuple[list[str], bool]:
             continue
         literal = _unquoted(piece) if piece[0] in "\"'\\" else piece
         word = (word or "") + literal
-        plain = plain and piece[0] != "\\" and (piece[0] == "'" or not set("$\\") & set(piece)) and _sayable(literal)
+        plain = plain and piece[0] != "\\" and (piece[0] == "'" or not set("$\\") & set(piece)) and _is_plain(literal)
     words += [] if word is None else [word]
     return words, plain and "" not in words
 
 
-def _sayable(literal: str) -> bool:
+def _is_plain(literal: str) -> bool:
     return literal.isascii() and literal.isprintable() and not set(" ;\\<") & set(literal)
 
 
@@ -260,17 +263,17 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
     """Read a load balancer's configuration.
 
     Args:
-        before: one that was read earlier, and most likely holds most of this text.
+        before: an earlier configuration that has most lines of this text.
 
     Raises:
-        ConfigurationRefused: it holds a section that belongs to the machine, or something that cannot be
-        judged.
+        ConfigurationRefused: the text has a section that only the agent may have, or a line that the agent cannot
+            interpret safely.
     """
     before = before or EMPTY
     rows, same = _read(text, before)
-    heads = _heads(rows, same, before)
+    heads = _section_starts(rows, same, before)
     former = {(section.kind, section.name): section for section in before.sections}
-    reused = _reusable(same, len(rows), before)
+    reused = _unchanged_sections(same, len(rows), before)
     sections = tuple(
         reused.get((begin, end)) or _section(rows, begin, end, former)
         for begin, end in itertools.pairwise([*heads, len(rows)])
@@ -278,13 +281,13 @@ def parse(text: str, before: Configuration | None = None) -> Configuration:
     times = Counter((section.kind, section.name) for section in sections if section.kind != "defaults")
     for section in sections:
         if times[section.kind, section.name] > 1:
-            raise _refused(section.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
+            raise _refusal(section.number, f"{section.kind} '{section.name}' is defined twice", section.object_id)
     return Configuration(sections, rows, text)
 
 
 @dataclass(frozen=True)
-class Same:
-    """So many lines at the beginning and at the end of two texts are the same; and how many characters these are."""
+class CommonLines:
+    """The numbers of common lines at the begin and the end of two texts, and their numbers of characters."""
 
     first: int = 0
     last: int = 0
@@ -292,22 +295,22 @@ class Same:
     end: int = 0
 
 
-def common(old: str, new: str) -> Same:
-    """Which lines of two texts are the same without being looked at one by one."""
+def common_lines(old: str, new: str) -> CommonLines:
+    """Return the common lines of two texts; does not compare line by line."""
     begin = old.rfind("\n", 0, _common(old, new, 0)) + 1
     length = _common(old, new, begin, backwards=True)
     tail = new[len(new) - length :]
-    whole = tail.find("\n") + 1  # behind the first line's end begins a line, in both
+    whole = tail.find("\n") + 1  # a line starts here in both texts
     if not whole:
-        return Same(old.count("\n", 0, begin), begin=begin)
-    return Same(old.count("\n", 0, begin), 1 + tail.count("\n", whole), begin, length - whole)
+        return CommonLines(old.count("\n", 0, begin), begin=begin)
+    return CommonLines(old.count("\n", 0, begin), 1 + tail.count("\n", whole), begin, length - whole)
 
 
 def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
-    """How many characters are the same at the beginning, or at the end: by halves, as strings compare quickly.
+    """Return the number of common characters at the begin or the end, by bisection.
 
     Args:
-        spare: characters at the other side that are not to be looked at.
+        spare: characters at the other end to leave out.
     """
     low, high = 0, min(len(old), len(new)) - spare
     while low < high:
@@ -320,8 +323,8 @@ def _common(old: str, new: str, spare: int, *, backwards: bool = False) -> int:
     return low
 
 
-def _heads(rows: Sequence[Row], same: Same, before: Configuration) -> list[int]:
-    """Where sections begin, from 0."""
+def _section_starts(rows: Sequence[Row], same: CommonLines, before: Configuration) -> list[int]:
+    """Return the row numbers, from 0, at which sections begin."""
     known = [section.number - 1 for section in before.sections]
     kept, more = len(before.rows) - same.last, len(rows) - len(before.rows)
     changed = range(same.first, len(rows) - same.last)
@@ -332,8 +335,8 @@ def _heads(rows: Sequence[Row], same: Same, before: Configuration) -> list[int]:
     ]
 
 
-def _reusable(same: Same, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
-    """The sections that stand as they are in a text of so many lines, by where they begin and end there."""
+def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -> dict[tuple[int, int], Section]:
+    """Return the unchanged sections by their begin and end in the new text, which has so many lines."""
     ends = itertools.chain((section.number - 1 for section in before.sections[1:]), [len(before.rows)])
     kept, more = len(before.rows) - same.last, length - len(before.rows)
     found = {}
@@ -347,36 +350,36 @@ def _reusable(same: Same, length: int, before: Configuration) -> dict[tuple[int,
 
 
 def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
-    """The section of the rows from `begin`, its head, to before `end`."""
+    """Return the section from the row `begin`, its head, to before `end`."""
     head = rows[begin]
-    assert isinstance(head, Line)  # noqa: S101 - the caller has looked
+    assert isinstance(head, Line)  # noqa: S101 - `_section_starts` returns such rows only
     if len(head.words) < 2 and head.words[0] != "defaults":
-        raise _refused(begin + 1, f"a {head.words[0]} section without a name")
-    if head.words[1:] and head.words[1].startswith(OWN):
-        raise _refused(begin + 1, f"names that begin with '{OWN}' are the machine's own")
+        raise _refusal(begin + 1, f"a {head.words[0]} section without a name")
+    if head.words[1:] and head.words[1].startswith(AGENT_PREFIX):
+        raise _refusal(begin + 1, f"names that begin with '{AGENT_PREFIX}' are reserved for the agent")
     kind, name = head.words[0], " ".join(head.words[1:])
     body = rows[begin + 1 : end]
     lines = tuple([row for row in body if isinstance(row, Line)])
     servers = tuple([row for row in body if isinstance(row, Server)])
     if (was := former.get((kind, name))) is not None:
-        lines, servers = _same(was.lines, lines), _same(was.servers, servers)
+        lines, servers = _reuse_if_same(was.lines, lines), _reuse_if_same(was.servers, servers)
     return Section(kind, name, head, lines, servers, number=begin + 1)
 
 
 _Item = TypeVar("_Item", Line, Server)
 
 
-def _same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
-    """The old ones if the new ones are the very same objects."""
+def _reuse_if_same(old: tuple[_Item, ...], new: tuple[_Item, ...]) -> tuple[_Item, ...]:
+    """Return the old tuple if the new one has the same objects."""
     return old if len(old) == len(new) and all(map(is_, old, new)) else new
 
 
-def _read(text: str, before: Configuration) -> tuple[list[Row], Same]:
-    """The rows of a text, and how many of them are those of another one."""
-    same = common(before.text, text) if before.rows else Same()
+def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
+    """Return the rows of a text, and its common lines with an earlier text."""
+    same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # A line that has moved, or was changed in between others, is found by what it looks like.
+    # A line that has moved is found by its text.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):
@@ -388,12 +391,12 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], Same]:
     first = next(((number, row) for number, row in enumerate(rows, start=1) if row is not None), None)
     if first is not None and not (isinstance(first[1], Line) and first[1].words[0] in ALLOWED):
         word = first[1].line.words[0] if isinstance(first[1], Server) else first[1].words[0]
-        raise _refused(first[0], f"'{word}' starts no section that a load balancer may have")
+        raise _refusal(first[0], f"'{word}' starts no section that a load balancer may have")
     return rows, same
 
 
-def _lines(text: str, same: Same) -> list[str]:
-    """The lines between those that are the same."""
+def _lines(text: str, same: CommonLines) -> list[str]:
+    """Return the lines between the common ones."""
     between = text[same.begin : len(text) - same.end]
     if not same.last:
         return between.split("\n")
@@ -401,29 +404,29 @@ def _lines(text: str, same: Same) -> list[str]:
 
 
 def _row(raw: str, number: int) -> Row:
-    """One line, judged as far as that does not depend on those before it."""
+    """Parse one line, as far as that does not depend on the lines before it."""
     words, plain = split(raw)
     if not words:
         return None
     first = words[0]
-    if first in _MACHINE:
-        raise _refused(number, f"a '{first}' section belongs to the machine, not to a load balancer")
+    if first in _AGENT_SECTIONS:
+        raise _refusal(number, f"a '{first}' section is reserved for the agent")
     if first not in ALLOWED and raw[0] not in _BLANKS:
-        raise _refused(number, f"'{first}' starts no section that a load balancer may have")
+        raise _refusal(number, f"'{first}' starts no section that a load balancer may have")
     if first.startswith(".") or _decoded_by_haproxy(raw):
-        raise _refused(number, f"'{first}' is decided by HAProxy's preprocessor")
-    line = Line(tuple(words), plain, literal=plain or not any(map(_AMBIGUOUS.fullmatch, _PIECES.findall(raw))))
+        raise _refusal(number, f"'{first}' is decided by HAProxy's preprocessor")
+    line = Line(tuple(words), plain, literal=plain or not any(map(_AMBIGUOUS.fullmatch, _TOKENS.findall(raw))))
     if first == "server" and len(words) > 2:
         return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)
     return line
 
 
 def _decoded_by_haproxy(raw: str) -> bool:
-    """Whether the first word is quoted, escaped or a variable, and so could become a section's name."""
+    """Whether the first word is quoted, escaped or a variable, which could become a section name."""
     return not set("\\\"'$").isdisjoint(raw.translate(_TO_SPACES).lstrip(" ").partition(" ")[0])
 
 
-def _refused(number: int, why: str, object_id: str | None = None) -> ConfigurationRefused:
+def _refusal(number: int, why: str, object_id: str | None = None) -> ConfigurationRefused:
     return ConfigurationRefused(
         "read the load balancer's configuration",
         f"line {number}: {why}",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HAProxy that runs can do, asked of itself.
+"""The features of the running HAProxy, found by questions to its stats socket.
 
-Invariant: nothing is guessed from a version. Every question leaves HAProxy as it was: a server is never added, because
-the command that asks ends with a word that no HAProxy knows.
+Invariant: no feature is derived from a version. The questions leave HAProxy unchanged: each command that would add a
+server ends with a keyword that no HAProxy knows.
 """
 
 from __future__ import annotations
@@ -10,48 +10,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.haproxy.runtime_socket import Socket
 
-_NONSENSE = "amphora-asks"
+_UNKNOWN_KEYWORD = "amphora-asks"
 
 
 @dataclass(frozen=True)
-class Abilities:
-    """What is not the same everywhere.
+class Features:
+    """The features that differ between HAProxy versions.
 
     Attributes:
-        cookies: a server that is added has its cookie at once (2.8).
-        waiting: it says when a server can be removed (3.0).
-        init_state: a server that is added can begin as one that is down (3.1).
-        limits: a listener's limit of connections can be raised while it is reached. 2.6.12 ends itself then
-            ("watchdog", SIGABRT), which no question shows: those that know `cookies` were tried and do not.
+        cookies: an added server has its cookie at once (2.8).
+        wait_command: the command ``wait`` tells when a server can be removed (3.0).
+        init_state: an added server can start in the state "down" (3.1).
+        limits: the connection limit of a listener can be raised while the listener is full. HAProxy 2.6.12 then aborts
+            ("watchdog", SIGABRT), which no question shows; the versions with `cookies` were tested and do not.
     """
 
     cookies: bool = False
-    waiting: bool = False
+    wait_command: bool = False
     init_state: bool = False
     limits: bool = False
 
 
-FEWEST = Abilities()
-"""Those of the oldest HAProxy."""
+MINIMAL_FEATURES = Features()
+"""The features of the oldest supported HAProxy."""
 
 
-def ask(worker: Socket) -> Abilities:
-    """What a worker can do; what it does not answer it cannot."""
+def probe_features(worker: Socket) -> Features:
+    """Return the features of a worker; a feature without an answer is missing."""
     try:
-        cookies = _takes(worker, "cookie x")
-        return Abilities(
+        cookies = _knows_keyword(worker, "cookie x")
+        return Features(
             cookies=cookies,
-            waiting="wait {" in worker.ask("help wait"),
-            init_state=_takes(worker, "init-state down"),
+            wait_command="wait {" in worker.ask("help wait"),
+            init_state=_knows_keyword(worker, "init-state down"),
             limits=cookies,
         )
     except HaproxyError:
-        return FEWEST
+        return MINIMAL_FEATURES
 
 
-def _takes(worker: Socket, keyword: str) -> bool:
-    """Whether a server may be added with a keyword: then HAProxy complains of the nonsense after it."""
-    return _NONSENSE in worker.ask(f"add server {OWN}metrics/asked 127.0.0.1:1 {keyword} {_NONSENSE}")
+def _knows_keyword(worker: Socket, keyword: str) -> bool:
+    """Whether a server may be added with a keyword: then HAProxy complains about the unknown one after it."""
+    command = f"add server {AGENT_PREFIX}metrics/asked 127.0.0.1:1 {keyword} {_UNKNOWN_KEYWORD}"
+    return _UNKNOWN_KEYWORD in worker.ask(command)

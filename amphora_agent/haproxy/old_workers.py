@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that was replaced and still has connections.
+"""Workers that were replaced by a reload and still have connections.
 
-Invariant: it lives as long as our connection to it is open, and what it has counted can be read to the last byte:
-whoever ends it closes its clients' connections first, one by one, so that HAProxy counts them. (HAProxy 2.6 adds a
-connection's bytes when that ends; SIGTERM and ``hard-stop-after`` would take them along uncounted.)
+Invariant: an old worker lives at least as long as our connection to it, so its counters can be read to the last byte.
+Its clients' connections are closed one by one before it ends, so that HAProxy counts them. (HAProxy 2.6 adds the bytes
+of a connection when the connection ends; SIGTERM and ``hard-stop-after`` would lose them.)
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-# Those of clients: not ours, nor the one by which it looks for its peers.
+# The sessions of clients, without our own connection and those to peers.
 _SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
 _COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
 _LEVEL, _OUR_LEVEL = "show cli level", "admin"
 
 
-class LeavingWorker:
-    """The connection that keeps a worker. Its name says which one it is, and until when it may go on.
+class OldWorker:
+    """A connection that keeps an old worker alive.
 
-    A worker that was replaced ends with its last connection, and takes with it what it counted since anybody
-    asked. This connection is the last one, by not being closed. Whoever got it from somebody else has to `recover`.
+    An old worker ends with its last connection, and its counters are lost then. This open connection prevents that. An
+    agent that receives it from the previous agent process calls `recover` first.
 
     Args:
-        identity: of the worker: its process, told apart from any other that had or will have its number.
-        until: when it has to end, in seconds of the monotonic clock, which is the same for all processes.
+        identity: of the worker's process; unlike a pid it is never reused.
+        until: the deadline of the worker, in seconds of the monotonic clock, which is the same for all processes.
     """
 
     def __init__(self, connection: socket.socket, identity: str, until: float) -> None:
@@ -44,8 +44,8 @@ class LeavingWorker:
         self._socket.settimeout(ANSWER_SECONDS)
 
     @classmethod
-    def hold(cls, path: Path, identity: str, until: float) -> LeavingWorker:
-        """Connect to the worker that listens now.
+    def hold(cls, path: Path, identity: str, until: float) -> OldWorker:
+        """Connect to the present worker.
 
         Raises:
             OSError, HaproxyError: it does not answer.
@@ -62,7 +62,7 @@ class LeavingWorker:
 
     @property
     def name(self) -> str:
-        """From which it can be made again, together with the connection."""
+        """The identity and the deadline; with the connection they are sufficient to create this object again."""
         return f"{self.identity}@{self.until:.3f}"
 
     @property
@@ -73,10 +73,10 @@ class LeavingWorker:
         return self._socket.fileno()
 
     def recover(self) -> None:
-        """Get rid of the rest of an answer that somebody else has asked for: ours comes last, and no other is like it.
+        """Discard the rest of an answer to the previous agent process: the answer to this question comes last.
 
         Raises:
-            HaproxyError: the worker is gone.
+            HaproxyError: the worker has ended.
         """
         answer = self.ask(_LEVEL)
         while not answer.rstrip().endswith(_OUR_LEVEL):
@@ -86,12 +86,12 @@ class LeavingWorker:
         """Ask and return the answer.
 
         Raises:
-            HaproxyError: the worker is gone.
+            HaproxyError: the worker has ended.
         """
         try:
             self._socket.sendall(question.encode() + b"\n")
         except OSError as error:
-            raise HaproxyError(f"ask a leaving worker '{question}'", str(error)) from error
+            raise HaproxyError(f"ask an old worker '{question}'", str(error)) from error
         return self._read(question)
 
     def _read(self, question: str) -> str:
@@ -100,10 +100,10 @@ class LeavingWorker:
             while not answer.endswith(_PROMPT):
                 data = self._socket.recv(65536)
                 if not data:
-                    raise HaproxyError(f"ask a leaving worker '{question}'", "it is gone")
+                    raise HaproxyError(f"ask an old worker '{question}'", "it has ended")
                 answer += data
         except OSError as error:
-            raise HaproxyError(f"ask a leaving worker '{question}'", str(error)) from error
+            raise HaproxyError(f"ask an old worker '{question}'", str(error)) from error
         return answer[: -len(_PROMPT)].decode(errors="replace")
 
     def close(self) -> None:
@@ -111,38 +111,38 @@ class LeavingWorker:
 
     # -- its end ---------------------------------------------------------------------------------------------
 
-    def finish(self, grace: float, patience: float) -> int:
-        """Let it finish what it does, and after that close the connections it still has.
+    def finish(self, grace: float, close_timeout: float) -> int:
+        """Wait for the connections of the worker, and close those that are left.
 
         Args:
-            grace: seconds for the first; ``patience``: seconds in which the second has to be done.
+            grace: seconds to wait.
+            close_timeout: seconds until all closed connections have to be gone.
 
         Returns:
-            How many connections were closed. What it has counted can be read now.
+            The number of closed connections. The counters are complete now.
 
         Raises:
-            HaproxyError: it is gone.
+            HaproxyError: the worker has ended.
         """
         if self._is_idle_before(time.monotonic() + grace):
             return 0
         sessions = _SESSION.findall(self.ask("show sess"))
         for session in sessions:
             self.ask(f"shutdown session {session}")
-        self._is_idle_before(time.monotonic() + patience)
+        self._is_idle_before(time.monotonic() + close_timeout)
         return len(sessions)
 
     def _is_idle_before(self, deadline: float) -> bool:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_SECONDS)  # it tells nobody
+            time.sleep(_POLL_SECONDS)  # HAProxy sends no notification
         return True
 
     def jobs(self) -> int:
-        """Connections of clients, and listeners: as long as it has any, it accepts more.
+        """Return the number of client connections and listeners; with a listener it still accepts connections.
 
-        Its own word "Jobs" has more: who else asks it something, and, for three seconds if nobody comes after it, the
-        peers that it looks for.
+        HAProxy's own number "Jobs" also has connections to its sockets and, for three seconds, to missing peers.
         """
         found = {name: int(number) for name, number in _COUNTS.findall(self.ask("show info"))}
         return found.get("CurrConns", 0) + max(0, found.get("Listeners", 0) - found.get("Unstoppable Jobs", 0))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text for HAProxy to check, without the servers that it has read before.
+"""Shortens a text for the check by HAProxy: omits servers that HAProxy has checked before.
 
-Invariant: pure. What HAProxy says of the abridged text it would say of the whole one: a server is left out only if a
-text that HAProxy accepted has the very same line in the same backend, and if nothing there is about more than one
-server. Every line keeps its number. (HAProxy 2.6 compares each server of a backend with each: 10,000 of them take it a
-second and more to read, a change of one of them some milliseconds.)
+Invariant: pure. HAProxy accepts the short text only if it accepts the whole one: a server is omitted only if an
+accepted text has the same line in the same backend, and if nothing in that backend refers to more than one server.
+Each line keeps its number. (HAProxy 2.6 compares each server of a backend with each other: it reads 10,000 servers in
+a second or more, and one changed server in some milliseconds.)
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from operator import attrgetter
 
 from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 
-# Fewer are read sooner than it takes to find out which of them were read before.
-FEWEST = 50
-# Keywords of a server that are about servers of other backends, too.
-_FAR = frozenset({"guid", "track"})
-# Lines of a backend that name servers, or make some; and how what asks for a server's state begins (manual, 7.3.2),
-# which may stand in any section.
-_NAMING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
-_ASKING = "srv_"
+# Below this number of servers a full check is faster than the comparison.
+MIN_SERVERS = 50
+# Keywords of a server that also refer to servers of other backends.
+_GLOBAL_KEYWORDS = frozenset({"guid", "track"})
+# Directives of a backend that refer to servers or create some, and the prefix of the fetches of a server's state
+# (manual, 7.3.2), which any section may contain.
+_REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
+_STATE_FETCH = "srv_"
 
 
-def abridge(text: str, wanted: Configuration, accepted: Configuration) -> str:
-    """The text to check in place of another one.
+def omit_checked_servers(text: str, wanted: Configuration, accepted: Configuration) -> str:
+    """Return a text whose check has the same result as the check of the whole one.
 
     Args:
-        text: what HAProxy is to run, and `wanted` what it says.
-        accepted: what HAProxy runs, and has read as a whole or step by step; `wanted` was read beside it.
+        text: the text of `wanted`.
+        accepted: the running configuration; `wanted` was parsed after it, so equal lines are the same objects.
     """
-    if wanted.size < FEWEST or any(_asks(section) for section in wanted.sections):
+    if wanted.size < MIN_SERVERS or any(_fetches_server_state(section) for section in wanted.sections):
         return text
     lines = text.split("\n")
     ends = (*(section.number for section in wanted.sections[1:]), len(wanted.rows) + 1)
     for section, end in zip(wanted.sections, ends, strict=True):
         was = accepted.backends.get(section.name) if section.kind == "backend" and _is_simple(section) else None
         known = set(map(id, was.servers)) if was is not None else set()  # the same line is the same object
-        if any(server.related and id(server) not in known and _is_far(server) for server in section.servers):
+        if any(
+            server.related and id(server) not in known and _refers_to_other_backends(server)
+            for server in section.servers
+        ):
             return text
         if known:
             first, last = section.number - 1, end - 1
@@ -46,19 +49,19 @@ def abridge(text: str, wanted: Configuration, accepted: Configuration) -> str:
     return "\n".join(lines)
 
 
-def _is_far(server: Server) -> bool:
-    return not _FAR.isdisjoint(server.keywords)
+def _refers_to_other_backends(server: Server) -> bool:
+    return not _GLOBAL_KEYWORDS.isdisjoint(server.keywords)
 
 
-def _asks(section: Section) -> bool:
-    return any(_ASKING in word for line in section.lines for word in line.words)
+def _fetches_server_state(section: Section) -> bool:
+    return any(_STATE_FETCH in word for line in section.lines for word in line.words)
 
 
 def _is_simple(section: Section) -> bool:
-    """Whether each of its servers can be judged by itself."""
+    """Whether HAProxy checks each server of the backend independently of the others."""
     names = {server.name for server in section.servers}
     return (
         len(names) == len(section.servers)
-        and not any(line.words[0] in _NAMING for line in section.lines)
+        and not any(line.words[0] in _REFERRING for line in section.lines)
         and not any(map(attrgetter("related"), section.servers))
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps by which a running HAProxy is changed.
+"""The actions that change a running HAProxy.
 
-Invariant: pure data. A step never holds the content of a file, only its name, so that steps can be shown, compared and
-logged; who carries them out reads the content from the directory that the new configuration names.
+Invariant: pure data. An action never holds the content of a file, only its name, so that actions can be compared and
+logged. `runtime_commands` reads the content from the directory of the new configuration.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Literal
 from amphora_agent.haproxy.config_parser import Server
 
 Store = Literal["cert", "ca-file", "crl-file"]
-"""Where HAProxy keeps a file: its own word in ``set ssl ...`` (management guide, 9.3)."""
+"""HAProxy's store for a file, as in the command ``set ssl ...`` (management guide, 9.3)."""
 
 
 @dataclass(frozen=True)
 class AddServer:
-    """A server that is new.
+    """Add a server.
 
-    One that `waits` gets no requests before a later step lets it have some, one that is `unproven` none before its
-    first good check.
+    With `awaits_cookie` it gets no requests before `ComputeCookies`; with `awaits_check` none before its first
+    successful check.
     """
 
     backend: str
     server: Server
-    waits: bool = False
-    unproven: bool = False
+    awaits_cookie: bool = False
+    awaits_check: bool = False
 
 
 @dataclass(frozen=True)
 class ReplaceServer:
-    """A server with other keywords: it is taken away and added again while `others` serve.
+    """Remove a server and add it with other keywords, while one of the `others` serves.
 
-    One that was ``idle`` (disabled before) serves nobody, and nobody has to.
+    An ``idle`` server (disabled before) gets no requests, so no other server has to serve.
     """
 
     backend: str
@@ -46,7 +46,7 @@ class ReplaceServer:
 
 @dataclass(frozen=True)
 class RemoveServer:
-    """A server that is no longer wanted; one that was disabled has nothing to drain."""
+    """Remove a server; a disabled one is not drained first."""
 
     backend: str
     name: str
@@ -55,7 +55,7 @@ class RemoveServer:
 
 @dataclass(frozen=True)
 class SetWeight:
-    """A server whose share changes."""
+    """Change the weight of a server."""
 
     backend: str
     name: str
@@ -64,7 +64,7 @@ class SetWeight:
 
 @dataclass(frozen=True)
 class SetMaintenance:
-    """A server that is disabled, or no longer."""
+    """Disable or enable a server."""
 
     backend: str
     name: str
@@ -73,7 +73,7 @@ class SetMaintenance:
 
 @dataclass(frozen=True)
 class SetAddress:
-    """A server that is somewhere else."""
+    """Change the address of a server."""
 
     backend: str
     name: str
@@ -83,7 +83,7 @@ class SetAddress:
 
 @dataclass(frozen=True)
 class SetCheck:
-    """A server whose check goes somewhere else; None is what is not said of it, before and after."""
+    """Change the address or port of a server's check; None leaves one as it is."""
 
     backend: str
     name: str
@@ -93,7 +93,7 @@ class SetCheck:
 
 @dataclass(frozen=True)
 class SetServerMaxconn:
-    """How many connections a server takes at once; 0 for as many as come."""
+    """Change the connection limit of a server; 0 for no limit."""
 
     backend: str
     name: str
@@ -102,15 +102,15 @@ class SetServerMaxconn:
 
 @dataclass(frozen=True)
 class SetFrontendMaxconn:
-    """How many connections a listener takes at once; None for as many as the process."""
+    """Change the connection limit of a listener; None for the limit of the process."""
 
     frontend: str
     maxconn: int | None
 
 
 @dataclass(frozen=True)
-class NameServers:
-    """The new servers' values of the dynamic cookie are to be computed, and then they get requests."""
+class ComputeCookies:
+    """Compute the dynamic cookies of new servers, and then enable these servers."""
 
     backend: str
     key: str
@@ -119,48 +119,48 @@ class NameServers:
 
 @dataclass(frozen=True)
 class LoadFile:
-    """HAProxy's memory is to hold what is now in a file, whether or not it held something by that name."""
+    """Load a file into HAProxy's memory, in place of a former content under that name."""
 
     store: Store
     name: str
 
 
 @dataclass(frozen=True)
-class ForgetFile:
-    """Nothing uses a file any more: it goes from HAProxy's memory, if HAProxy lets it go."""
+class UnloadFile:
+    """Remove an unused file from HAProxy's memory, unless HAProxy still uses it."""
 
     store: Store
     name: str
 
 
 @dataclass(frozen=True)
-class ListCertificate:
-    """A certificate that is new in a listener's list."""
+class AddToCrtList:
+    """Add a certificate to a listener's crt-list."""
 
-    listed: str
+    crt_list: str
     name: str
 
 
 @dataclass(frozen=True)
-class UnlistCertificate:
-    """A certificate that goes from a listener's list."""
+class RemoveFromCrtList:
+    """Remove a certificate from a listener's crt-list."""
 
-    listed: str
+    crt_list: str
     name: str
 
 
 @dataclass(frozen=True)
 class AddTicketKeys:
-    """The last `count` keys of a file follow those that are known; as many of the oldest are forgotten."""
+    """Add the last `count` ticket keys of a file; HAProxy drops as many of the oldest ones."""
 
     name: str
     count: int
 
 
-FileStep = LoadFile | ForgetFile | ListCertificate | UnlistCertificate | AddTicketKeys
-ServerStep = (
+FileAction = LoadFile | UnloadFile | AddToCrtList | RemoveFromCrtList | AddTicketKeys
+ServerAction = (
     AddServer
-    | NameServers
+    | ComputeCookies
     | RemoveServer
     | ReplaceServer
     | SetWeight
@@ -169,20 +169,20 @@ ServerStep = (
     | SetCheck
     | SetServerMaxconn
 )
-Step = FileStep | ServerStep | SetFrontendMaxconn
+Action = FileAction | ServerAction | SetFrontendMaxconn
 
 
-def touched(steps: Iterable[Step]) -> set[tuple[str, str]]:
-    """The servers that steps change, by backend and name."""
+def changed_servers(actions: Iterable[Action]) -> set[tuple[str, str]]:
+    """Return the servers that actions change, by backend and name."""
     found: set[tuple[str, str]] = set()
-    for step in steps:
-        match step:
+    for action in actions:
+        match action:
             case AddServer() | ReplaceServer():
-                found.add((step.backend, step.server.name))
-            case NameServers():
-                found |= {(step.backend, name) for name in step.names}
+                found.add((action.backend, action.server.name))
+            case ComputeCookies():
+                found |= {(action.backend, name) for name in action.names}
             case RemoveServer() | SetWeight() | SetMaintenance() | SetAddress() | SetCheck() | SetServerMaxconn():
-                found.add((step.backend, step.name))
+                found.add((action.backend, action.name))
             case _:
                 pass
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's stats socket.
+"""Carries out runtime actions on HAProxy's stats socket.
 
-Invariant: an answer is a success only if it is one that is known to mean success. HAProxy reports errors as
-text like any other, so whatever is not recognised is an error.
+Invariant: only known success answers count as success. HAProxy reports errors as ordinary text, so any other answer is
+an error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from amphora_agent.errors import HaproxyError
-from amphora_agent.haproxy.features import FEWEST, Abilities
+from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.runtime_actions import (
+    Action,
     AddServer,
     AddTicketKeys,
-    ForgetFile,
-    ListCertificate,
+    AddToCrtList,
+    ComputeCookies,
     LoadFile,
-    NameServers,
+    RemoveFromCrtList,
     RemoveServer,
     ReplaceServer,
     SetAddress,
@@ -30,214 +31,223 @@ from amphora_agent.haproxy.runtime_actions import (
     SetMaintenance,
     SetServerMaxconn,
     SetWeight,
-    Step,
-    UnlistCertificate,
+    UnloadFile,
 )
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.haproxy.runtime_state import states
-from amphora_agent.haproxy.tls_store import HeldFiles
+from amphora_agent.haproxy.runtime_state import parse_servers
+from amphora_agent.haproxy.tls_store import TlsStore
 
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
-_AT_ONCE = 50
-"""Commands on one line: HAProxy reads at most 16 KiB."""
-MOST_COUNTED_APART = 10
-"""More servers than these are counted sooner together with all others."""
-Count = Callable[[Sequence[tuple[str, str]] | None], None]
+_MAX_BATCH = 50
+"""Commands on one line; HAProxy reads at most 16 KiB."""
+MAX_COUNTED_SEPARATELY = 10
+"""For more servers it is faster to read the counters of all servers at once."""
+CounterReader = Callable[[Sequence[tuple[str, str]] | None], None]
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
 
 
-def carry_out(
-    steps: Iterable[Step],
+def run_actions(
+    actions: Iterable[Action],
     worker: Socket,
     directory: Path = Path(),
-    abilities: Abilities = FEWEST,
-    count: Count = lambda _: None,
+    features: Features = MINIMAL_FEATURES,
+    read_counters: CounterReader = lambda _: None,
 ) -> None:
     """Change the running worker.
 
     Args:
         directory: of the files that the new configuration names.
-        abilities: what this HAProxy can do.
-        count: reads counters of servers, by HAProxy's numbers of backend and server, or (None) of all; called before
-            servers are deleted, which takes theirs along.
+        features: of this HAProxy.
+        read_counters: reads the counters of servers, by HAProxy's numbers of backend and server, or of all (None).
+            Called before servers are deleted, because their counters are deleted too.
 
     Raises:
-        HaproxyError: it did not do one of the steps; those before it are done.
-        OSError: a file is not there.
+        HaproxyError: an action failed; the actions before it are done.
+        OSError: a file is missing.
     """
-    files = HeldFiles(worker, directory)
-    for removal, group in groupby(steps, lambda step: step.backend if isinstance(step, RemoveServer) else None):
+    files = TlsStore(worker, directory)
+    for removal, group in groupby(actions, lambda action: action.backend if isinstance(action, RemoveServer) else None):
         if removal is not None:
-            _remove(worker, removal, [step for step in group if isinstance(step, RemoveServer)], abilities, count)
+            _remove(
+                worker,
+                removal,
+                [action for action in group if isinstance(action, RemoveServer)],
+                features,
+                read_counters,
+            )
         else:
-            _change(worker, group, files, abilities, count)
-    files.confirm()
+            _run(worker, group, files, features, read_counters)
+    files.verify()
 
 
-def _change(worker: Socket, steps: Iterable[Step], files: HeldFiles, abilities: Abilities, count: Count) -> None:
-    for step in steps:
-        match step:
-            case LoadFile() | ForgetFile() | ListCertificate() | UnlistCertificate() | AddTicketKeys():
-                files.change(step)
+def _run(
+    worker: Socket, actions: Iterable[Action], files: TlsStore, features: Features, read_counters: CounterReader
+) -> None:
+    for action in actions:
+        match action:
+            case LoadFile() | UnloadFile() | AddToCrtList() | RemoveFromCrtList() | AddTicketKeys():
+                files.run(action)
             case AddServer():
-                _add(worker, step)
-            case NameServers():
-                _name(worker, step)
+                _add(worker, action)
+            case ComputeCookies():
+                _compute_cookies(worker, action)
             case ReplaceServer():
-                _replace(worker, step, abilities, count)
+                _replace(worker, action, features, read_counters)
             case _:
-                _set(worker, step)
+                _set(worker, action)
 
 
-def _set(worker: Socket, step: Step) -> None:
-    match step:
+def _set(worker: Socket, action: Action) -> None:
+    match action:
         case SetWeight():
-            worker.order(f"set server {step.backend}/{step.name} weight {step.weight}")
+            worker.order(f"set server {action.backend}/{action.name} weight {action.weight}")
         case SetMaintenance():
-            state = "maint" if step.maintenance else "ready"
-            worker.order(f"set server {step.backend}/{step.name} state {state}")
+            state = "maint" if action.maintenance else "ready"
+            worker.order(f"set server {action.backend}/{action.name} state {state}")
         case SetAddress():
-            # What it answers is a sentence that differs between versions: `readback` looks at what came of it.
-            worker.ask(f"set server {step.backend}/{step.name} addr {step.address} port {step.port}")
+            # The answer is a sentence that differs between versions; `runtime_state` verifies the effect.
+            worker.ask(f"set server {action.backend}/{action.name} addr {action.address} port {action.port}")
         case SetCheck():
-            address = f"check-addr {step.address}" if step.address is not None else ""
-            port = ("port " if address else "check-port ") + str(step.port) if step.port is not None else ""
-            worker.order(f"set server {step.backend}/{step.name} {address} {port}")
+            address = f"check-addr {action.address}" if action.address is not None else ""
+            port = ("port " if address else "check-port ") + str(action.port) if action.port is not None else ""
+            worker.order(f"set server {action.backend}/{action.name} {address} {port}")
         case SetServerMaxconn():
-            worker.order(f"set maxconn server {step.backend}/{step.name} {step.maxconn}")
+            worker.order(f"set maxconn server {action.backend}/{action.name} {action.maxconn}")
         case SetFrontendMaxconn():
-            worker.order(f"set maxconn frontend {step.frontend} {step.maxconn or _most(worker)}")
+            worker.order(f"set maxconn frontend {action.frontend} {action.maxconn or _process_limit(worker)}")
         case _:
-            raise HaproxyError(f"change HAProxy by {type(step).__name__}", "nobody knows how")
+            raise HaproxyError(f"change HAProxy by {type(action).__name__}", "the action is unknown")
 
 
-def _most(worker: Socket) -> int:
-    """How many connections the process takes, and with it a listener without a limit of its own."""
+def _process_limit(worker: Socket) -> int:
+    """Return the connection limit of the process, which also limits a listener without its own limit."""
     for line in worker.ask("show info").splitlines():
         name, _, value = line.partition(": ")
         if name == "Maxconn" and value.isdecimal():
             return int(value)
-    raise HaproxyError("ask HAProxy how many connections it takes", "it did not say")
+    raise HaproxyError("ask HAProxy for its connection limit", "the answer has none")
 
 
-def _add(worker: Socket, step: AddServer) -> None:
-    server, name = step.server, f"{step.backend}/{step.server.name}"
-    first = ("init-state", "down") if step.unproven else ()
+def _add(worker: Socket, action: AddServer) -> None:
+    server, name = action.server, f"{action.backend}/{action.server.name}"
+    first = ("init-state", "down") if action.awaits_check else ()
     commands = [" ".join(("add server", name, server.address, *server.keywords, *first))]
     if server.checked:
         commands.append(f"enable health {name}")
-    if not server.disabled and not step.waits:
+    if not server.disabled and not action.awaits_cookie:
         commands.append(f"enable server {name}")
-    worker.order("; ".join(commands), _ADDED)  # whatever fails says something else besides
+    worker.order("; ".join(commands), _ADDED)  # a command that fails adds other text
 
 
-def _replace(worker: Socket, step: ReplaceServer, abilities: Abilities, count: Count) -> None:
-    """Take a server away and add it again with other keywords, if nobody notices.
+def _replace(worker: Socket, action: ReplaceServer, features: Features, read_counters: CounterReader) -> None:
+    """Remove a server and add it again with other keywords, if that interrupts no client.
 
-    It comes back as one that is up, so it has to be up now; and somebody else has to serve in the meantime.
+    The added server starts in the state "up", so it has to be up now. Another server has to serve meanwhile.
     """
-    name = step.server.name
-    if not step.idle:
-        found = states(worker.ask(f"show servers state {step.backend}"))
+    name = action.server.name
+    if not action.idle:
+        found = parse_servers(worker.ask(f"show servers state {action.backend}"))
         serving = {server for (_, server), state in found.items() if state.serves}
         if name not in serving:
-            raise HaproxyError(f"replace member {name}", "it is not up, which would be forgotten")
-        if not serving & step.others:
-            raise HaproxyError(f"replace member {name}", "nobody else serves")
+            raise HaproxyError(f"replace member {name}", "it is not up, and HAProxy would forget that")
+        if not serving & action.others:
+            raise HaproxyError(f"replace member {name}", "no other member serves")
     try:
-        _remove(worker, step.backend, [RemoveServer(step.backend, name, step.idle)], abilities, count)
+        _remove(worker, action.backend, [RemoveServer(action.backend, name, action.idle)], features, read_counters)
     except HaproxyError:
-        if not step.idle:
-            worker.order(f"set server {step.backend}/{name} state ready")
+        if not action.idle:
+            worker.order(f"set server {action.backend}/{name} state ready")
         raise
-    _add(worker, AddServer(step.backend, step.server))
+    _add(worker, AddServer(action.backend, action.server))
 
 
-def _name(worker: Socket, step: NameServers) -> None:
-    """Have HAProxy compute the cookies of servers it knows.
+def _compute_cookies(worker: Socket, action: ComputeCookies) -> None:
+    """Have HAProxy compute the cookies of all servers, and then enable the new ones.
 
-    HAProxy 2.6 computes those of all servers whenever the key is set, and none when a server is added.
+    HAProxy 2.6 computes the cookies when the key is set, and none when a server is added.
     """
-    worker.order(f"set dynamic-cookie-key backend {step.backend} {step.key}")
-    _order_all(worker, [f"enable server {step.backend}/{name}" for name in step.names])
+    worker.order(f"set dynamic-cookie-key backend {action.backend} {action.key}")
+    _order_all(worker, [f"enable server {action.backend}/{name}" for name in action.names])
 
 
-def _remove(worker: Socket, backend: str, steps: Sequence[RemoveServer], abilities: Abilities, count: Count) -> None:
-    """Take servers out of a backend, waiting a moment for the requests they still answer.
+def _remove(
+    worker: Socket, backend: str, actions: Sequence[RemoveServer], features: Features, read_counters: CounterReader
+) -> None:
+    """Remove servers from a backend, after a short wait for their running requests.
 
-    Draining comes first because maintenance closes the connections that are idle at that moment: one that becomes
-    idle later would keep the server from being deleted for another five seconds. All of them go together: the question
-    who is still busy is about the whole backend, and would be asked a thousand times for a thousand members.
+    Draining comes first, because maintenance closes only the connections that are idle at that moment: a later idle
+    connection would delay the deletion by five seconds. All servers are removed together: HAProxy reports connections
+    for a whole backend, so a thousand members need no thousand questions.
     """
-    names = {step.name for step in steps}
+    names = {action.name for action in actions}
     deadline = time.monotonic() + REMOVAL_SECONDS
-    draining = [step.name for step in steps if not step.disabled]
+    draining = [action.name for action in actions if not action.disabled]
     _order_all(worker, [f"set server {backend}/{name} state drain" for name in draining])
-    found = _uses(worker, backend, names)
+    found = _usage(worker, backend, names)
     while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-        # The question is about all of them at once, which 'wait' (3.0) has no words for.
+        # The command 'wait' (3.0) accepts one server only.
         time.sleep(_POLL_SECONDS)
-        found = _uses(worker, backend, names)
-    _order_all(worker, [f"set server {backend}/{step.name} state maint" for step in steps])
+        found = _usage(worker, backend, names)
+    _order_all(worker, [f"set server {backend}/{action.name} state maint" for action in actions])
     deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
-    if abilities.waiting:
-        _await_removable(worker, backend, steps, deadline)
-    # They get no more requests.
-    count([use.numbers for use in found.values()] if found and len(names) <= MOST_COUNTED_APART else None)
+    if features.wait_command:
+        _await_removable(worker, backend, actions, deadline)
+    # The servers get no more requests, so their counters are final.
+    read_counters([use.numbers for use in found.values()] if found and len(names) <= MAX_COUNTED_SEPARATELY else None)
     deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
-    for step in steps:
-        _delete(worker, f"{backend}/{step.name}", deadline)
+    for action in actions:
+        _delete(worker, f"{backend}/{action.name}", deadline)
 
 
 def _delete(worker: Socket, server: str, deadline: float) -> None:
-    """Delete a server that is in maintenance, as soon as the threads that own its idle connections have closed them.
+    """Delete a server in maintenance, as soon as HAProxy's threads have closed its idle connections.
 
-    One that was disabled while it answered may have connections that became idle after that. HAProxy 2.8 keeps them for
-    five seconds more, and the server with them, unless its maintenance begins once more.
+    A server that was disabled during a request may have a connection that became idle afterwards. HAProxy 2.8 keeps the
+    connection and the server for five more seconds, unless the server enters maintenance again.
     """
     command, tried = f"del server {server}", False
     while (answer := worker.ask(command).strip()) != _DELETED:
         if time.monotonic() >= deadline:
-            raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
+            raise HaproxyError(f"have HAProxy do '{command}'", answer or "the answer is empty")
         if not tried:
             worker.order(f"set server {server} state drain; set server {server} state maint")
             tried = True
         time.sleep(_POLL_SECONDS)
 
 
-def _await_removable(worker: Socket, backend: str, steps: Sequence[RemoveServer], deadline: float) -> None:
-    """Let HAProxy say when the last ones can go; those before them can by then, or are asked for once more."""
+def _await_removable(worker: Socket, backend: str, actions: Sequence[RemoveServer], deadline: float) -> None:
+    """Wait until HAProxy can delete the last server; the others are ready by then, or `_delete` retries."""
     left = max(1, int(1000 * (deadline - time.monotonic())))
-    worker.ask(f"wait {left}ms srv-removable {backend}/{steps[-1].name}")
+    worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
 
 
 def _order_all(worker: Socket, commands: Sequence[str]) -> None:
-    """Give commands that have nothing to answer, many at once."""
-    for first in range(0, len(commands), _AT_ONCE):
-        worker.order("; ".join(commands[first : first + _AT_ONCE]))
+    """Send commands without an answer, many on one line."""
+    for first in range(0, len(commands), _MAX_BATCH):
+        worker.order("; ".join(commands[first : first + _MAX_BATCH]))
 
 
-class _Use(NamedTuple):
-    """HAProxy's numbers of a server and its backend, and how many connections to it are used now."""
+class _Usage(NamedTuple):
+    """HAProxy's numbers of a server and its backend, and the number of its connections in use."""
 
     numbers: tuple[str, str]
     used: int
 
 
-def _uses(worker: Socket, backend: str, names: Collection[str]) -> dict[str, _Use]:
-    """What some servers of a backend do."""
+def _usage(worker: Socket, backend: str, names: Collection[str]) -> dict[str, _Usage]:
+    """Return the usage of some servers of a backend."""
     lines = worker.ask(f"show servers conn {backend}").splitlines()
     head = lines[0].split() if lines else []
     if "used_cur" not in head:
         return {}
-    column = head.index("used_cur") - 1  # the first word of the head is its '#'
+    column = head.index("used_cur") - 1  # the first word of the head is '#'
     found = {}
     for line in lines[1:]:
         name = line.partition(" ")[0].removeprefix(f"{backend}/")
         if name in names:
             words = line.split()
             backend_number, _, number = words[1].partition("/")
-            found[name] = _Use((backend_number, number), int(words[column]))
+            found[name] = _Usage((backend_number, number), int(words[column]))
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's sockets, asked one question at a time.
+"""HAProxy's sockets: one connection for each question.
 
-Invariant: imports next to nothing. The responder (amphora_agent/responder) is a process of its own, and what is
-imported here it pays for in memory.
+Invariant: this module imports almost nothing. The responder (amphora_agent/responder) is a process of its own, and its
+memory grows with each import.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ANSWER_SECONDS = 10.0
 
 
 class Socket:
-    """One of HAProxy's sockets: a connection for each question.
+    """One of HAProxy's sockets.
 
     Args:
         path: of the socket.
-        half_close: the master's socket of 2.6 answers to the end only after its peer has said its last word; the
-            worker's one takes that for a farewell.
+        half_close: shut down the sending side after the question. The master of HAProxy 2.6 completes its answer only
+            then; a worker would close the connection instead.
     """
 
     def __init__(self, path: object, *, half_close: bool = False) -> None:
@@ -32,12 +32,12 @@ class Socket:
 
         Args:
             question: a command, or several with semicolons between them.
-            shown: what errors say instead of the question, if that holds a secret.
-            seconds: to wait for each piece of the answer.
-            most: bytes; what comes after them is not read.
+            shown: replaces the question in errors, if the question holds a secret.
+            seconds: the time-out for each part of the answer.
+            most: the largest answer in bytes; the rest is not read.
 
         Raises:
-            HaproxyError: nobody answers.
+            HaproxyError: HAProxy does not answer.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -55,11 +55,11 @@ class Socket:
         return b"".join(parts).decode(errors="replace")
 
     def order(self, command: str, success: str = "") -> None:
-        """Give a command, or several with semicolons between them, whose answer is known.
+        """Send a command, or several with semicolons between them, and check the answer.
 
         Raises:
-            HaproxyError: the answer is another one.
+            HaproxyError: the answer differs from `success`.
         """
         answer = self.ask(command).strip()
         if answer != success:
-            raise HaproxyError(f"have HAProxy do '{command}'", answer or "it said nothing")
+            raise HaproxyError(f"have HAProxy do '{command}'", answer or "the answer is empty")

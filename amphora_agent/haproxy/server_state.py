@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file in which a worker leaves its servers' states to the next one.
+"""The server-state file, in which a worker passes the check results of its servers to the next one.
 
-Invariant: pure. What HAProxy's checks found out is kept; what the configuration decides (weight, maintenance,
-address) is the new configuration's, whatever was set at run time before.
+Invariant: pure. The results of health checks are kept. Weight, maintenance and address are those of the new
+configuration, whatever the runtime API has set before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ _FIELDS = 25
 EMPTY = f"{VERSION}\n"
 
 
-def rewrite(answer: str, wanted: Configuration) -> str:
-    """Turn the answer to ``show servers state`` into a file for a worker that will run `wanted`.
+def compose_state(answer: str, wanted: Configuration) -> str:
+    """Return the server-state file for a worker with the configuration `wanted`.
 
-    Servers without a check are left out (nothing was found out about them), and so are those whose address
-    changed.
+    Servers without a check are left out, because they have no results. So are servers with another address.
+
+    Args:
+        answer: of the old worker to ``show servers state``.
+        wanted: the configuration of the new worker.
     """
     lines = answer.split("\n")
     if not lines or lines[0].strip() != VERSION:

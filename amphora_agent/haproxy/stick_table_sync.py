@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stick tables, and whether a worker would hand them to the next one.
+"""Tells whether a worker would pass its stick tables to the next one.
 
-Invariant: pure. A worker teaches its successor only after it has learned itself: from its own predecessor (some
-100 ms after a reload), or, as the first one, after waiting five seconds for a predecessor in vain. One whose
-predecessor had not learned yet waits five seconds for it, and as long for others (HAProxy 2.6 and 2.8, not 3.0;
+Invariant: pure. A worker sends its tables to its successor only after it has learned itself: from its own predecessor
+(about 100 ms after a reload), or, as the first worker, after five seconds without a predecessor. If the predecessor had
+not learned yet, the worker waits five seconds for it, and five more for other peers (HAProxy 2.6 and 2.8, not 3.0;
 source: ``show peers`` before and after reloads).
 """
 
@@ -20,16 +20,16 @@ _LEARNED = 0x3
 
 
 def has_entries(answer: str) -> bool:
-    """Whether the answer to `QUESTION` tells of any."""
+    """Whether the answer to `QUESTION` shows a table with entries."""
     return _USED.search(answer) is not None
 
 
-def would_be_lost(answer: str, *, heir: bool = False) -> bool:
-    """Whether the answer to `QUESTION` tells of entries that a reload now would lose.
+def would_lose_entries(answer: str, *, has_predecessor: bool = False) -> bool:
+    """Whether a reload now would lose entries, according to the answer to `QUESTION`.
 
     Args:
-        heir: the worker has a predecessor that had some. It may not have learned of a single one yet.
+        has_predecessor: the previous worker had entries, which this one may not have learned yet.
     """
     flags = _FLAGS.search(answer)
-    some = has_entries(answer) or (heir and _TABLE.search(answer) is not None)
+    some = has_entries(answer) or (has_predecessor and _TABLE.search(answer) is not None)
     return some and flags is not None and int(flags.group(1), 16) & _LEARNED != _LEARNED

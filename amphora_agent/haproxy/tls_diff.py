@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to have a running HAProxy use other files: certificates, authorities, revocation lists, ticket keys.
+"""Compares the TLS files of two configurations: certificates, CAs, CRLs, crt-lists, ticket keys.
 
-Invariant: pure. HAProxy knows a file by the name that the text gives it, whatever directory it was read from, so names
-are all that is compared here; contents only where they say which certificates there are and which ticket keys. What
-cannot be done without a new worker is a hindrance, in words.
+Invariant: pure. HAProxy knows a file by its name in the text, not by its directory, so names are compared. Contents
+matter only for crt-lists and ticket keys. A difference that needs a reload is an obstacle, in words.
 """
 
 from __future__ import annotations
@@ -12,32 +11,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amphora_agent.bundle import File
-from amphora_agent.haproxy.config_parser import FILES, Configuration, Line
+from amphora_agent.haproxy.config_parser import FILE_KEYWORDS, Configuration, Line
 from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
-    FileStep,
-    ForgetFile,
-    ListCertificate,
+    AddToCrtList,
+    FileAction,
     LoadFile,
+    RemoveFromCrtList,
     Store,
-    UnlistCertificate,
+    UnloadFile,
 )
 
-LARGEST = 15_000
-"""Characters that one command may bring: HAProxy reads it into a buffer of 16 KiB (manual, "tune.bufsize")."""
+MAX_COMMAND_LENGTH = 15_000
+"""Characters of one command; HAProxy reads it into a buffer of 16 KiB (manual, "tune.bufsize")."""
 TICKET_KEYS = 3
-"""As many of the last keys of a file HAProxy knows (manual, "tls-ticket-keys")."""
+"""HAProxy uses this number of the last keys of a file (manual, "tls-ticket-keys")."""
 _STORES: dict[str, Store] = {"crt": "cert", "ca-file": "ca-file", "crl-file": "crl-file"}
-# A revocation list before the authority it is about: a client that only the new authority has issued a certificate for
-# waits until both are there.
+# A CRL is loaded before its CA: a client of the new CA is accepted only after both are loaded.
 _ORDER: tuple[Store, ...] = ("crl-file", "ca-file", "cert")
 
 
 @dataclass(frozen=True)
-class Side:
-    """One of two configurations, with its files.
+class TlsState:
+    """A configuration with its TLS files.
 
-    ``texts`` holds the contents of `lists` and `ticket_keys`, and of what is `changed`, where they are at hand.
+    ``texts`` has the contents of `crt_lists`, `ticket_keys` and changed files, if they are known.
     """
 
     configuration: Configuration
@@ -46,160 +44,166 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Changes:
-    """What there is to do before servers change and after, why, and what stands in the way of it."""
+class TlsChanges:
+    """Actions before and after the changes of servers, their reasons, and obstacles that need a reload."""
 
-    before: tuple[FileStep, ...] = ()
-    after: tuple[FileStep, ...] = ()
+    before: tuple[FileAction, ...] = ()
+    after: tuple[FileAction, ...] = ()
     reasons: tuple[str, ...] = ()
-    hindrances: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
 
 
-NONE = Changes()
+NO_CHANGES = TlsChanges()
 
 
-def lists(configuration: Configuration) -> set[str]:
-    """The lists of certificates that a configuration names."""
-    return {name for keyword, name, _ in _bound(configuration) if keyword == "crt-list"}
+def crt_lists(configuration: Configuration) -> set[str]:
+    """Return the crt-lists that a configuration names."""
+    return {name for keyword, name, _ in _bind_files(configuration) if keyword == "crt-list"}
 
 
 def ticket_keys(configuration: Configuration) -> set[str]:
-    """The files with TLS ticket keys that a configuration names."""
-    return {name for keyword, name, _ in _bound(configuration) if keyword == "tls-ticket-keys"}
+    """Return the files with TLS ticket keys that a configuration names."""
+    return {name for keyword, name, _ in _bind_files(configuration) if keyword == "tls-ticket-keys"}
 
 
-def changed(old: Sequence[File], new: Sequence[File]) -> list[str]:
-    """The names of the files that are not the same in two sets."""
+def changed_names(old: Sequence[File], new: Sequence[File]) -> list[str]:
+    """Return the names of the files that differ between two sets."""
     before = {file.name: file for file in old}
     after = {file.name: file for file in new}
     return [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
 
 
-def changes(old: Side, new: Side) -> Changes:
-    """From the files of one configuration to those of another, whose `bind` lines are the same."""
-    different = changed(old.files, new.files)
-    known, wanted = held(old), held(new)
-    steps: list[FileStep] = []
-    after: list[FileStep] = []
-    hindrances: list[str] = []
+def compare_files(old: TlsState, new: TlsState) -> TlsChanges:
+    """Compare the files of two configurations with the same `bind` lines."""
+    different = changed_names(old.files, new.files)
+    known, wanted = stored_names(old), stored_names(new)
+    actions: list[FileAction] = []
+    after: list[FileAction] = []
+    obstacles: list[str] = []
     for store in _ORDER:
         loaded = sorted(
             name for kind, name in wanted if kind == store and ((kind, name) not in known or name in different)
         )
-        steps += [LoadFile(store, name) for name in loaded]
-        hindrances += [
-            _owned(name, f"is too large to be told: {size}", new) for name in loaded if (size := _size(new, name))
+        actions += [LoadFile(store, name) for name in loaded]
+        obstacles += [
+            _describe(name, f"has {size} characters, too many for the stats socket", new)
+            for name in loaded
+            if (size := _excess_size(new, name))
         ]
-    hindrances += [_owned(name, why, new) for name, why in _resumable(new.configuration, different)]
-    hindrances += [_owned(name, why, new) for name, why in _kept(new.configuration, known, different)]
-    for keyword, name, _ in dict.fromkeys(_bound(new.configuration)):
+    obstacles += [_describe(name, why, new) for name, why in _session_obstacles(new.configuration, different)]
+    obstacles += [_describe(name, why, new) for name, why in _connection_obstacles(new.configuration, known, different)]
+    for keyword, name, _ in dict.fromkeys(_bind_files(new.configuration)):
         if name not in different:
             continue
         if keyword == "crt-list":
-            why = _relisted(name, old.texts.get(name), new.texts.get(name), steps, after)
+            why = _compare_crt_list(name, old.texts.get(name), new.texts.get(name), actions, after)
         elif keyword == "tls-ticket-keys":
-            why = _rekeyed(name, old.texts.get(name), new.texts.get(name), steps)
+            why = _compare_ticket_keys(name, old.texts.get(name), new.texts.get(name), actions)
         else:
             continue
-        hindrances += [_owned(name, why, new)] if why else []
-    after += [ForgetFile(store, name) for store, name in sorted(known - wanted)]
+        obstacles += [_describe(name, why, new)] if why else []
+    after += [UnloadFile(store, name) for store, name in sorted(known - wanted)]
     reasons = tuple(_reason(name, old, new) for name in different)
-    return Changes(tuple(dict.fromkeys(steps)), tuple(dict.fromkeys(after)), reasons, tuple(dict.fromkeys(hindrances)))
+    return TlsChanges(
+        tuple(dict.fromkeys(actions)), tuple(dict.fromkeys(after)), reasons, tuple(dict.fromkeys(obstacles))
+    )
 
 
-def _bound(configuration: Configuration) -> Iterator[tuple[str, str, Line]]:
-    """Every file that a `bind` line names, with its keyword."""
+def _bind_files(configuration: Configuration) -> Iterator[tuple[str, str, Line]]:
+    """Yield each file of a `bind` line, with its keyword."""
     for section in configuration.frontends.values():
         for line in section.lines:
             if line.words[0] == "bind":
                 for keyword, name in zip(line.words, line.words[1:], strict=False):
-                    if keyword in ("crt-list", "tls-ticket-keys", *FILES):
+                    if keyword in ("crt-list", "tls-ticket-keys", *FILE_KEYWORDS):
                         yield keyword, name, line
 
 
-def held(side: Side) -> set[tuple[Store, str]]:
-    """What HAProxy has in its memory for a configuration."""
+def stored_names(side: TlsState) -> set[tuple[Store, str]]:
+    """Return the files in HAProxy's memory for a configuration."""
     found = {(_STORES[keyword], name) for keyword, name in side.configuration.server_files}
-    for keyword, name, _ in _bound(side.configuration):
+    for keyword, name, _ in _bind_files(side.configuration):
         if keyword in _STORES:
             found.add((_STORES[keyword], name))
         elif keyword == "crt-list":
-            found |= {("cert", entry[0]) for entry in entries(side.texts.get(name, ""))}
+            found |= {("cert", entry[0]) for entry in crt_list_entries(side.texts.get(name, ""))}
     return found
 
 
-def entries(text: str) -> list[tuple[str, ...]]:
-    """The lines of a list of certificates (manual, "crt-list"), as words."""
+def crt_list_entries(text: str) -> list[tuple[str, ...]]:
+    """Return the lines of a crt-list (manual, "crt-list"), as words."""
     return [tuple(words) for line in text.splitlines() if (words := line.partition("#")[0].split())]
 
 
-def _size(side: Side, name: str) -> int:
-    """The size of a file that is too large; 0 for one that is not."""
+def _excess_size(side: TlsState, name: str) -> int:
+    """Return the size of a file that is too large for one command; otherwise 0."""
     size = len(side.texts.get(name, ""))
-    return size if size > LARGEST else 0
+    return size if size > MAX_COMMAND_LENGTH else 0
 
 
-def _resumable(configuration: Configuration, different: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Files that decide who may come in, on lines where somebody who was in may come back without being asked."""
-    for keyword, name, line in _bound(configuration):
+def _session_obstacles(configuration: Configuration, different: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield changed client CAs and CRLs on lines with session tickets: a ticket bypasses the new check."""
+    for keyword, name, line in _bind_files(configuration):
         if keyword in ("ca-file", "crl-file") and name in different and "no-tls-tickets" not in line.words:
-            yield name, "clients could resume sessions that began before"
+            yield name, "clients could resume sessions that began before the change"
 
 
-def _kept(
+def _connection_obstacles(
     configuration: Configuration, known: set[tuple[Store, str]], different: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Files that decide which members are believed, and as whom: HAProxy goes on using connections that it has.
+    """Yield changed files of servers: HAProxy continues to use connections that it made with the old ones.
 
-    It also goes on showing members (2.6.12 and 3.0.11, but not 2.8.25) the certificate that was replaced.
+    HAProxy 2.6.12 and 3.0.11, but not 2.8.25, also continue to present the replaced client certificate to members.
     """
     for keyword, name in sorted(configuration.server_files):
         if name in different and (_STORES[keyword], name) in known:
-            yield name, "connections to members that were made before would be used on"
+            yield name, "connections to members from before the change would stay in use"
 
 
-def _relisted(name: str, old: str | None, new: str | None, steps: list[FileStep], after: list[FileStep]) -> str:
-    """Add what changes a list to the steps; or say why it cannot be changed."""
+def _compare_crt_list(
+    name: str, old: str | None, new: str | None, actions: list[FileAction], after: list[FileAction]
+) -> str:
+    """Append the actions for a crt-list; return why it cannot be changed, if so."""
     if old is None or new is None:
         return "was not served before"
-    before, wanted = entries(old), entries(new)
+    before, wanted = crt_list_entries(old), crt_list_entries(new)
     if not before or not wanted or before[0] != wanted[0]:
         return "begins with another certificate"
     if len(set(before)) < len(before) or len(set(wanted)) < len(wanted):
         return "names a certificate twice"
     if any(len(entry) > 1 for entry in set(before) ^ set(wanted)):
-        return "says more than names"
-    steps += [ListCertificate(name, entry[0]) for entry in wanted if entry not in before]
-    after += [UnlistCertificate(name, entry[0]) for entry in before if entry not in wanted]
+        return "has options besides names"
+    actions += [AddToCrtList(name, entry[0]) for entry in wanted if entry not in before]
+    after += [RemoveFromCrtList(name, entry[0]) for entry in before if entry not in wanted]
     return ""
 
 
-def _rekeyed(name: str, old: str | None, new: str | None, steps: list[FileStep]) -> str:
+def _compare_ticket_keys(name: str, old: str | None, new: str | None, actions: list[FileAction]) -> str:
     before, wanted = ([] if text is None else text.split()[-TICKET_KEYS:] for text in (old, new))
     if len(before) < TICKET_KEYS or len(wanted) < TICKET_KEYS:
         return "was not served before"
     if [len(key) for key in before] != [len(key) for key in wanted]:
         return "has keys of another length"
-    steps += [AddTicketKeys(name, count) for count in [_shift(before, wanted)] if count]
+    actions += [AddTicketKeys(name, count) for count in [_count_new_keys(before, wanted)] if count]
     return ""
 
 
-def _shift(before: list[str], wanted: list[str]) -> int:
-    """How many new keys there are at the end."""
+def _count_new_keys(before: list[str], wanted: list[str]) -> int:
+    """Return the number of new keys at the end."""
     return next(n for n in range(TICKET_KEYS + 1) if before[n:] == wanted[: TICKET_KEYS - n])
 
 
-def _owned(name: str, why: str, side: Side) -> str:
+def _describe(name: str, why: str, side: TlsState) -> str:
     return f"file {name} of {_owner(name, side)} {why}"
 
 
-def _reason(name: str, old: Side, new: Side) -> str:
+def _reason(name: str, old: TlsState, new: TlsState) -> str:
     before, after = ({file.name for file in side.files} for side in (old, new))
-    what = "is new" if name not in before else "is gone" if name not in after else "has another content"
-    return _owned(name, what, new)
+    what = "is new" if name not in before else "was removed" if name not in after else "has another content"
+    return _describe(name, what, new)
 
 
-def _owner(name: str, side: Side) -> str:
+def _owner(name: str, side: TlsState) -> str:
     owner = name.split("/")[1] if "/" in name else name
     if name.endswith("/ticket.keys"):
         return f"load balancer {owner}"

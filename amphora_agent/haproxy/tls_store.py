@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy holds in its memory of files: asked, changed, and asked again.
+"""The TLS files in HAProxy's memory: changed and read back over the stats socket.
 
-Invariant: a change is over only when HAProxy shows what it should hold. Nothing that HAProxy answers is repeated in an
-error if it could show a key, and what is sent never is. A transaction of ours is never left open.
+Invariant: a change is complete only when HAProxy reports the new content. An error repeats no answer that could show a
+key, and never a content that was sent. No transaction stays open.
 
-HAProxy knows a file by the name that its configuration gives it, not by the directory that was its origin (manual,
-"default-path"): so the same names lead to it whatever was read from disk or told since.
-Source: management guide, 9.3, "set ssl cert" and those around it.
+HAProxy knows a file by its name in the configuration, not by its directory (manual, "default-path"). So a name has the
+same meaning for files from disk and for files from the socket.
+Source: management guide, 9.3, "set ssl cert" and the commands after it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from amphora_agent.haproxy import tls_diff
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
-    FileStep,
-    ForgetFile,
-    ListCertificate,
+    AddToCrtList,
+    FileAction,
     LoadFile,
+    RemoveFromCrtList,
     Store,
-    UnlistCertificate,
+    UnloadFile,
 )
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.haproxy.tls_diff import TICKET_KEYS, Side
+from amphora_agent.haproxy.tls_diff import TICKET_KEYS, TlsState
 from amphora_agent.x509 import crl
 
 _NOUNS: dict[Store, str] = {"cert": "certificate", "ca-file": "CA", "crl-file": "CRL"}
@@ -38,97 +38,99 @@ _BLOCK = re.compile(r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----.*?-----END 
 _SUCCESS = "Success!"
 
 
-class HeldFiles:
-    """The files of one worker.
+class TlsStore:
+    """The TLS files of one worker.
 
     Args:
         worker: its socket.
-        directory: where the files are that it is to hold.
+        directory: of the files that it has to load.
     """
 
     def __init__(self, worker: Socket, directory: Path) -> None:
         self._worker = worker
         self._directory = directory
         self._names: dict[Store, set[str]] = {}
-        self._loaded: dict[tuple[Store, str], str] = {}
+        self._expected: dict[tuple[Store, str], str] = {}
         self._lists: dict[str, tuple[set[str], set[str]]] = {}
         self._whole_lists: dict[str, set[str]] = {}
         self._tickets: list[str] = []
 
-    def change(self, step: FileStep) -> None:
-        """Carry out one step.
+    def run(self, action: FileAction) -> None:
+        """Carry out one action.
 
         Raises:
-            HaproxyError: HAProxy did not take it; it holds what it held.
-            OSError: the file is not there.
+            HaproxyError: HAProxy refused it and keeps the former content.
+            OSError: the file is missing.
         """
-        match step:
+        match action:
             case LoadFile():
-                self._load(step.store, step.name)
-            case ForgetFile():
-                # What is in use elsewhere stays; nobody can see it, and the next worker does not have it.
-                self._worker.ask(f"del ssl {step.store} {step.name}")
-                self._names.get(step.store, set()).discard(step.name)
-            case ListCertificate():
-                self._order(f"add ssl crt-list {step.listed} {step.name}", f"list {step.name}")
-                self._list(step.listed)[0].add(step.name)
-            case UnlistCertificate():
-                answer = self._worker.ask(f"del ssl crt-list {step.listed} {step.name}").strip()
-                if answer != f"Entry '{step.name}' deleted in crtlist '{step.listed}'!":
-                    raise HaproxyError(f"take {step.name} from its list", answer or "HAProxy said nothing")
-                self._list(step.listed)[1].add(step.name)
+                self._load(action.store, action.name)
+            case UnloadFile():
+                # A file in use stays loaded: this has no effect, and the next worker does not load it.
+                self._worker.ask(f"del ssl {action.store} {action.name}")
+                self._names.get(action.store, set()).discard(action.name)
+            case AddToCrtList():
+                self._run(f"add ssl crt-list {action.crt_list} {action.name}", f"list {action.name}")
+                self._list_changes(action.crt_list)[0].add(action.name)
+            case RemoveFromCrtList():
+                answer = self._worker.ask(f"del ssl crt-list {action.crt_list} {action.name}").strip()
+                if answer != f"Entry '{action.name}' deleted in crtlist '{action.crt_list}'!":
+                    raise HaproxyError(f"remove {action.name} from its crt-list", answer or "the answer is empty")
+                self._list_changes(action.crt_list)[1].add(action.name)
             case AddTicketKeys():
-                self._add_keys(step)
+                self._add_keys(action)
 
-    def confirm(self) -> None:
-        """Ask HAProxy for everything that was changed.
+    def verify(self) -> None:
+        """Read back all changed files.
 
         Raises:
-            HaproxyError: naming the first file of which it holds something else.
+            HaproxyError: with the name of the first file that differs.
         """
-        for (store, name), text in self._loaded.items():
+        for (store, name), text in self._expected.items():
             if not self._holds(store, name, text):
-                raise HaproxyError(f"confirm {name}", "HAProxy holds another content")
-        for listed, (added, gone) in self._lists.items():
-            found = self._listed(listed)
+                raise HaproxyError(f"confirm {name}", "HAProxy has another content")
+        for crt_list, (added, gone) in self._lists.items():
+            found = self._crt_list_names(crt_list)
             if different := (added - gone - found) | (found & (gone - added)):
-                raise HaproxyError(f"confirm {listed}", f"{min(different)} is not as wanted")
-        for listed, wanted in self._whole_lists.items():
-            if different := self._listed(listed) ^ wanted:
-                raise HaproxyError(f"confirm {listed}", f"{min(different)} is not as wanted")
+                raise HaproxyError(f"confirm {crt_list}", f"{min(different)} is missing or unexpected")
+        for crt_list, wanted in self._whole_lists.items():
+            if different := self._crt_list_names(crt_list) ^ wanted:
+                raise HaproxyError(f"confirm {crt_list}", f"{min(different)} is missing or unexpected")
         for name in self._tickets:
             shown = [line.split()[1] for line in self._lines(f"show tls-keys {name}") if len(line.split()) > 1]
             if shown != self._keys(name):
-                raise HaproxyError(f"confirm {name}", "HAProxy holds other keys")
+                raise HaproxyError(f"confirm {name}", "HAProxy has other keys")
 
     def expect(self, configuration: Configuration) -> None:
-        """Have everything confirmed that a configuration needs, whether or not it was changed.
+        """Verify all files of a configuration, also unchanged ones.
 
         Raises:
-            OSError: a file is not there.
+            OSError: a file is missing.
         """
-        texts = {name: self._read(name) for name in tls_diff.lists(configuration)}
-        self._whole_lists = {name: {entry[0] for entry in tls_diff.entries(text)} for name, text in texts.items()}
-        for store, name in tls_diff.held(Side(configuration, texts=texts)):
-            self._loaded[store, name] = _payload(self._read(name))
+        texts = {name: self._read(name) for name in tls_diff.crt_lists(configuration)}
+        self._whole_lists = {
+            name: {entry[0] for entry in tls_diff.crt_list_entries(text)} for name, text in texts.items()
+        }
+        for store, name in tls_diff.stored_names(TlsState(configuration, texts=texts)):
+            self._expected[store, name] = _payload(self._read(name))
         self._tickets = sorted(tls_diff.ticket_keys(configuration))
 
-    # -- one by one -----------------------------------------------------------------------------------------
+    # -- changes --------------------------------------------------------------------------------------------
 
     def _load(self, store: Store, name: str) -> None:
         text = _payload(self._read(name))
-        if name not in self._known(store):
-            self._begin(store, name)
+        if name not in self._known_names(store):
+            self._create(store, name)
         try:
-            self._tell(store, name, text)
-            self._order(f"commit ssl {store} {name}", f"commit {name}", f"Committing {name}")
+            self._set(store, name, text)
+            self._run(f"commit ssl {store} {name}", f"commit {name}", f"Committing {name}")
         except HaproxyError:
             self._worker.ask(f"abort ssl {store} {name}")
             raise
-        self._loaded[store, name] = text
+        self._expected[store, name] = text
 
-    def _known(self, store: Store) -> set[str]:
-        """The names in one of HAProxy's stores. A transaction that was left open there is ended."""
+    def _known_names(self, store: Store) -> set[str]:
+        """Return the names in one of HAProxy's stores, and abort an open transaction there."""
         if store not in self._names:
             names = set()
             for line in self._lines(f"show ssl {store}"):
@@ -140,51 +142,54 @@ class HeldFiles:
             self._names[store] = names
         return self._names[store]
 
-    def _begin(self, store: Store, name: str) -> None:
+    def _create(self, store: Store, name: str) -> None:
         answer = self._worker.ask(f"new ssl {store} {name}").strip()
         if not (answer.startswith("New ") and answer.endswith(f"'{name}'!")):
-            raise HaproxyError(f"have HAProxy know of {name}", answer or "it said nothing")
-        self._known(store).add(name)
+            raise HaproxyError(f"create {name} in HAProxy", answer or "the answer is empty")
+        self._known_names(store).add(name)
 
-    def _tell(self, store: Store, name: str, text: str) -> None:
+    def _set(self, store: Store, name: str, text: str) -> None:
         command = f"set ssl {store} {name}"
         answer = self._worker.ask(f"{command} <<\n{text}", shown=command).strip()
         if answer.lower() != f"transaction created for {_NOUNS[store]} {name}!".lower():
-            raise HaproxyError(f"have HAProxy read {name}", "it did not take it")
+            raise HaproxyError(f"load {name} into HAProxy", "HAProxy refused it")
 
-    def _order(self, command: str, what: str, first: str = "") -> None:
+    def _run(self, command: str, what: str, first: str = "") -> None:
         answer = self._worker.ask(command).strip().splitlines()
         began = not first or (bool(answer) and answer[0].rstrip(".") == first)
         if len(answer) != 2 or answer[1] != _SUCCESS or not began:
-            raise HaproxyError(f"have HAProxy {what}", "; ".join(answer) or "it said nothing")
+            raise HaproxyError(f"have HAProxy {what}", "; ".join(answer) or "the answer is empty")
 
-    def _list(self, listed: str) -> tuple[set[str], set[str]]:
-        return self._lists.setdefault(listed, (set(), set()))
+    def _list_changes(self, crt_list: str) -> tuple[set[str], set[str]]:
+        return self._lists.setdefault(crt_list, (set(), set()))
 
     def _keys(self, name: str) -> list[str]:
         return self._read(name).split()[-TICKET_KEYS:]
 
-    def _add_keys(self, step: AddTicketKeys) -> None:
-        for key in self._keys(step.name)[-step.count :]:
-            command = f"set ssl tls-key {step.name}"
+    def _add_keys(self, action: AddTicketKeys) -> None:
+        for key in self._keys(action.name)[-action.count :]:
+            command = f"set ssl tls-key {action.name}"
             answer = self._worker.ask(f"{command} {key}", shown=command).strip()
             if answer != "TLS ticket key updated!":
-                raise HaproxyError(f"add a key to {step.name}", "HAProxy did not take it")
-        self._tickets.append(step.name)
+                raise HaproxyError(f"add a key to {action.name}", "HAProxy refused it")
+        self._tickets.append(action.name)
 
-    # -- what it holds --------------------------------------------------------------------------------------
+    # -- reading back ---------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> str:
         return (self._directory / name).read_text(encoding="utf-8")
 
-    def _listed(self, listed: str) -> set[str]:
-        return {line.split()[0] for line in self._lines(f"show ssl crt-list {listed}")}
+    def _crt_list_names(self, crt_list: str) -> set[str]:
+        return {line.split()[0] for line in self._lines(f"show ssl crt-list {crt_list}")}
 
     def _lines(self, question: str) -> list[str]:
         return [line for line in self._worker.ask(question).splitlines() if line and not line.startswith("#")]
 
     def _holds(self, store: Store, name: str, text: str) -> bool:
-        """Whether HAProxy shows what is in a text: of a certificate the leaf, of a CRL whom it revokes."""
+        """Whether HAProxy reports the content of a text.
+
+        It is compared by the leaf of a certificate, and by the serial numbers of a CRL.
+        """
         answer = self._worker.ask(f"show ssl {store} {name}")
         blocks = [found.group(0) for found in _BLOCK.finditer(text)]
         if store == "crl-file":
@@ -196,11 +201,11 @@ class HeldFiles:
 
 
 def _payload(text: str) -> str:
-    """A file as HAProxy's socket takes it: an empty line would end it."""
+    """Return a file for HAProxy's socket, where an empty line would end it."""
     return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
 
 
 def _fingerprint(block: str) -> str:
-    """As HAProxy shows it; nothing is trusted because of it."""
+    """Return the fingerprint that HAProxy shows; it has no meaning for trust."""
     block = re.sub(r"(BEGIN|END) (?:X509|TRUSTED) ", r"\1 ", block)
     return hashlib.sha1(ssl.PEM_cert_to_DER_cert(block + "\n"), usedforsecurity=False).hexdigest().upper()

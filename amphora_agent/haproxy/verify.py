@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HAProxy runs, beside what it should run.
+"""Verifies the running HAProxy: reads back its state and compares it with the configuration.
 
-Invariant: what is confirmed was asked of the worker that serves; of what was as wanted when it was asked last, only
-what a change has touched is asked again, and nothing is taken for known after a start or a reload.
+Invariant: the answers come from the serving worker. After a verification without differences, only changed servers are
+read again; after a start or a reload, everything is.
 """
 
 from __future__ import annotations
@@ -15,72 +15,73 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy import runtime_state
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.haproxy.runtime_state import Loaded, State
-from amphora_agent.haproxy.tls_store import HeldFiles
+from amphora_agent.haproxy.runtime_state import Loaded, ServerState
+from amphora_agent.haproxy.tls_store import TlsStore
 
 
-class Inspection:
-    """Asks one worker after the other.
+class Verifier:
+    """Verifies the serving worker.
 
     Args:
-        worker: the socket of the one that serves.
+        worker: its socket.
     """
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        self._loaded: Loaded | None = None  # what was asked last, if that was as wanted
+        self._loaded: Loaded | None = None  # the last answer, if it had no differences
 
-    def forget(self) -> None:
-        """Another worker will serve: nothing is known of it."""
+    def invalidate(self) -> None:
+        """Forget the last answer, because another worker will serve."""
         self._loaded = None
 
     def verify(
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
-        """Compare what HAProxy runs with what it should.
+        """Read back the running configuration and compare it.
 
         Args:
-            files: the directory of the files that it is to have read; None if nothing else was ever in its memory.
-            touched: the servers, by backend and name, that were changed since this found no difference the last time;
-                None for all.
+            files: the directory of the TLS files to compare; None if the worker has read them itself.
+            touched: the servers, by backend and name, that were changed since the last verification; None for all.
 
         Raises:
             HaproxyError: naming the first difference.
         """
         before, self._loaded = self._loaded, None
         if touched is None or before is None:
-            found, different = self._whole(wanted)
+            found, different = self._verify_all(wanted)
         else:
-            found, different = self._changed(wanted, touched, before)
+            found, different = self._verify_changed(wanted, touched, before)
         if different:
             raise HaproxyError("confirm the configuration", different)
         if files is not None:
-            held = HeldFiles(self._worker, files)
-            held.expect(wanted)
-            held.confirm()
+            store = TlsStore(self._worker, files)
+            store.expect(wanted)
+            store.verify()
         self._loaded = found
         return found
 
-    def _whole(self, wanted: Configuration) -> tuple[Loaded, str]:
+    def _verify_all(self, wanted: Configuration) -> tuple[Loaded, str]:
         proxies = self._worker.ask(runtime_state.PROXIES)
-        listeners, deaf = runtime_state.limits(proxies), runtime_state.deaf(proxies)
+        listeners, closed = runtime_state.listener_limits(proxies), runtime_state.closed_listeners(proxies)
         answer = self._worker.ask(runtime_state.SERVERS)
-        servers = runtime_state.states(answer)
+        servers = runtime_state.parse_servers(answer)
         loaded = Loaded(listeners, dict(Counter(backend for backend, _ in servers)))
-        different = runtime_state.difference(wanted, listeners, servers)
-        return loaded, different or (f"listener {deaf[0]} takes no connection" if deaf else "")
+        different = runtime_state.find_difference(wanted, listeners, servers)
+        return loaded, different or (f"listener {closed[0]} accepts no connections" if closed else "")
 
-    def _changed(
+    def _verify_changed(
         self, wanted: Configuration, touched: Collection[tuple[str, str]], before: Loaded
     ) -> tuple[Loaded, str]:
         proxies = self._worker.ask(runtime_state.PROXIES)
         members: dict[str, int] = {}
-        servers: dict[tuple[str, str], State] = {}
+        servers: dict[tuple[str, str], ServerState] = {}
         for backend in sorted({backend for backend, _ in touched}):
             answer = self._worker.ask(f"{runtime_state.SERVERS} {backend}")
             names = {name for each, name in touched if each == backend}
-            members[backend], found = runtime_state.some(answer, backend, names)
+            members[backend], found = runtime_state.select_servers(answer, backend, names)
             servers |= found
-        glance = runtime_state.Glance(runtime_state.limits(proxies), runtime_state.backends(proxies), members, servers)
-        loaded = Loaded(glance.listeners, {**before.members, **members})
-        return loaded, runtime_state.changed_difference(wanted, touched, glance)
+        found_state = runtime_state.PartialState(
+            runtime_state.listener_limits(proxies), runtime_state.backend_names(proxies), members, servers
+        )
+        loaded = Loaded(found_state.listeners, {**before.members, **members})
+        return loaded, runtime_state.find_partial_difference(wanted, touched, found_state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HAProxy's processes as its master lists them, and which of them have to go.
+"""HAProxy's workers: the list from the master, the excess ones, and the interface to their counters.
 
 Invariant: pure. Source: ``show proc`` on the master's socket (HAProxy management guide, 9.4).
 """
@@ -7,18 +7,20 @@ Invariant: pure. Source: ``show proc`` on the master's socket (HAProxy managemen
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-# Workers that were replaced and still have connections: as many copies of HAProxy in memory.
-MOST_REPLACED = 8
+# Old workers with connections: each is a copy of HAProxy in memory.
+MAX_OLD_WORKERS = 8
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Workers:
-    """``reloads`` is how often the master has reloaded, ``present`` the worker of the last time if there is one.
+    """The master's number of reloads, the pid of the present worker, and the pids of the old ones.
 
-    ``replaced`` are those before it, the oldest first.
+    The old ones are sorted, oldest first. ``present`` is None if the last worker did not start.
     """
 
     reloads: int
@@ -27,7 +29,7 @@ class Workers:
 
 
 def parse(answer: str) -> Workers | None:
-    """Read the answer to ``show proc``; None if it is not one."""
+    """Parse the answer to ``show proc``; None if it is another text."""
     reloads: int | None = None
     present: int | None = None
     replaced: list[tuple[int, int]] = []
@@ -44,11 +46,33 @@ def parse(answer: str) -> Workers | None:
     return Workers(reloads, present, tuple(pid for _, pid in sorted(replaced, key=lambda one: -one[0])))
 
 
-def too_many(workers: Workers, most: int | None) -> tuple[int, ...]:
-    """The replaced workers that have to end before the present one is replaced too.
+def excess_workers(workers: Workers, limit: int | None) -> tuple[int, ...]:
+    """Return the old workers that have to end before the next reload.
 
     Args:
-        most: how many may go on at once; None is `MOST_REPLACED`.
+        limit: the number of old workers after the reload; None for `MAX_OLD_WORKERS`.
     """
-    room = max(0, (most or MOST_REPLACED) - 1)
+    room = max(0, (limit or MAX_OLD_WORKERS) - 1)
     return workers.replaced[: max(0, len(workers.replaced) - room)]
+
+
+class WorkerCounters(Protocol):
+    """Reads the counters of all workers to the end (`amphora_agent.stats.collector`).
+
+    A worker never ends before its last counters are read, unless it crashes.
+    """
+
+    def sample(self) -> None:
+        """Read the counters of each worker."""
+
+    def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """Read these servers of the present worker, by HAProxy's numbers of backend and server."""
+
+    def hold(self, drain: float) -> None:
+        """Keep a connection to the present worker, which may go on for so many seconds after its replacement."""
+
+    def finish(self, pid: int, grace: float) -> int:
+        """End an old worker; return the number of connections that were closed after so many seconds."""
+
+    def finish_all(self, grace: float) -> int:
+        """Close the connections of all workers that shut down; the caller ends the workers."""

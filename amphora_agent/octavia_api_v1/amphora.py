@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from amphora_agent.apply.applier import Applier
-from amphora_agent.apply.result import Outcome
-from amphora_agent.bundle import Bundle, Interface, Limits, parse_stored
+from amphora_agent.apply.result import ApplyResult
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, parse_stored
 from amphora_agent.config import Settings
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError, RequestRefused
 from amphora_agent.network import links
@@ -29,7 +29,7 @@ from amphora_agent.octavia_api_v1 import certificates, firewall_rules, keepalive
 from amphora_agent.octavia_api_v1 import haproxy_cfg as text_of
 from amphora_agent.octavia_api_v1 import stored_state as state_of
 from amphora_agent.octavia_api_v1.haproxy_cfg import Translation
-from amphora_agent.octavia_api_v1.stored_state import OCTAVIA, State
+from amphora_agent.octavia_api_v1.stored_state import State
 from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
@@ -71,7 +71,7 @@ class OctaviaAmphora:
         if found is not None:
             return found
         last = self._last()
-        if last is not None and last.load_balancer_id == OCTAVIA:
+        if last is not None and last.load_balancer_id == OCTAVIA_API_V1_ID:
             return state_of.recovered(last)
         return state_of.blank(self._settings().amphora_id)
 
@@ -132,12 +132,12 @@ class OctaviaAmphora:
                 raise RequestRefused("Invalid request", "the configuration contains a NUL character")
             state = replace(self._state, load_balancer_id=load_balancer_id, uploaded=uploaded)
             try:
-                self._applier.check(self._bundle(self._serving(state)))
+                self._applier.validate_bundle(self._bundle(self._serving(state)))
             except ConfigurationRefused as error:
                 raise RequestRefused("Invalid request", error.happened) from error
             self._remember(state)
 
-    def act(self, load_balancer_id: str, action: str) -> Outcome:
+    def act(self, load_balancer_id: str, action: str) -> ApplyResult:
         """Start, stop or reload HAProxy.
 
         Raises:
@@ -235,7 +235,7 @@ class OctaviaAmphora:
         """
         with self._lock:
             last = self._last()
-            if last is not None and last.load_balancer_id != OCTAVIA:
+            if last is not None and last.load_balancer_id != OCTAVIA_API_V1_ID:
                 raise RequestRefused(
                     "Conflict", "this amphora is driven through the agent's own interface (v2)", status
                 )
@@ -261,7 +261,7 @@ class OctaviaAmphora:
             raise RequestRefused("Invalid request", str(error)) from error
         return made
 
-    def _apply(self, state: State) -> Outcome:
+    def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
             # The machine was booted anew; the worker finds its files missing and says everything again.
             state = self._bare(state)

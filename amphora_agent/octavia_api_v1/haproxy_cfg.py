@@ -18,7 +18,7 @@ from amphora_agent.bundle import Host
 from amphora_agent.errors import RequestRefused
 from amphora_agent.haproxy import config_parser
 from amphora_agent.haproxy.config_file import RESPONDER_PORT
-from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.haproxy.stick_table_sync import PEERS
 from amphora_agent.octavia_api_v1.certificates import bundle_name
 
@@ -134,7 +134,7 @@ def _line(line: str, load_balancer_id: str, found: _Found, *, pinged: bool) -> s
         if port.isdecimal() and 1 <= int(port) <= _LARGEST_PORT:
             found.ports.add(int(port))
     if first == "default_backend" and words[1:] == [_EXPORTER]:
-        return f"{_indent(line)}default_backend {OWN}metrics"
+        return f"{_indent(line)}default_backend {AGENT_PREFIX}metrics"
     if first == "stick-table":
         return f"{_PEERS_WORD.sub('', line)} peers {PEERS}"
     if pinged and first == "external-check":

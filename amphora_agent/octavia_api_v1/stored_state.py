@@ -15,15 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from amphora_agent.bundle import Bundle, Interface, Limits, parse_stored
+from amphora_agent.bundle import OCTAVIA_API_V1_ID, Bundle, Interface, Limits, parse_stored
 from amphora_agent.errors import MachineError
 from amphora_agent.octavia_api_v1 import firewall_rules as rules_of
 from amphora_agent.octavia_api_v1.firewall_rules import Rule
 from amphora_agent.paths import write_atomically
-
-# In the place of a load balancer's id. Octavia plugs an amphora before it says what for; and a bundle of another
-# controller, which always names one, does not fit on an amphora that Octavia has.
-OCTAVIA = uuid.UUID(int=0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class State:
 
 def blank(amphora_id: uuid.UUID) -> State:
     """An amphora that has been told nothing yet."""
-    return State(Bundle(amphora_id, OCTAVIA, 0, None, (), {}, Limits(None, None), ()))
+    return State(Bundle(amphora_id, OCTAVIA_API_V1_ID, 0, None, (), {}, Limits(None, None), ()))
 
 
 def recovered(served: Bundle) -> State:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amphora_agent.errors import AgentError, HaproxyError
-from amphora_agent.haproxy.old_workers import LeavingWorker
+from amphora_agent.haproxy.old_workers import OldWorker
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import former_workers, haproxy_stats
@@ -63,7 +63,7 @@ class Collector:
         self._store = store
         self._worker = Socket(paths.stats_socket)
         self._lock = threading.Lock()
-        self._held: list[LeavingWorker] = []
+        self._held: list[OldWorker] = []
         self._latest: haproxy_stats.Sample | None = None
         self._leaving: dict[str, haproxy_stats.Sample] = {}
         self._totals = self._restored()
@@ -91,7 +91,7 @@ class Collector:
             return
         for name, descriptor in kept.items():
             identity, _, until = name.rpartition("@")
-            held = LeavingWorker(socket.socket(fileno=descriptor), identity, float(until))
+            held = OldWorker(socket.socket(fileno=descriptor), identity, float(until))
             try:
                 held.recover()
             except HaproxyError:
@@ -139,7 +139,7 @@ class Collector:
                 known.until = until  # after a reload that failed
                 return
             try:
-                held = LeavingWorker.hold(self._paths.stats_socket, identity, until)
+                held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
                 _log.warning("Cannot hold the stopping worker %s: %s; its last counters are lost", identity, error)
                 return
@@ -172,7 +172,7 @@ class Collector:
                 self._finish(held, max(0.0, deadline - time.monotonic()), release=False) for held in list(self._held)
             )
 
-    def _finish(self, held: LeavingWorker, grace: float, *, release: bool) -> int:
+    def _finish(self, held: OldWorker, grace: float, *, release: bool) -> int:
         cut = 0
         try:
             cut = held.finish(grace, CUT_SECONDS)
@@ -184,10 +184,10 @@ class Collector:
         self._publish()
         return cut
 
-    def _holding(self, identity: str) -> LeavingWorker | None:
+    def _holding(self, identity: str) -> OldWorker | None:
         return next((held for held in self._held if held.identity == identity), None)
 
-    def _release(self, held: LeavingWorker) -> None:
+    def _release(self, held: OldWorker) -> None:
         self._leaving.pop(held.identity, None)
         if held in self._held:
             self._held.remove(held)
@@ -207,7 +207,7 @@ class Collector:
         self._totals.settle_others({identity for identity in self._totals.running if _is_running(identity)})
         self._publish()
 
-    def _sample_held(self, held: LeavingWorker) -> None:
+    def _sample_held(self, held: OldWorker) -> None:
         """Read a stopping worker. Release it when it is idle; end it when its drain time is over."""
         present = self._latest is not None and self._latest.pid == held.pid
         try:
@@ -230,14 +230,14 @@ class Collector:
             _log.info("Worker %s: drain time is over; closed %d connections", held.identity, cut)
         held.was_idle = idle
 
-    def _can_skip(self, held: LeavingWorker) -> bool:
+    def _can_skip(self, held: OldWorker) -> bool:
         """Whether this sample can be left out: the worker has many rows and still has connections."""
         known = self._leaving.get(held.identity)
         large = known is not None and len(known.counts) > FEW_ROWS
         now = time.monotonic()
         return large and now < min(held.until, held.read_at + WRITE_SECONDS) and held.jobs() > 0
 
-    def _read_held(self, held: LeavingWorker) -> haproxy_stats.Sample:
+    def _read_held(self, held: OldWorker) -> haproxy_stats.Sample:
         sample = haproxy_stats.parse("".join(map(held.ask, haproxy_stats.HELD_QUESTIONS)))
         if sample is None:
             raise HaproxyError("read the statistics of a stopping worker", "its answer has another format")

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.stat_columns import COUNTED
 
 # The second `show info` shows a worker that began to stop in between: its listeners are reported as stopped.
@@ -98,7 +98,7 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
     counts: dict[str, Counts] = {}
     for line in lines[1:]:
         row = line.split(",")
-        if len(row) < len(columns) // 2 or row[0].startswith(OWN):
+        if len(row) < len(columns) // 2 or row[0].startswith(AGENT_PREFIX):
             continue
         proxy, name, status = row[0], row[1], row[columns["status"]]
         if name == "FRONTEND":

@@ -99,7 +99,7 @@ def test_a_partner_is_replaced(pair, members):
         eventually(fresh.answers, "the agent answers")
         first, second = pair.push(tree)
         assert (first.how, second.how) == ("reload", "start")
-        assert "who shares its stick tables changed" in first.reason
+        assert "the peers of its stick tables changed" in first.reason
         eventually(lambda: _remembered(fresh) >= 1, "it has learned the clients")
     assert pair.holder is holder
     assert asker.failed == []

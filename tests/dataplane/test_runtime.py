@@ -150,7 +150,7 @@ VALUES = {"namespace": "x", "init-addr": "none", "resolvers": "x", "tcp-ut": "5s
 def test_what_is_never_said_at_run_time_haproxy_would_not_take(amphora):
     """The list is not longer than it needs to be, but for what only newer versions refuse and what was not tried."""
     amphora.push(1, text(listener(["m1"])))
-    taken = {"cookie"} if features.ask(Words(amphora)).cookies else set()
+    taken = {"cookie"} if features.probe_features(Words(amphora)).cookies else set()
     for number, word in enumerate(sorted(_NOT_AT_RUNTIME - {"enabled", "track"} - taken)):
         value = VALUES.get(word, "x") if not word.startswith("no") else ""
         answer = amphora.ask_haproxy(f"add server {BACKEND}/n{number} 192.0.2.1:80 {word} {value}")

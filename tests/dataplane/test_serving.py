@@ -217,7 +217,7 @@ def test_what_was_changed_behind_the_agents_back_is_put_right(amphora):
     assert amphora.push(2, text(listener(["m1"], m1="chek")))[0] == 422
     amphora.ask_haproxy(f"set server {POOL}:{LISTENER}/{MEMBER_IDS['m1']} state maint")
     status, answer = amphora.push(1, text(listener(["m1"])))
-    assert (status, answer["how"], answer["reason"]) == (200, "reload", "HAProxy did not run what it was told to")
+    assert (status, answer["how"], answer["reason"]) == (200, "reload", "HAProxy did not run its configuration")
     assert fetch(amphora) == (200, "m1")
     assert amphora.push(1, text(listener(["m1"])))[1]["how"] == "unchanged"
 

@@ -12,7 +12,7 @@ import previous
 import pytest
 from amphora_lab import AMPHORA, CONTROLLER, FIXED, HEARTBEATS, MAC, MEMBERS, Amphora, eventually, get
 
-from amphora_agent.drift.report import Difference, Drift
+from amphora_agent.drift.report import Difference, DriftReport
 from amphora_agent.stats.heartbeat_codec import encode
 
 pytestmark = pytest.mark.root
@@ -35,9 +35,9 @@ def amphora(network, authority, tmp_path):
 
 def datagram(amphora) -> bytes:
     """A heartbeat with all that this version's agent may say."""
-    drift = Drift()
+    drift = DriftReport()
     found = [Difference("interface", "eth1 is gone"), Difference("files", "one is damaged")]
-    drift.found(found, found)
+    drift.record(found, found)
     said = {
         "generation": 7,
         "listeners": {},

@@ -201,7 +201,7 @@ def test_what_is_written_down_has_no_contents_and_compares_equal(tmp_path):
     file = tmp_path / "confirmed.json"
     serving = tmp_path / "haproxy.cfg"
     serving.write_text(bundle.haproxy)
-    draft = confirmed_bundle.Draft(file, confirmed_bundle.as_of_now(bundle, digest(b"body")))
+    draft = confirmed_bundle.Draft(file, confirmed_bundle.confirmed_now(bundle, digest(b"body")))
     draft.reserve(serving)
     draft.confirm()
     assert "s3cret" not in file.read_text()

@@ -11,12 +11,12 @@ from amphora_agent.bundle import File
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.runtime_actions import (
     AddTicketKeys,
-    ForgetFile,
-    ListCertificate,
+    AddToCrtList,
     LoadFile,
-    UnlistCertificate,
+    RemoveFromCrtList,
+    UnloadFile,
 )
-from amphora_agent.haproxy.tls_diff import LARGEST, NONE, Side, changes
+from amphora_agent.haproxy.tls_diff import MAX_COMMAND_LENGTH, NO_CHANGES, TlsState, compare_files
 
 LIST, DEFAULT, SNI, OTHER = (f"tls/l/{name}" for name in ("certificates.list", "default.pem", "sni-1.pem", "sni-2.pem"))
 CLIENT_CA, CLIENT_CRL, CA, CRL = "tls/l/client_ca.pem", "tls/l/client_crl.pem", "tls/p/ca.pem", "tls/p/crl.pem"
@@ -25,11 +25,11 @@ BIND = f"ssl crt-list {LIST}"
 ASKING = f"{BIND} ca-file {CLIENT_CA} verify required no-tls-tickets crl-file {CLIENT_CRL}"
 
 
-def side(files: dict[str, str], *servers: str, bind: str = BIND) -> Side:
+def side(files: dict[str, str], *servers: str, bind: str = BIND) -> TlsState:
     lines = "".join(f"    server s{n} 192.0.2.1:{n} ssl {words}\n" for n, words in enumerate(servers, 1))
     text = f"frontend l\n    bind 198.51.100.5:443 {bind}\n    bind [2001:db8::5]:443 {bind}\nbackend p:l\n{lines}"
     made = tuple(File(name, hashlib.sha256(content.encode()).hexdigest()) for name, content in files.items())
-    return Side(parse(text), made, files)
+    return TlsState(parse(text), made, files)
 
 
 def listed(*names: str, **more: str) -> dict[str, str]:
@@ -40,20 +40,20 @@ ONE, TWO = listed(DEFAULT), listed(DEFAULT, SNI)
 
 
 def test_nothing_differs():
-    assert changes(side(TWO), side(TWO)) == NONE
+    assert compare_files(side(TWO), side(TWO)) == NO_CHANGES
 
 
 @pytest.mark.parametrize(
     ("old", "new", "before", "after"),
     [
         (side(ONE), side({**ONE, DEFAULT: "x"}), (LoadFile("cert", DEFAULT),), ()),
-        (side(ONE), side(TWO), (LoadFile("cert", SNI), ListCertificate(LIST, SNI)), ()),
-        (side(TWO), side(ONE), (), (UnlistCertificate(LIST, SNI), ForgetFile("cert", SNI))),
+        (side(ONE), side(TWO), (LoadFile("cert", SNI), AddToCrtList(LIST, SNI)), ()),
+        (side(TWO), side(ONE), (), (RemoveFromCrtList(LIST, SNI), UnloadFile("cert", SNI))),
         (
             side(TWO),
             side(listed(DEFAULT, OTHER)),
-            (LoadFile("cert", OTHER), ListCertificate(LIST, OTHER)),
-            (UnlistCertificate(LIST, SNI), ForgetFile("cert", SNI)),
+            (LoadFile("cert", OTHER), AddToCrtList(LIST, OTHER)),
+            (RemoveFromCrtList(LIST, SNI), UnloadFile("cert", SNI)),
         ),
         (side(listed(DEFAULT, SNI, OTHER)), side(listed(DEFAULT, OTHER, SNI)), (), ()),
         (
@@ -64,14 +64,14 @@ def test_nothing_differs():
         ),
         # A file was there before, and nobody used it.
         (side({**ONE, CA: "a"}), side({**ONE, CA: "a"}, f"ca-file {CA}"), (LoadFile("ca-file", CA),), ()),
-        (side({**ONE, CA: "a"}, f"ca-file {CA}"), side({**ONE, CA: "a"}), (), (ForgetFile("ca-file", CA),)),
+        (side({**ONE, CA: "a"}, f"ca-file {CA}"), side({**ONE, CA: "a"}), (), (UnloadFile("ca-file", CA),)),
         # One that nobody uses.
         (side(ONE), side({**ONE, OTHER: "x"}), (), ()),
     ],
 )
 def test_at_run_time(old, new, before, after):
-    found = changes(old, new)
-    assert (found.before, found.after, found.hindrances) == (before, after, ())
+    found = compare_files(old, new)
+    assert (found.before, found.after, found.obstacles) == (before, after, ())
     assert bool(found.reasons) == (old.files != new.files)
 
 
@@ -79,9 +79,13 @@ def test_at_run_time(old, new, before, after):
     ("old", "new", "why"),
     [
         (side(ONE), side(listed(SNI, DEFAULT)), "begins with another certificate"),
-        (side(ONE), side(listed(DEFAULT, f"{SNI} [alpn h2]")), "says more than names"),
+        (side(ONE), side(listed(DEFAULT, f"{SNI} [alpn h2]")), "has options besides names"),
         (side(ONE), side({**ONE, LIST: f"{DEFAULT}\n{DEFAULT}\n"}), "names a certificate twice"),
-        (side(ONE), side({**ONE, DEFAULT: "x" * (LARGEST + 1)}), f"is too large to be told: {LARGEST + 1}"),
+        (
+            side(ONE),
+            side({**ONE, DEFAULT: "x" * (MAX_COMMAND_LENGTH + 1)}),
+            f"has {MAX_COMMAND_LENGTH + 1} characters, too many for the stats socket",
+        ),
         (
             side({**ONE, CLIENT_CA: "a"}, bind=f"{BIND} ca-file {CLIENT_CA} verify required"),
             side({**ONE, CLIENT_CA: "b"}, bind=f"{BIND} ca-file {CLIENT_CA} verify required"),
@@ -90,18 +94,18 @@ def test_at_run_time(old, new, before, after):
     ],
 )
 def test_by_a_reload(old, new, why):
-    (hindrance,) = changes(old, new).hindrances
-    assert why in hindrance
-    assert "listener l" in hindrance
+    (obstacle,) = compare_files(old, new).obstacles
+    assert why in obstacle
+    assert "listener l" in obstacle
 
 
 @pytest.mark.parametrize(("words", "name"), [("ca-file", CA), ("crl-file", CRL), ("crt", CLIENT)])
 def test_what_members_are_believed_for_is_read_by_a_new_worker(words, name):
-    (hindrance,) = changes(*(side({**ONE, name: text}, f"{words} {name}") for text in "ab")).hindrances
-    assert hindrance.startswith(f"file {name} of pool p connections to members")
+    (obstacle,) = compare_files(*(side({**ONE, name: text}, f"{words} {name}") for text in "ab")).obstacles
+    assert obstacle.startswith(f"file {name} of pool p connections to members")
 
 
-def keys(*names: str) -> Side:
+def keys(*names: str) -> TlsState:
     return side({**ONE, KEYS: "".join(f"{name}\n" for name in names)}, bind=f"{BIND} tls-ticket-keys {KEYS}")
 
 
@@ -110,18 +114,18 @@ def keys(*names: str) -> Side:
     [("bcd", 1), ("cde", 2), ("def", 3), ("zabc", 0), ("acb", 3)],
 )
 def test_ticket_keys_move_on(new, count):
-    found = changes(keys("a", "b", "c"), keys(*new))
+    found = compare_files(keys("a", "b", "c"), keys(*new))
     assert found.before == ((AddTicketKeys(KEYS, count),) if count else ())
-    assert found.hindrances == ()
+    assert found.obstacles == ()
     assert found.reasons == (f"file {KEYS} of load balancer lb has another content",)
 
 
 @pytest.mark.parametrize("new", [["a", "b"], ["b", "c", "dd"]])
 def test_ticket_keys_that_do_not_follow(new):
-    (hindrance,) = changes(keys("a", "b", "c"), keys(*new)).hindrances
-    assert "load balancer lb" in hindrance
+    (obstacle,) = compare_files(keys("a", "b", "c"), keys(*new)).obstacles
+    assert "load balancer lb" in obstacle
 
 
 def test_no_content_is_ever_shown():
     old, new = keys("a", "b", "c"), keys("secret1", "secret2", "secret3")
-    assert "secret" not in repr(new) + repr(changes(old, new))
+    assert "secret" not in repr(new) + repr(compare_files(old, new))

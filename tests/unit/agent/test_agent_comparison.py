@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.haproxy.config_diff import MOST_REPLACED, Reload, Runtime, Unchanged, compare
+from amphora_agent.haproxy.config_diff import MAX_REPLACED, Reload, Runtime, Unchanged, compare
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.features import Abilities
+from amphora_agent.haproxy.features import Features
 from amphora_agent.haproxy.runtime_actions import (
     AddServer,
-    ForgetFile,
+    ComputeCookies,
     LoadFile,
-    NameServers,
     RemoveServer,
     ReplaceServer,
     SetAddress,
@@ -21,9 +20,10 @@ from amphora_agent.haproxy.runtime_actions import (
     SetMaintenance,
     SetServerMaxconn,
     SetWeight,
+    UnloadFile,
 )
-from amphora_agent.haproxy.server_state import EMPTY, rewrite
-from amphora_agent.haproxy.tls_diff import Changes
+from amphora_agent.haproxy.server_state import EMPTY, compose_state
+from amphora_agent.haproxy.tls_diff import TlsChanges
 
 ONE = "server a 192.0.2.1:80 weight 1 check inter 5s"
 TWO = "server b 192.0.2.2:80 weight 2"
@@ -85,7 +85,7 @@ def test_at_run_time(old, new, kinds):
         assert verdict == Unchanged()
         return
     assert isinstance(verdict, Runtime)
-    assert [type(step) for step in verdict.steps] == kinds
+    assert [type(action) for action in verdict.actions] == kinds
     assert verdict.reason
 
 
@@ -96,7 +96,7 @@ def test_at_run_time(old, new, kinds):
         (configuration(ONE), configuration(ONE, frontend="bind 198.51.100.5:81"), "'bind 198.51.100.5:81' is new"),
         (configuration(ONE, "fullconn 1"), configuration(ONE), "'fullconn 1' is gone"),
         (configuration("a x", "b"), configuration("b", "a x"), "the order of its lines"),
-        (configuration(ONE), configuration(ONE.replace("5s", "6s")), "nobody could serve while it were away"),
+        (configuration(ONE), configuration(ONE.replace("5s", "6s")), "no other member could serve meanwhile"),
         (configuration(ONE), configuration(ONE.replace("192.0.2.1", "a.example")), "its address is a.example:80"),
         (configuration("stick on src", ONE, TWO), configuration("stick on src", ONE + " backup", TWO), "its clients"),
         (
@@ -106,9 +106,9 @@ def test_at_run_time(old, new, kinds):
         ),
         (configuration(ONE, TWO), configuration(ONE + " cookie b", TWO), "its keywords differ; 'cookie' cannot"),
         (
-            configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, MOST_REPLACED + 2))),
-            configuration(*(f"server s{n} 192.0.2.1:{n} check" for n in range(1, MOST_REPLACED + 2))),
-            f"the keywords of {MOST_REPLACED + 1} members differ",
+            configuration(*(f"server s{n} 192.0.2.1:{n}" for n in range(1, MAX_REPLACED + 2))),
+            configuration(*(f"server s{n} 192.0.2.1:{n} check" for n in range(1, MAX_REPLACED + 2))),
+            f"the keywords of {MAX_REPLACED + 1} members differ",
         ),
         (configuration(ONE), configuration(ONE, TWO + " cookie b"), "'cookie' cannot"),
         (configuration(ONE), configuration(ONE, TWO + ' sni "str(\\"x\\")"'), "quoting"),
@@ -156,7 +156,7 @@ def test_by_a_reload(old, new, reason):
 def test_the_pool_is_never_emptier_than_wanted():
     old = configuration("server a 192.0.2.1:80 weight 0", "server b 192.0.2.2:80", "server c 192.0.2.3:80")
     new = configuration("server b 192.0.2.2:80 disabled", "server c 192.0.2.3:80 weight 0", "server a 192.0.2.1:80")
-    assert compare(old, new).steps == (
+    assert compare(old, new).actions == (
         SetWeight("p:l", "a", 1),
         SetMaintenance("p:l", "b", True),
         SetWeight("p:l", "c", 0),
@@ -168,14 +168,14 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
     new = configuration(*COOKIE, "dynamic-cookie-key k", TWO, "server c 192.0.2.3:80 disabled")
     verdict = compare(old, new)
     assert isinstance(verdict, Runtime)
-    added = [step for step in verdict.steps if isinstance(step, AddServer)]
-    assert [(step.server.name, step.waits) for step in added] == [("b", True), ("c", False)]
-    assert verdict.steps[2] == NameServers("p:l", "k", ("b",))
-    assert [type(step) for step in verdict.steps[3:]] == [RemoveServer]
+    added = [action for action in verdict.actions if isinstance(action, AddServer)]
+    assert [(action.server.name, action.awaits_cookie) for action in added] == [("b", True), ("c", False)]
+    assert verdict.actions[2] == ComputeCookies("p:l", "k", ("b",))
+    assert [type(action) for action in verdict.actions[3:]] == [RemoveServer]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "unproven"),
+    ("before", "after", "awaits_check"),
     [
         ([ONE], [ONE, TWO + " check"], True),
         ([ONE], [ONE, TWO], False),
@@ -184,38 +184,38 @@ def test_a_dynamic_cookie_is_computed_before_a_new_server_has_requests():
         ([ONE], [ONE, TWO + " check disabled"], False),
     ],
 )
-def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after, unproven):
-    for abilities in (Abilities(cookies=True, init_state=True), Abilities()):
-        verdict = compare(configuration(*before), configuration(*after), abilities=abilities)
-        added = [step.unproven for step in verdict.steps if isinstance(step, AddServer)]
-        assert added == [unproven and abilities.init_state]
+def test_who_joins_waits_for_his_first_check_where_somebody_stays(before, after, awaits_check):
+    for features in (Features(cookies=True, init_state=True), Features()):
+        verdict = compare(configuration(*before), configuration(*after), features=features)
+        added = [action.awaits_check for action in verdict.actions if isinstance(action, AddServer)]
+        assert added == [awaits_check and features.init_state]
 
 
 def test_what_a_server_can_do_itself_is_not_done_for_it():
     lines = (*COOKIE, "dynamic-cookie-key k")
     many = [f"server s{n} 192.0.2.9:{n}" for n in range(1, 2000)]
-    verdict = compare(configuration(*lines), configuration(*lines, *many), abilities=Abilities(cookies=True))
+    verdict = compare(configuration(*lines), configuration(*lines, *many), features=Features(cookies=True))
     assert isinstance(verdict, Runtime)
-    assert {type(step) for step in verdict.steps} == {AddServer}
-    assert not any(step.waits for step in verdict.steps)
+    assert {type(action) for action in verdict.actions} == {AddServer}
+    assert not any(action.awaits_cookie for action in verdict.actions)
     own = configuration("cookie C", ONE), configuration("cookie C", ONE, TWO + " cookie b")
     assert isinstance(compare(*own), Reload)
-    assert isinstance(compare(*own, abilities=Abilities(cookies=True)), Runtime)
+    assert isinstance(compare(*own, features=Features(cookies=True)), Runtime)
 
 
 def test_who_serves_while_a_member_is_replaced():
     off, none, spare, new = (f"server {name} 192.0.2.7:80" for name in ("off", "none", "spare", "new"))
     old = configuration(ONE, TWO, off + " disabled", none + " weight 0", spare + " backup")
     wanted = configuration(ONE + " fall 2", TWO, off + " disabled", none + " weight 0", spare + " backup", new)
-    (step,) = (step for step in compare(old, wanted).steps if isinstance(step, ReplaceServer))
-    assert (step.server.name, step.others, step.idle) == ("a", {"b"}, False)
+    (action,) = (action for action in compare(old, wanted).actions if isinstance(action, ReplaceServer))
+    assert (action.server.name, action.others, action.idle) == ("a", {"b"}, False)
 
 
 def test_a_member_is_changed_by_one_command_for_each_of_its_values():
     old = configuration(ONE + " addr 192.0.2.8 port 1 maxconn 5", TWO)
     new = configuration("server a [2001:db8::9]:81 check inter 5s port 2 addr 192.0.2.9 weight 4", TWO)
     verdict = compare(old, new)
-    assert verdict.steps == (
+    assert verdict.actions == (
         SetAddress("p:l", "a", "2001:db8::9", 81),
         SetCheck("p:l", "a", "192.0.2.9", 2),
         SetServerMaxconn("p:l", "a", 0),
@@ -229,8 +229,8 @@ def test_a_member_is_changed_by_one_command_for_each_of_its_values():
 )
 def test_the_limit_of_a_listener(old, new, maxconn):
     texts = [configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in (old, new)]
-    verdict = compare(*texts, abilities=Abilities(limits=True))
-    assert verdict.steps == (SetFrontendMaxconn("l", maxconn),)
+    verdict = compare(*texts, features=Features(limits=True))
+    assert verdict.actions == (SetFrontendMaxconn("l", maxconn),)
     assert compare(*texts) == Reload(verdict.reason)
     assert verdict.reason
 
@@ -238,16 +238,16 @@ def test_the_limit_of_a_listener(old, new, maxconn):
 @pytest.mark.parametrize("odd", ["maxconn 5k", "maxconn 1\n    maxconn 2", "maxconn"])
 def test_a_limit_that_is_none_is_not_set(odd):
     old, new = (configuration(frontend=f"bind 198.51.100.5:80\n    {line}") for line in ("maxconn 1", odd))
-    assert isinstance(compare(old, new, abilities=Abilities(limits=True)), Reload)
+    assert isinstance(compare(old, new, features=Features(limits=True)), Reload)
 
 
 def test_files_come_before_servers_and_go_after_them():
-    files = Changes((LoadFile("ca-file", "a"),), (ForgetFile("ca-file", "b"),), ("because",))
+    files = TlsChanges((LoadFile("ca-file", "a"),), (UnloadFile("ca-file", "b"),), ("because",))
     verdict = compare(configuration(ONE), configuration(TWO), files=files)
-    assert [type(step) for step in verdict.steps] == [LoadFile, AddServer, RemoveServer, ForgetFile]
+    assert [type(action) for action in verdict.actions] == [LoadFile, AddServer, RemoveServer, UnloadFile]
     assert verdict.reason.startswith("because; ")
-    assert compare(configuration(ONE), configuration(ONE), files=Changes(reasons=("x",))) == Runtime((), "x")
-    stuck = Changes((), (), ("because",), ("cannot",))
+    assert compare(configuration(ONE), configuration(ONE), files=TlsChanges(reasons=("x",))) == Runtime((), "x")
+    stuck = TlsChanges((), (), ("because",), ("cannot",))
     assert compare(configuration(ONE), configuration(TWO), files=stuck) == Reload("cannot")
     assert compare(configuration(ONE), configuration(ONE), ["elsewhere"], stuck) == Reload("elsewhere; because")
 
@@ -255,7 +255,7 @@ def test_files_come_before_servers_and_go_after_them():
 def test_quotes_that_change_nothing_are_no_hindrance():
     verdict = compare(configuration(ONE), configuration(ONE, TWO + " sni 'str(x)' check-sni \"x\""))
     assert isinstance(verdict, Runtime)
-    assert verdict.steps[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
+    assert verdict.actions[0].server.keywords[2:] == ("sni", "str(x)", "check-sni", "x")
 
 
 def test_reasons_stay_short():
@@ -282,6 +282,6 @@ def state(name, *, port=80, operational=0, admin=0, weights="9 9", address="192.
     ],
 )
 def test_only_what_the_checks_found_out_goes_to_the_next_worker(line, server, expected):
-    rewritten = rewrite(f"1\n# head\n{line}\n\n", configuration(server))
+    rewritten = compose_state(f"1\n# head\n{line}\n\n", configuration(server))
     assert rewritten == "1\n# head\n" + (f"{expected}\n" if expected else "")
-    assert rewrite("2\n# another version\n", configuration(server)) == EMPTY
+    assert compose_state("2\n# another version\n", configuration(server)) == EMPTY

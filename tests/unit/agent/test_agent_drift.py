@@ -11,8 +11,8 @@ from amphora_agent.apply import confirmed_bundle
 from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.drift import repair
-from amphora_agent.drift.repair import Auditor
-from amphora_agent.drift.report import Difference, Drift, both
+from amphora_agent.drift.repair import DriftRepair
+from amphora_agent.drift.report import Difference, DriftReport, seen_twice
 from amphora_agent.errors import MachineError
 from amphora_agent.haproxy import runtime_state
 from amphora_agent.paths import Paths
@@ -32,7 +32,7 @@ class Machine:
     def differences(self):
         return self.looks.pop(0) if self.looks else ()
 
-    def mend(self, found):
+    def repair(self, found):
         self.mended.append(tuple(found))
         if self.error is not None:
             raise self.error
@@ -44,15 +44,15 @@ def audited(monkeypatch):
     told = []
 
     def make(*looks):
-        machine, drift = Machine(*looks), Drift()
-        return machine, drift, Auditor(machine, drift, 1.0, lambda: told.append(1)), told
+        machine, drift = Machine(*looks), DriftReport()
+        return machine, drift, DriftRepair(machine, drift, 1.0, lambda: told.append(1)), told
 
     return make
 
 
 def test_nothing_is_said_of_a_machine_that_is_as_confirmed(audited):
     machine, drift, auditor, told = audited((), ())
-    auditor.audit()
+    auditor.check_and_repair()
     assert (machine.mended, told, drift.heartbeat()) == ([], [], {})
     assert drift.document() == {"last": None, "left": [], "found": {}, "looks": 1}
 
@@ -60,20 +60,20 @@ def test_nothing_is_said_of_a_machine_that_is_as_confirmed(audited):
 @pytest.mark.parametrize("second", [(), None, (LINK,)])
 def test_what_one_look_alone_has_seen_was_in_transit(audited, second):
     machine, drift, auditor, _ = audited((FILE,), second)
-    auditor.audit()
+    auditor.check_and_repair()
     assert (machine.mended, drift.heartbeat()) == ([], {})
 
 
 def test_a_look_during_a_change_says_nothing(audited):
     machine, drift, auditor, _ = audited(None)
-    drift.found((LINK,), (LINK,))
-    auditor.audit()
-    assert (machine.mended, [one.word for one in drift.left]) == ([], ["interface"])
+    drift.record((LINK,), (LINK,))
+    auditor.check_and_repair()
+    assert (machine.mended, [one.kind for one in drift.unrepaired]) == ([], ["interface"])
 
 
 def test_what_is_seen_twice_is_mended_and_told(audited):
     machine, drift, auditor, told = audited((FILE,), (FILE,), ())
-    auditor.audit()
+    auditor.check_and_repair()
     assert (machine.mended, len(told)) == ([(FILE,)], 1)
     said = drift.heartbeat()
     assert "drift" not in said
@@ -84,12 +84,12 @@ def test_what_stays_is_told_and_tried_ever_more_seldom(audited):
     machine, drift, auditor, _ = audited(*[(LINK,)] * 200)
     machine.error = MachineError("mend", "no")
     for _ in range(40):
-        auditor.audit()
+        auditor.check_and_repair()
     assert drift.heartbeat()["drift"] == ["interface"]
     assert 4 <= len(machine.mended) <= 8
     assert drift.document()["found"] == {"interface": 1}
     machine.looks = []
-    auditor.audit()
+    auditor.check_and_repair()
     assert "drift" not in drift.heartbeat()
     assert drift.heartbeat()["drifted"]["mended"] is False, "it is told what was found last"
 
@@ -102,7 +102,7 @@ def test_what_does_not_stay_mended_is_mended_ever_more_seldom_and_told(audited):
     def look():
         machine.looks = [(FILE,), (FILE,), ()]
         before = len(machine.mended)
-        auditor.audit()
+        auditor.check_and_repair()
         said.append(drift.heartbeat().get("drift"))
         return len(machine.mended) > before
 
@@ -119,34 +119,34 @@ def test_what_comes_back_after_long_is_mended_at_once(audited, monkeypatch):
     monkeypatch.setattr(repair.time, "monotonic", lambda: now)
     for _ in range(4):
         machine.looks = [(FILE,), (FILE,), ()]
-        auditor.audit()
+        auditor.check_and_repair()
     assert (len(machine.mended), drift.heartbeat()["drift"]) == (2, ["haproxy.cfg"])
     machine.looks = [()]
-    auditor.audit()
+    auditor.check_and_repair()
     assert "drift" not in drift.heartbeat()
     for _ in range(2):
         now += 11.0
         machine.looks = [(FILE,), (FILE,), ()]
-        auditor.audit()
+        auditor.check_and_repair()
     assert len(machine.mended) == 4
     machine.looks = [(LINK,), (LINK,), ()]
-    auditor.audit()
+    auditor.check_and_repair()
     assert len(machine.mended) == 5, "another thing has nothing to do with it"
     machine.generation = 2
     machine.looks = [(LINK,), (LINK,), ()]
-    auditor.audit()
+    auditor.check_and_repair()
     assert len(machine.mended) == 6, "a change came meanwhile"
 
 
 def test_what_is_told_is_short():
-    drift = Drift()
-    drift.found([Difference("route", "x" * 5000)] * 50, ())
+    drift = DriftReport()
+    drift.record([Difference("route", "x" * 5000)] * 50, ())
     assert len(json.dumps(drift.heartbeat())) < 1500
 
 
 def test_both_speaks_as_the_later_look_does():
     later = Difference("haproxy.cfg", "later")
-    assert both((FILE, LINK), (later,)) == (later,)
+    assert seen_twice((FILE, LINK), (later,)) == (later,)
 
 
 def test_a_file_is_damaged_until_it_holds_what_it_should_again(tmp_path):
@@ -155,14 +155,14 @@ def test_a_file_is_damaged_until_it_holds_what_it_should_again(tmp_path):
     name = "tls/11111111-0000-4000-8000-000000000000/a.pem"
     files = (File(name, hashlib.sha256(b"right").hexdigest(), "right"),)
     sets = FileSets(paths)
-    place = sets.lay_out(files)
+    place = sets.create(files)
     assert sets.damaged(files) == []
     (place / name).write_text("wrong")
     assert sets.damaged(files) == sets.damaged(files) == [name]
     (place / name).unlink()
     assert sets.damaged(files) == [name]
-    sets.doubt()
-    assert sets.lay_out(files) == place
+    sets.invalidate()
+    assert sets.create(files) == place
     assert sets.damaged(files) == []
 
 
@@ -171,10 +171,10 @@ def test_a_text_that_somebody_wrote_into_is_not_what_was_confirmed(tmp_path):
     good.write_text("listen\n")
     bad.write_text("listen to me\n")
     digest = hashlib.sha256(b"listen\n").hexdigest()
-    assert confirmed_bundle._right_text((bad, good), digest) == "listen\n"
-    assert confirmed_bundle._right_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
-    with pytest.raises(ValueError, match="written into"):
-        confirmed_bundle._right_text((bad,), digest)
+    assert confirmed_bundle._read_text((bad, good), digest) == "listen\n"
+    assert confirmed_bundle._read_text((tmp_path / "none", good), None) == "listen\n", "an older agent wrote no digest"
+    with pytest.raises(ValueError, match="modified"):
+        confirmed_bundle._read_text((bad,), digest)
 
 
 def test_listeners_that_were_switched_off_are_deaf():
@@ -183,4 +183,4 @@ def test_listeners_that_were_switched_off_are_deaf():
 
     names = [("a", "OPEN"), ("b", "STOP"), ("c", "FULL"), ("amphora:x", "STOP")]
     said = [row(name, "FRONTEND", state) for name, state in names]
-    assert runtime_state.deaf("\n".join([*said, row("d", "BACKEND", "DOWN")])) == ["b"]
+    assert runtime_state.closed_listeners("\n".join([*said, row("d", "BACKEND", "DOWN")])) == ["b"]

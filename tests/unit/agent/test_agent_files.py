@@ -12,7 +12,7 @@ from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import File
 from amphora_agent.errors import ConfigurationRefused, MachineError
 from amphora_agent.haproxy import config_file, stick_table_sync
-from amphora_agent.haproxy.check_errors import refusal
+from amphora_agent.haproxy.config_check import translate_error
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.paths import Paths
 
@@ -37,7 +37,7 @@ def names(place: Path) -> set[str]:
 
 def test_a_set_is_complete_private_and_found_again(sets, tmp_path):
     files = (file(PEM, "a"), file(CA, "b"))
-    place = sets.lay_out(files)
+    place = sets.create(files)
     assert names(place) == {PEM, CA}
     assert (place / PEM).read_text() == "a"
     root = Paths(tmp_path).files
@@ -46,33 +46,33 @@ def test_a_set_is_complete_private_and_found_again(sets, tmp_path):
     bare = tuple(File(f.name, f.sha256) for f in files)
     again = FileSets(Paths(tmp_path))
     assert again.holds(bare)
-    assert again.lay_out(bare) == place
+    assert again.create(bare) == place
     (place / CA).write_text("c")
     assert not FileSets(Paths(tmp_path)).holds(bare)
     (place / CA).unlink()
     assert not FileSets(Paths(tmp_path)).holds(bare)
     # Damaged, and the contents are known: made anew.
-    assert FileSets(Paths(tmp_path)).lay_out(files) == place
+    assert FileSets(Paths(tmp_path)).create(files) == place
     assert (place / CA).read_text() == "b"
 
 
 def test_without_contents_there_is_no_set_and_nothing_is_left(sets, tmp_path):
-    with pytest.raises(MachineError, match="its content is gone"):
-        sets.lay_out((file(PEM, "a"), File(CA, "0" * 64)))
+    with pytest.raises(MachineError, match="its content is lost"):
+        sets.create((file(PEM, "a"), File(CA, "0" * 64)))
     assert list(Paths(tmp_path).files.iterdir()) == []
 
 
 def test_no_files_need_no_directory(sets, tmp_path):
     assert sets.holds(())
-    assert sets.lay_out(()) == Paths(tmp_path).empty
+    assert sets.create(()) == Paths(tmp_path).empty
     assert not Paths(tmp_path).files.exists()
     sets.keep_only(())
 
 
 def test_only_what_differs_is_written_and_what_is_not_needed_removed(sets):
     old, new = (file(PEM, "a"), file(CA, "b")), (file(PEM, "c"), file(CA, "b"))
-    before = sets.lay_out(old)
-    after = sets.lay_out(new, old)
+    before = sets.create(old)
+    after = sets.create(new, old)
     assert before != after
     assert (before / CA).samefile(after / CA)
     assert ((before / PEM).read_text(), (after / PEM).read_text()) == ("a", "c")
@@ -82,7 +82,7 @@ def test_only_what_differs_is_written_and_what_is_not_needed_removed(sets):
     assert not before.exists()
     assert not half_made.exists()
     assert (after / CA).read_text() == "b"
-    assert sets.lay_out(old, new) == before
+    assert sets.create(old, new) == before
     assert (before / PEM).read_text() == "a"
 
 
@@ -119,7 +119,7 @@ def refused(message: str, line: int | None = None, name: str = "haproxy.cfg.new"
     wanted = composed(TEXT)
     where = "" if line is None else f"parsing [/var/lib/x/{name}:{wanted.head.count(chr(10)) + line}] : "
     output = f"[NOTICE]   (1) : haproxy version\n[ALERT]    (1) : config : {where}{message}\n"
-    return refusal(output, wanted, parse(TEXT), FILES, Path("/var/lib/x/haproxy.cfg.new"))
+    return translate_error(output, wanted, parse(TEXT), FILES, Path("/var/lib/x/haproxy.cfg.new"))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ ANSWER = """# table: p:l, type: ipv6, size:10240, used:{used}
     [(1, "0x11", True), (20, "0x100c", True), (0, "0x11", False), (1, "0x33", False), (1, "0x1103", False)],
 )
 def test_whether_stick_tables_would_be_handed_over(used, flags, lost):
-    assert stick_table_sync.would_be_lost(ANSWER.format(used=used, flags=flags)) is lost
-    assert stick_table_sync.would_be_lost(ANSWER.format(used=0, flags=flags), heir=True) is (
+    assert stick_table_sync.would_lose_entries(ANSWER.format(used=used, flags=flags)) is lost
+    assert stick_table_sync.would_lose_entries(ANSWER.format(used=0, flags=flags), has_predecessor=True) is (
         flags in ("0x11", "0x100c")
     )
-    assert not stick_table_sync.would_be_lost("# table: p:l, type: ipv6, size:10240, used:9\n\n")
+    assert not stick_table_sync.would_lose_entries("# table: p:l, type: ipv6, size:10240, used:9\n\n")

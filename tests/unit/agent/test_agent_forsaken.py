@@ -10,11 +10,11 @@ import pytest
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy import drain_removed_servers
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.drain_removed_servers import orders, taken_back
+from amphora_agent.haproxy.drain_removed_servers import drain_commands, ready_command
 from amphora_agent.haproxy.process import Haproxy
-from amphora_agent.haproxy.runtime_state import State
+from amphora_agent.haproxy.runtime_state import ServerState
 
-UP = State(True, 1, False, False, "192.0.2.1", 80, "-", 0)
+UP = ServerState(True, 1, False, False, "192.0.2.1", 80, "-", 0)
 MAINT, DRAIN = "set server b/x state maint", "set server b/x state drain"
 
 
@@ -35,7 +35,7 @@ def wanted(*servers, backend="b"):
     ],
 )
 def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
-    assert orders(wanted(*servers), {("b", "x"): UP, ("b", "y"): UP}) == expected
+    assert drain_commands(wanted(*servers), {("b", "x"): UP, ("b", "y"): UP}) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,21 +44,21 @@ def test_members_that_are_not_wanted_get_no_new_requests(servers, expected):
     ids=["down", "no weight", "disabled", "drained"],
 )
 def test_one_that_does_not_serve_is_nobody_else(there):
-    assert orders(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
-    assert orders(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+    assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): UP, ("b", "y"): there}) == []
+    assert drain_commands(wanted("y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
 
 
 def test_addresses_are_compared_without_brackets():
     there = UP._replace(address="2001:db8::1")
-    assert orders(wanted("x [2001:db8::1]:80", "y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
+    assert drain_commands(wanted("x [2001:db8::1]:80", "y 192.0.2.1:80"), {("b", "x"): there, ("b", "y"): UP}) == []
 
 
 def test_clients_of_a_listener_that_is_gone_are_served_to_the_end():
-    assert orders(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []
+    assert drain_commands(wanted("y 192.0.2.1:80", backend="c"), {("b", "x"): UP, ("b", "y"): UP}) == []
 
 
 def test_it_is_taken_back():
-    assert taken_back(MAINT) == "set server b/x state ready"
+    assert ready_command(MAINT) == "set server b/x state ready"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_silence_ends_it_and_a_refusal_does_not(monkeypatch, answers, asked):
         return answer
 
     given = [f"set server b/{name} state maint" for name in "xyz"]
-    monkeypatch.setattr(drain_removed_servers, "orders", lambda *_: given)
-    told = Haproxy._forsake(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
+    monkeypatch.setattr(drain_removed_servers, "drain_commands", lambda *_: given)
+    told = Haproxy._drain_removed_servers(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
     assert heard == told == given[:asked]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from amphora_agent.haproxy.config_check import read_timeout
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.limits import patience
-from amphora_agent.haproxy.runtime_state import Glance, changed_difference, some
+from amphora_agent.haproxy.runtime_state import PartialState, find_partial_difference, select_servers
 
 HEAD = "1\n# be_id be_name srv_id srv_name srv_addr\n"
 
@@ -20,13 +20,13 @@ def line(name, weight=1, admin=0, backend="b"):
 def test_servers_are_found_by_their_names(many):
     answer = HEAD + line("a") + line("ab", weight=3) + line("b") + "\n"
     names = {"ab", "none", *(f"n{n}" for n in range(30 * many))}
-    count, found = some(answer, "b", names)
+    count, found = select_servers(answer, "b", names)
     assert count == 3
     assert {key: state.weight for key, state in found.items()} == {("b", "ab"): 3}
 
 
 def test_an_empty_backend_has_none():
-    assert some(HEAD + "\n", "b", {"a"}) == (0, {})
+    assert select_servers(HEAD + "\n", "b", {"a"}) == (0, {})
 
 
 TEXT = "frontend f\n    bind 127.0.0.1:80\nbackend b\n    server a 192.0.2.1:80\n    server c 192.0.2.1:80\n"
@@ -44,8 +44,8 @@ TEXT = "frontend f\n    bind 127.0.0.1:80\nbackend b\n    server a 192.0.2.1:80\
     ],
 )
 def test_a_difference_is_named(rows, touched, why):
-    count, servers = some(HEAD + "".join(rows), "b", {name for _, name in touched})
-    said = changed_difference(parse(TEXT), touched, Glance({"f": 0}, {"b"}, {"b": count}, servers))
+    count, servers = select_servers(HEAD + "".join(rows), "b", {name for _, name in touched})
+    said = find_partial_difference(parse(TEXT), touched, PartialState({"f": 0}, {"b"}, {"b": count}, servers))
     assert (why in said) if why else not said
 
 
@@ -53,8 +53,10 @@ def test_a_difference_is_named(rows, touched, why):
     ("listeners", "backends", "why"), [({}, {"b"}, "listener f"), ({"f": 0}, set(), "b"), ({"f": 0}, {"b", "x"}, "x")]
 )
 def test_proxies_are_looked_at_too(listeners, backends, why):
-    assert why in changed_difference(parse(TEXT), [], Glance(listeners, backends, {}, {}))
+    assert why in find_partial_difference(parse(TEXT), [], PartialState(listeners, backends, {}, {}))
 
 
 def test_the_larger_the_longer_it_may_take():
-    assert patience(parse(TEXT)) < patience(parse(TEXT + "".join(f"    server s{n} 192.0.2.1:80\n" for n in range(99))))
+    assert read_timeout(parse(TEXT)) < read_timeout(
+        parse(TEXT + "".join(f"    server s{n} 192.0.2.1:80\n" for n in range(99)))
+    )

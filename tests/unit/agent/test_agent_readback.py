@@ -20,10 +20,12 @@ STATE = "1\n# head\n4 p:l 1 {name} {address} 2 {admin} {weight} 1 0 1 0 2 0 0 0 
 SAME = {"name": "a", "address": "192.0.2.1", "admin": 0, "weight": 1, "port": 80, "checked": 0, "at": "-"}
 
 
-def difference(server="server a 192.0.2.1:80", limit=7, **said) -> str:
+def find_difference(server="server a 192.0.2.1:80", limit=7, **said) -> str:
     text = f"frontend l\n    bind 198.51.100.5:80\n    maxconn 7\nbackend p:l\n    {server}\n"
-    states = runtime_state.states(STATE.format(**{**SAME, **said}))
-    return runtime_state.difference(parse(text), runtime_state.limits(STAT.format(limit=limit)), states)
+    parse_servers = runtime_state.parse_servers(STATE.format(**{**SAME, **said}))
+    return runtime_state.find_difference(
+        parse(text), runtime_state.listener_limits(STAT.format(limit=limit)), parse_servers
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def difference(server="server a 192.0.2.1:80", limit=7, **said) -> str:
     ],
 )
 def test_it_is_as_wanted(server, said):
-    assert difference(server, **said) == ""
+    assert find_difference(server, **said) == ""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_it_is_as_wanted(server, said):
     [
         ("server a 192.0.2.1:80", {"port": 81}, "is at 192.0.2.1 port 81, not at 192.0.2.1:80"),
         ("server a 192.0.2.1:80", {"address": "192.0.2.2"}, "is at 192.0.2.2"),
-        ("server a 192.0.2.1:80", {"name": "b"}, "member a of p:l is not as wanted"),
+        ("server a 192.0.2.1:80", {"name": "b"}, "member a of p:l is missing or unexpected"),
         ("server a 192.0.2.1:80", {"weight": 2}, "has (weight, maintenance) (2, False), not (1, False)"),
         ("server a 192.0.2.1:80", {"admin": 1}, "(1, True), not (1, False)"),
         ("server a 192.0.2.1:80", {"admin": 8}, "gets no new requests"),
@@ -57,7 +59,7 @@ def test_it_is_as_wanted(server, said):
     ],
 )
 def test_it_is_not(server, said, words):
-    assert words in difference(server, **said)
+    assert words in find_difference(server, **said)
 
 
 def revoking(*serials: int) -> str:

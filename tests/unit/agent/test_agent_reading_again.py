@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
-from amphora_agent.haproxy.partial_check import FEWEST, abridge
+from amphora_agent.haproxy.partial_check import MIN_SERVERS, omit_checked_servers
 
 HEAD = "defaults\n    timeout connect 5s\n\nfrontend f\n    bind 127.0.0.1:80\n    default_backend b\n"
 LINES = [
@@ -60,7 +60,7 @@ def test_a_known_line_is_not_accepted_where_a_new_one_would_not_be():
         parse("    timeout connect 5s\n" + HEAD, first)
 
 
-def many(backend="b", count=FEWEST, more=""):
+def many(backend="b", count=MIN_SERVERS, more=""):
     return f"backend {backend}\n" + "".join(f"    server s{n} 192.0.2.1:{1000 + n}{more}\n" for n in range(count))
 
 
@@ -85,7 +85,7 @@ def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
     before = parse(HEAD + many() + old)
     text = HEAD + many() + new
     wanted = parse(text, before)
-    short = abridge(text, wanted, before)
+    short = omit_checked_servers(text, wanted, before)
     assert short.count("\n") == text.count("\n"), "each line keeps its number"
     left = [line.split()[1] for line in short.split("\n") if line.strip().startswith("server ")]
     assert left == ([s.name for s in wanted.backends["b"].servers] if kept == "all" else kept)
@@ -98,17 +98,17 @@ def test_servers_that_were_read_before_are_not_read_again(old, new, kept):
 def test_servers_of_another_backend_were_not_read():
     before = parse(HEAD + many("b") + many("c"))
     text = HEAD + many("c") + many("b", more=" weight 2")
-    assert abridge(text, parse(text, before), before).count("weight 2") == FEWEST
-    assert abridge(text, parse(text, before), before).count("server s") == FEWEST
+    assert omit_checked_servers(text, parse(text, before), before).count("weight 2") == MIN_SERVERS
+    assert omit_checked_servers(text, parse(text, before), before).count("server s") == MIN_SERVERS
 
 
 @pytest.mark.parametrize("keywords", ["track b/s1", "guid s1"])
 def test_a_server_that_is_about_one_elsewhere_has_all_of_them_read(keywords):
     before = parse(HEAD + many("b") + many("c"))
     text = HEAD + many("b") + many("c") + f"    server new 192.0.2.1:1 {keywords}\n"
-    assert abridge(text, parse(text, before), before) == text
+    assert omit_checked_servers(text, parse(text, before), before) == text
 
 
 def test_few_are_not_worth_it():
-    text = HEAD + many(count=FEWEST - 1)
-    assert abridge(text, parse(text), parse(text)) == text
+    text = HEAD + many(count=MIN_SERVERS - 1)
+    assert omit_checked_servers(text, parse(text), parse(text)) == text

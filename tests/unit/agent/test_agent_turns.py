@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from amphora_agent.apply.apply_queue import Turns
-from amphora_agent.apply.change_log import UNCHANGED, Deed, Tally
+from amphora_agent.apply.apply_queue import ApplyQueue
+from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
 
 PATIENCE = 10.0
 
@@ -18,13 +18,13 @@ class Line:
     """Pushes that wait behind one that is being applied."""
 
     def __init__(self):
-        self.turns = Turns()
+        self.turns = ApplyQueue()
         self.done = []
         self.failing = set()
         self._gate = threading.Event()
         self._entered = threading.Event()
         self._pool = ThreadPoolExecutor(16)
-        self._first = self._pool.submit(self.turns.take, 1, "lb", self._blocked)
+        self._first = self._pool.submit(self.turns.run_in_turn, 1, "lb", self._blocked)
         assert self._entered.wait(PATIENCE)
         self._expected = 0
 
@@ -34,7 +34,7 @@ class Line:
         return 1
 
     def push(self, generation, kind="lb"):
-        future = self._pool.submit(self.turns.take, generation, kind, lambda: self._work(generation))
+        future = self._pool.submit(self.turns.run_in_turn, generation, kind, lambda: self._work(generation))
         self._expected += 1
         with self.turns._changed:
             assert self.turns._changed.wait_for(lambda: True)
@@ -85,9 +85,9 @@ def test_equal_ones_are_applied_in_turn_and_others_are_not_answered_for():
 def test_a_deed_has_a_reason():
     for how in ("start", "runtime", "reload", "stop"):
         with pytest.raises(ValueError, match="without a reason"):
-            Deed(how, "")
-    tally = Tally()
-    for deed in (Deed("reload", "one"), Deed("reload", "two"), UNCHANGED):
+            Change(how, "")
+    tally = ChangeLog()
+    for deed in (Change("reload", "one"), Change("reload", "two"), UNCHANGED):
         tally.count(deed)
     tally.count_ended_worker(3)
     found = tally.document()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from amphora_agent.haproxy.workers import MOST_REPLACED, Workers, parse, too_many
+from amphora_agent.haproxy.workers import MAX_OLD_WORKERS, Workers, excess_workers, parse
 
 ANSWER = """#<PID>          <type>          <reloads>       <uptime>        <version>
 10              master          4 [failed: 1]   0d00h00m09s     2.6.12-1+deb12u4
@@ -31,9 +31,9 @@ def test_a_list_of_processes():
     ("most", "ended"), [(1, (11, 13, 14)), (2, (11, 13)), (3, (11,)), (4, ()), (100, ()), (None, ())]
 )
 def test_the_oldest_make_room_for_one_more(most, ended):
-    assert too_many(parse(ANSWER), most) == ended
+    assert excess_workers(parse(ANSWER), most) == ended
 
 
 def test_without_a_limit_there_is_one():
     many = Workers(20, 99, tuple(range(20)))
-    assert len(many.replaced) - len(too_many(many, None)) == MOST_REPLACED - 1
+    assert len(many.replaced) - len(excess_workers(many, None)) == MAX_OLD_WORKERS - 1

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from amphora_agent.apply.directive_check import check
+from amphora_agent.apply.directive_check import refuse_directives
 from amphora_agent.bundle import File
 from amphora_agent.directives import allowed
-from amphora_agent.directives.lists import refused_line
+from amphora_agent.directives.crt_lists import refused_line
 from amphora_agent.errors import ConfigurationRefused
 from amphora_agent.haproxy.config_parser import parse
 
@@ -21,12 +21,12 @@ LIST = f"tls/{LB}/certificates.list"
 
 
 def judge(*lines, files=()):
-    check(parse("".join(f"{line}\n" for line in ("defaults", "backend pool:listener", *lines))), files)
+    refuse_directives(parse("".join(f"{line}\n" for line in ("defaults", "backend pool:listener", *lines))), files)
 
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.cfg")), ids=lambda file: file.stem)
 def test_what_our_template_renders_is_accepted(file):
-    check(parse(file.read_text(encoding="utf-8")), ())
+    refuse_directives(parse(file.read_text(encoding="utf-8")), ())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_accepted(line):
         ('http-request set-header X "a\\" -f b"', "an environment variable or an escape"),
         ("log-format a\\", "an environment variable or an escape"),
         ("server a 192.0.2.1:80 '' check", "'server … …'"),
-        ("nonsense /etc/passwd", "'nonsense' is none of the directives"),
+        ("nonsense /etc/passwd", "'nonsense' is not among the directives"),
         ("no option forwardfor", "'no option'"),
     ],
 )
@@ -144,9 +144,9 @@ def test_a_line_is_judged_once(monkeypatch):
     monkeypatch.setattr(allowed, "refusal", lambda words: judged.append(words) or refusal(words))
     text = "backend b\n" + "".join(f"    server s{n} 192.0.2.1:{n}\n" for n in range(1, 100))
     before = parse(text)
-    check(before, ())
+    refuse_directives(before, ())
     assert len(judged) == 100
-    check(parse(text.replace("s50 ", "other "), before), ())
+    refuse_directives(parse(text.replace("s50 ", "other "), before), ())
     assert judged[100:] == [("server", "other", "192.0.2.1:50")]
 
 
@@ -173,6 +173,6 @@ def test_lists_are_judged_where_they_are_named():
     judge("    bind 192.0.2.1:443 ssl crt tls/a/b.pem", files=[file])
     text = f"frontend listener\n    bind 192.0.2.1:443 ssl crt-list {LIST}\n"
     with pytest.raises(ConfigurationRefused, match=r"certificates\.list, line 1") as refused:
-        check(parse(text), [file])
+        refuse_directives(parse(text), [file])
     assert refused.value.object_id == LB
-    check(parse(text), [File(LIST, file.sha256)])
+    refuse_directives(parse(text), [File(LIST, file.sha256)])

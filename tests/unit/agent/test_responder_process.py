@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import amphora_agent
-from amphora_agent.haproxy.config_parser import OWN
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.responder import code_version, ping_targets, prometheus
 from amphora_agent.stats.haproxy_stats import QUESTION
 
@@ -46,7 +46,7 @@ def test_its_version_covers_all_it_runs(modules):
 
 
 def test_what_it_says_once_more_is_the_same():
-    assert prometheus.OWN == OWN
+    assert prometheus.OWN == AGENT_PREFIX
     assert prometheus.QUESTION == QUESTION
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from amphora_agent.apply.udp_update import difference
+from amphora_agent.apply.udp_update import describe_change
 from amphora_agent.l4 import eligible_members
 from amphora_agent.l4.model import Member, Persistence, VirtualServer
 from amphora_agent.l4_nftables import conntrack_marks, least_connections, maglev, ruleset
@@ -302,4 +302,4 @@ def test_turns_begin_at_their_first_where_flows_were_counted():
     ],
 )
 def test_what_changed_is_said_by_name(before, after, wanted):
-    assert difference(before, after) == wanted
+    assert describe_change(before, after) == wanted

@@ -10,7 +10,7 @@ import pytest
 from test_agent_firewall import bundle, vrrp
 from test_virtual_rules import member, server
 
-from amphora_agent.apply.udp_update import VirtualServing
+from amphora_agent.apply.udp_update import UdpUpdate
 from amphora_agent.errors import VirtualServersError
 
 NONE = bundle()
@@ -43,68 +43,68 @@ class Asked:
 
 def serving():
     checker = Asked()
-    return checker, VirtualServing(checker)
+    return checker, UdpUpdate(checker)
 
 
 def test_who_begins_looks_first_and_then_nobody_is_asked():
     checker, one = serving()
-    one.bring_about(ONE)
+    one.apply(ONE)
     assert checker.told() == [("differs", 1, False), ("serve", [1], False)]
     for _ in range(2):
-        one.check(ONE)
-        one.bring_about(ONE)
+        one.validate(ONE)
+        one.apply(ONE)
     assert checker.told() == []
-    one.check(TWO)
-    one.check(TWO)
-    one.bring_about(TWO)
+    one.validate(TWO)
+    one.validate(TWO)
+    one.apply(TWO)
     assert checker.told() == [("check", 1), ("serve", [2], False)]
-    one.doubt()
-    one.bring_about(TWO)
+    one.invalidate()
+    one.apply(TWO)
     assert checker.told() == [("differs", 1, False), ("serve", [2], False)]
-    one.bring_about(replace(TWO, vrrp=vrrp()))
+    one.apply(replace(TWO, vrrp=vrrp()))
     assert checker.told() == [("serve", [2], True)]
-    one.bring_about(NONE)
+    one.apply(NONE)
     assert checker.told() == [("serve", [], False)]
 
 
 def test_what_failed_is_put_back_and_what_cannot_be_is_asked_for_again():
     checker, one = serving()
-    one.bring_about(ONE)
+    one.apply(ONE)
     checker.broken = True
     with pytest.raises(VirtualServersError):
-        one.bring_about(TWO)
-    one.go_back(ONE, TWO)
+        one.apply(TWO)
+    one.rollback(ONE, TWO)
     checker.broken = False
     checker.told()
-    one.bring_about(ONE)
+    one.apply(ONE)
     assert checker.told() == [("differs", 1, False), ("serve", [1], False)]
-    one.bring_about(TWO)
-    one.go_back(ONE, TWO)
+    one.apply(TWO)
+    one.rollback(ONE, TWO)
     assert checker.told() == [("serve", [2], False), ("serve", [1], False)]
     # Nothing was begun, or there is nothing to go back to.
-    one.go_back(ONE, TWO)
+    one.rollback(ONE, TWO)
     assert checker.told() == []
     other, fresh = serving()
-    fresh.go_back(NONE, replace(NONE, load_balancer_id=uuid.UUID(int=9)))
+    fresh.rollback(NONE, replace(NONE, load_balancer_id=uuid.UUID(int=9)))
     assert other.told() == []
-    fresh.go_back(None, ONE)
+    fresh.rollback(None, ONE)
     assert ("serve", [], False) in other.told()
 
 
 def test_a_listener_that_was_refused_leaves_nobody_behind():
     """Who was asked whether it could be served has been started for that."""
     checker, one = serving()
-    one.bring_about(NONE)
+    one.apply(NONE)
     checker.told()
-    one.check(ONE)
-    one.go_back(NONE, ONE)
+    one.validate(ONE)
+    one.rollback(NONE, ONE)
     assert checker.told() == [("check", 1), ("serve", [], False)]
-    one.go_back(NONE, replace(NONE, generation=7))
+    one.rollback(NONE, replace(NONE, generation=7))
     assert checker.told() == []
-    one.bring_about(ONE)
+    one.apply(ONE)
     checker.told()
-    one.check(TWO)
-    one.go_back(ONE, TWO)
+    one.validate(TWO)
+    one.rollback(ONE, TWO)
     assert checker.told() == [("check", 1)]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of certificates (HAProxy manual, "crt-list"), which name files as a configuration does.
+"""Checks crt-lists (HAProxy manual, "crt-list"), which name files as a configuration does.
 
-Invariant: pure. A list that is accepted names certificates of the bundle alone, and sets nothing but ALPN for them.
+Invariant: pure. An accepted list names certificates of the bundle only, and sets no option except ALPN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LINE = re.compile(
 
 
 def refused_line(text: str) -> int | None:
-    """The number, from 1, of the first line that is refused; None if all are accepted."""
+    """Return the number, from 1, of the first refused line; None if all lines are accepted."""
     for number, line in enumerate(text.split("\n"), start=1):
         if _LINE.fullmatch(line) is None:
             return number
