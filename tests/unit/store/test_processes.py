@@ -55,12 +55,12 @@ def test_a_host_that_drains_does_so_for_those_that_come_later(any_database):
     assert one.heartbeat() is True
     one.deregister()
     later = ProcessRegistration(any_database, "later", ProcessKind.CONTROLLER)
-    assert later.sign() is True
+    assert later.heartbeat() is True
     assert set(any_database.read(process_registry.list_drained_hosts)) == {HOST}
     assert drain(draining=False)
-    assert later.sign() is False
+    assert later.heartbeat() is False
     assert drain(draining=True, host="elsewhere")
-    assert later.sign() is False
+    assert later.heartbeat() is False
 
 
 def test_duties_by_who_has_them(any_database):
@@ -73,7 +73,7 @@ def test_duties_by_who_has_them(any_database):
 @pytest.mark.parametrize("way", ["forgotten", "buried"])
 def test_the_dead_are_forgotten(database, way):
     for name in ("dead", "alive"):
-        ProcessRegistration(database, name, ProcessKind.CONTROLLER).sign()
+        ProcessRegistration(database, name, ProcessKind.CONTROLLER).heartbeat()
     if way == "forgotten":
         database.write(lambda c: c.execute(sa.update(process).where(process.c.name == "dead").values(seen_at=1.0)))
         database.write(lambda c: process_registry.purge_silent_processes(c, time.time()))

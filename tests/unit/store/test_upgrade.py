@@ -376,7 +376,7 @@ def test_who_works_is_known_whatever_the_schema(empty, revision, monkeypatch):
         database.write(lambda c: c.execute(work.insert().values(load_balancer_id="lb", op="apply", generation=1)))
         assert Jobs(database, "one", 60.0).claim() is not None
         assert acquire_duty(database, "housekeeping", "two", 60.0)
-        process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).sign()
+        process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).heartbeat()
         database.dispose()
         assert migrate.active_processes(empty) == (), "they have the schema of this version, and keep it"
         newer = (*schema_check.known_revisions(), "9999")
