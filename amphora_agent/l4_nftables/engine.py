@@ -289,8 +289,8 @@ class NftablesEngine:
         if self._table is None or not libnftables.table_exists(FAMILY, TABLE):
             return {}
         flows_, in_, out = (
-            {int(mark, 16): (int(packets), int(size)) for mark, packets, size in _ELEMENT.findall(said)}
-            for said in (self._run(_LIST_SET.format(name)) for name in ruleset.MEMBER_COUNTERS)
+            {int(mark, 16): (int(packets), int(size)) for mark, packets, size in _ELEMENT.findall(text)}
+            for text in (self._run(_LIST_SET.format(name)) for name in ruleset.MEMBER_COUNTERS)
         )
         open_, nothing = self._flows_by_mark(), (0, 0)
         return {

@@ -209,10 +209,10 @@ def headers(connection):
     ("say", "word", "seen"),
     [
         (drip, "DOWN", "no answer within"),
-        (endless, "DOWN", "no answer of HTTP/1"),
+        (endless, "DOWN", "not an HTTP/1 answer"),
         (redirect, "DOWN", "status 302"),
         (silent, "DOWN", "closed without"),
-        (garbage, "DOWN", "no answer of HTTP/1"),
+        (garbage, "DOWN", "not an HTTP/1 answer"),
         (headers, "UP", "status 200"),
         (says(ERROR), "DOWN", "status 503"),
     ],
