@@ -20,8 +20,7 @@ from flask import Flask
 from octavia_process import Refused
 from throwaway_authority import SERVER
 
-from amphora_agent.octavia_api_v1 import host_routes
-from amphora_agent.octavia_api_v1 import routes as routes_module
+from amphora_agent.octavia_api_v1 import host_routes, routes
 
 SECOND_MAC = "02:00:00:00:5e:0c"
 KEY = "a key of an operator"
@@ -64,15 +63,15 @@ def status(amphora, name):
 
 def test_every_call_of_the_client_has_a_route(plugged):
     app = Flask("routes")
-    app.register_blueprint(routes_module.blueprint(None))
+    app.register_blueprint(routes.blueprint(None))
     app.register_blueprint(host_routes.blueprint(None, None, None, None, None, None))
-    routes = app.url_map.bind("amphora")
+    bound = app.url_map.bind("amphora")
     calls = plugged("requests")
     assert len(calls) == 22
     # The client has a method for it, but no amphora ever had the route, and nothing in Octavia calls it.
     assert calls.pop("get_listener_status") == ["GET", "listeners/x"]
     for method, path in calls.values():
-        routes.match(f"/1.0/{path}", method)
+        bound.match(f"/1.0/{path}", method)
 
 
 def test_the_worker_is_told_what_the_amphora_is(plugged):

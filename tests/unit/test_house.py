@@ -110,7 +110,7 @@ def test_folders_are_not_deep():
     wrong = [
         str(place(path))
         for path in inside(*SHIPPED, suffix=".py")
-        if len(place(path).parts) > 3 and place(path).parts[1:3] != ("store", "migrations")
+        if len(place(path).parts) > 3 and place(path).parts[1:3] != ("database", "migrations")
     ]
     assert wrong == []
 
