@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundle: the whole wanted state of an amphora, as typed values.
+"""The bundle: the complete desired state of an amphora, as typed values.
 
-Invariant: what `parse` returns is complete and well-formed; a body with an unknown key, a missing one or a
-value of the wrong type never becomes a `Bundle`. Parsing touches nothing outside its argument, and no error of it
-repeats what a file holds.
+Invariant: a `Bundle` from `parse` is complete and well-formed. A body with an unknown key, a missing key or a value of
+the wrong type is refused. Parsing has no side effects, and no error repeats the content of a file.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ by an amphora that Octavia drives.
 """
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
-_SMALLEST_MTU, _LARGEST_MTU = 68, 65535
-# Begins with no dot: neither a hidden file nor a way out of its directory can be named.
+_MIN_MTU, _MAX_MTU = 68, 65535
+# No part begins with a dot: no hidden file, and no path out of the directory.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_LARGEST_PORT = 65535
+_MAX_PORT = 65535
 _TCP = "tcp"
 PROTOCOLS = (_TCP, "udp", "sctp")
-_SHORTEST_ADVERT = 0.05
+_MIN_ADVERT_SECONDS = 0.05
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-MOST_FILES = 4096
-LARGEST_FILE = 4 * 1024 * 1024
-LARGEST_FILES = 16 * 1024 * 1024
-"""All of them together, in bytes. Two sets at once have to fit into the amphora's memory."""
+MAX_FILES = 4096
+MAX_FILE_BYTES = 4 * 1024 * 1024
+MAX_FILES_BYTES = 16 * 1024 * 1024
+"""The total size. The memory of the amphora has to hold two sets at once."""
 
 Address = IPv4Interface | IPv6Interface
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -52,7 +51,7 @@ Network = IPv4Network | IPv6Network
 
 @dataclass(frozen=True)
 class Route:
-    """One route in the main table. Without a gateway the destination is on the link."""
+    """One route in the main table. Without a gateway, the destination is on the link."""
 
     destination: Network
     gateway: Host | None
@@ -72,7 +71,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class File:
-    """A file the configuration names. Two are equal if they hold the same, whether or not it is at hand."""
+    """A TLS file. Two files are equal if their digests are, even if only one has its content."""
 
     name: str
     sha256: str
@@ -80,16 +79,16 @@ class File:
 
     @property
     def object_id(self) -> str:
-        """The listener or pool it belongs to."""
+        """The id of its listener or pool."""
         return self.name.split("/")[1]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one HAProxy may take; None is what the machine allows, or the agent's own default.
+    """The limits of HAProxy; None is the limit of the machine, or the agent's default.
 
-    ``drain`` is for how many seconds a worker that was replaced may go on with the connections it has, ``workers`` how
-    many such workers there may be at once.
+    ``drain`` is the number of seconds that an old worker may go on with its connections, ``workers`` the number of old
+    workers at once.
     """
 
     connections: int | None
@@ -99,8 +98,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """From where a port may be reached; a port that is not named is open to everybody."""
+class AllowedSources:
+    """The networks that may connect to a port; a port without an entry is open to all clients."""
 
     port: int
     networks: tuple[Network, ...]
@@ -109,7 +108,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Partner:
-    """One amphora of a pair: the name that stick tables know it by, and its address on the VIP's network."""
+    """One amphora of a pair: its name in the stick tables' peers, and its address on the VIP's network."""
 
     name: str
     address: Host
@@ -117,9 +116,9 @@ class Partner:
 
 @dataclass(frozen=True)
 class Vrrp:
-    """How two amphorae agree on who has the VIPs (RFC 9568).
+    """The VRRP settings of an amphora in a pair (RFC 9568).
 
-    ``interface`` is the name of the one that has the VIPs, ``advert_interval`` is in seconds.
+    ``interface`` is the name of the interface with the VIPs, ``advert_interval`` is in seconds.
     """
 
     interface: str
@@ -132,7 +131,7 @@ class Vrrp:
 
 @dataclass(frozen=True)
 class VrrpInstance:
-    """One amphora's part in the VRRP group of a load balancer: the settings and the addresses they protect.
+    """The VRRP settings of an amphora with the addresses that they protect.
 
     ``fixed`` are the amphora's own addresses on the interface of the VIPs.
     """
@@ -150,10 +149,10 @@ class VrrpInstance:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Everything one amphora should be. ``haproxy`` is None where no HAProxy is wanted.
+    """The desired state of one amphora. ``haproxy`` is None if no listener needs HAProxy.
 
-    ``pings`` holds the addresses that answer for members whose monitor is a ping, by member id. ``vrrp`` is None where
-    the amphora is on its own and has the VIPs itself. ``virtual_servers`` are the listeners HAProxy does not serve.
+    ``pings`` holds the addresses to ping for members with a PING monitor, by member id. ``vrrp`` is None for a single
+    amphora, which always has the VIPs. ``virtual_servers`` are the UDP and SCTP listeners.
     """
 
     amphora_id: uuid.UUID
@@ -164,7 +163,7 @@ class Bundle:
     pings: dict[str, Host]
     limits: Limits
     interfaces: tuple[Interface, ...]
-    allowed: tuple[Allowed, ...] = ()
+    allowed: tuple[AllowedSources, ...] = ()
     vrrp: Vrrp | None = None
     virtual_servers: tuple[VirtualServer, ...] = ()
 
@@ -178,11 +177,11 @@ class Bundle:
         return None if found is None else VrrpInstance(vrrp, found.vips, found.mtu, found.addresses)
 
     def without_contents(self) -> Bundle:
-        """The same, with nothing in it that must not lie around."""
+        """Return the bundle without the contents of its files, which are secret."""
         return replace(self, files=tuple(File(file.name, file.sha256) for file in self.files))
 
-    def stored(self) -> dict[str, Any]:
-        """What is written down of it: everything but the files' contents."""
+    def to_document(self) -> dict[str, Any]:
+        """Return the bundle for the disk, without the contents of its files."""
         return {
             "format": FORMAT,
             "amphora_id": str(self.amphora_id),
@@ -192,15 +191,15 @@ class Bundle:
             "files": [{"name": file.name, "sha256": file.sha256} for file in self.files],
             "pings": {member: str(address) for member, address in self.pings.items()},
             "limits": asdict(self.limits),
-            "interfaces": [_stored_interface(interface) for interface in self.interfaces],
-            "allowed": [_stored_allowed(one) for one in self.allowed],
-            "vrrp": None if self.vrrp is None else _stored_vrrp(self.vrrp),
-            # Left out where there is none, as controllers do: agents before 2.0 do not know the key.
+            "interfaces": [_interface_document(interface) for interface in self.interfaces],
+            "allowed": [_allowed_document(one) for one in self.allowed],
+            "vrrp": None if self.vrrp is None else _vrrp_document(self.vrrp),
+            # Omitted without virtual servers, as controllers do: agents before 2.0 refuse the key.
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
 
-def _stored_interface(interface: Interface) -> dict[str, Any]:
+def _interface_document(interface: Interface) -> dict[str, Any]:
     return {
         "mac": interface.mac,
         "name": interface.name,
@@ -214,12 +213,12 @@ def _stored_interface(interface: Interface) -> dict[str, Any]:
     }
 
 
-def _stored_allowed(one: Allowed) -> dict[str, Any]:
+def _allowed_document(one: AllowedSources) -> dict[str, Any]:
     said: dict[str, Any] = {"port": one.port, "networks": [str(each) for each in one.networks]}
     return said if one.protocol == _TCP else {**said, "protocol": one.protocol}
 
 
-def _stored_vrrp(vrrp: Vrrp) -> dict[str, Any]:
+def _vrrp_document(vrrp: Vrrp) -> dict[str, Any]:
     return {
         "interface": vrrp.interface,
         "router_id": vrrp.router_id,
@@ -231,34 +230,34 @@ def _stored_vrrp(vrrp: Vrrp) -> dict[str, Any]:
 
 
 def digest(body: bytes) -> str:
-    """What `GET /v2/bundle` shows of a body."""
+    """Return the digest of a body for `GET /v2/bundle`."""
     return hashlib.sha256(body).hexdigest()
 
 
 def parse(body: bytes) -> Bundle:
-    """Read a request body.
+    """Parse a request body.
 
     Raises:
-        MalformedBundle: saying which key is wrong.
+        MalformedBundle: with the name of the wrong key.
     """
     try:
-        return _bundle(json.loads(body, object_pairs_hook=_without_repetition), _file)
+        return _bundle(json.loads(body, object_pairs_hook=_reject_duplicate_keys), _file)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MalformedBundle(
-            "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for its shape."
+            "read the bundle", str(error).strip("'\""), "See docs/agent-api.md for the format."
         ) from error
 
 
 def parse_stored(document: Any) -> Bundle:
-    """Read what `Bundle.stored` made.
+    """Parse the result of `Bundle.to_document`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else.
+        ValueError, KeyError, TypeError: the document has another form.
     """
     return _bundle(document, _stored_file)
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
         raise ValueError("a key is given twice")
@@ -293,7 +292,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         raise ValueError("generation is negative")
     text = found["haproxy"]
     if text is not None:
-        _bytes(text, "haproxy")
+        _encoded(text, "haproxy")
     interfaces = tuple(_interface(item) for item in _typed(found["interfaces"], list, "interfaces"))
     for attribute in ("mac", "name"):
         values = [getattr(interface, attribute) for interface in interfaces]
@@ -317,8 +316,8 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
     )
 
 
-def _bytes(value: Any, where: str) -> bytes:
-    """A text as it will be written."""
+def _encoded(value: Any, where: str) -> bytes:
+    """Return a text as it is written to a file."""
     text: str = _typed(value, str, where)
     if "\0" in text:
         raise ValueError(f"{where} contains a NUL character")
@@ -330,22 +329,22 @@ def _bytes(value: Any, where: str) -> bytes:
 
 def _files(value: Any, read_file: Callable[[Any, str], File]) -> tuple[File, ...]:
     items = _typed(value, list, "files")
-    if len(items) > MOST_FILES:
-        raise ValueError(f"{len(items)} files are more than {MOST_FILES}")
+    if len(items) > MAX_FILES:
+        raise ValueError(f"{len(items)} files are more than {MAX_FILES}")
     found = [read_file(item, f"file {number}") for number, item in enumerate(items, start=1)]
     if len({file.name for file in found}) != len(found):
         raise ValueError("two files have the same name")
-    if (size := sum(len(file.content or "") for file in found)) > LARGEST_FILES:
-        raise ValueError(f"the files hold {size} characters together, at most {LARGEST_FILES} bytes are taken")
+    if (size := sum(len(file.content or "") for file in found)) > MAX_FILES_BYTES:
+        raise ValueError(f"the files have {size} characters together, at most {MAX_FILES_BYTES} bytes are allowed")
     return tuple(sorted(found, key=lambda file: file.name))
 
 
 def _file(document: Any, where: str) -> File:
     found = _keys(document, where, ("name", "content"))
     name = _file_name(found["name"], where)
-    content = _bytes(found["content"], f"the content of {name}")
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"{name} holds {len(content)} bytes, at most {LARGEST_FILE} are taken")
+    content = _encoded(found["content"], f"the content of {name}")
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{name} has {len(content)} bytes, at most {MAX_FILE_BYTES} are allowed")
     return File(name, hashlib.sha256(content).hexdigest(), found["content"])
 
 
@@ -367,7 +366,7 @@ def _pings(value: Any) -> dict[str, Host]:
     found = _typed(value, dict, "pings")
     for member in found:
         if str(uuid.UUID(member)) != member:
-            raise ValueError(f"pings: {member!r} is not a member's id")
+            raise ValueError(f"pings: {member!r} is not the id of a member")
     return {member: _host(address, "pings") for member, address in found.items()}
 
 
@@ -379,18 +378,18 @@ def _limits(value: Any) -> Limits:
     return Limits(**found)
 
 
-def _allowed(document: Any) -> Allowed:
-    found = _keys(document, "what is allowed", ("port", "networks"), optional=["protocol"])
+def _allowed(document: Any) -> AllowedSources:
+    found = _keys(document, "an entry of allowed", ("port", "networks"), optional=["protocol"])
     protocol = _typed(found.get("protocol", _TCP), str, "protocol")
     if protocol not in PROTOCOLS:
-        raise ValueError(f"what is allowed: protocol {protocol!r} is not known")
+        raise ValueError(f"allowed: protocol {protocol!r} is not known")
     port = _typed(found["port"], int, "port")
-    if not 1 <= port <= _LARGEST_PORT:
+    if not 1 <= port <= _MAX_PORT:
         raise ValueError(f"port {port} is out of range")
     networks = tuple(
         ipaddress.ip_network(_unscoped(item, "networks")) for item in _typed(found["networks"], list, "networks")
     )
-    return Allowed(port, networks, protocol)
+    return AllowedSources(port, networks, protocol)
 
 
 def _vrrp(document: Any, interfaces: tuple[Interface, ...]) -> Vrrp:
@@ -403,8 +402,8 @@ def _vrrp(document: Any, interfaces: tuple[Interface, ...]) -> Vrrp:
         if not 1 <= _typed(found[name], int, name) <= largest:
             raise ValueError(f"vrrp: {name} {found[name]} is not between 1 and {largest}")
     seconds = found["advert_interval"]
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not _SHORTEST_ADVERT <= seconds <= 40:
-        raise ValueError(f"vrrp: advert_interval {seconds!r} is not between {_SHORTEST_ADVERT} and 40 seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not _MIN_ADVERT_SECONDS <= seconds <= 40:
+        raise ValueError(f"vrrp: advert_interval {seconds!r} is not between {_MIN_ADVERT_SECONDS} and 40 seconds")
     local = _partner(found["local"])
     peers = tuple(_partner(item) for item in _typed(found["peers"], list, "peers"))
     if len({one.name for one in (local, *peers)}) != len(peers) + 1:
@@ -431,7 +430,7 @@ def _interface(document: Any) -> Interface:
     if not _NAME.fullmatch(name) or name == "lo":
         raise ValueError(f"{name!r} is not a name for an interface")
     mtu = _typed(found["mtu"], int, "mtu")
-    if not _SMALLEST_MTU <= mtu <= _LARGEST_MTU:
+    if not _MIN_MTU <= mtu <= _MAX_MTU:
         raise ValueError(f"mtu {mtu} is out of range")
     vips = tuple(_address(item, "vips") for item in _typed(found["vips"], list, "vips"))
     if wide := [str(vip) for vip in vips if vip.network.prefixlen != vip.max_prefixlen]:

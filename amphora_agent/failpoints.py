@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments of a change at which a test may have the agent die, or wait.
+"""Failpoints: the moments of a change at which a test can kill the agent, or make it wait.
 
-Invariant: nothing happens at any of them unless the environment variable `VARIABLE` was set when the agent started,
-which it never is outside of tests. It names a directory; a file in it arms the point of the same name: ``die`` in it
-means SIGKILL, once, anything else means to wait until the file is gone.
+Invariant: a failpoint does nothing unless the environment variable `VARIABLE` was set when the agent started. Only
+tests set it. It names a directory, and a file in it arms the failpoint of the same name. The content ``die`` means
+SIGKILL, once; any other content makes the agent wait until the file is removed.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ _POLL_SECONDS = 0.005
 
 
 class Point(Enum):
-    """In the order in which a change reaches them; no change reaches them all."""
+    """The failpoints in the order of a change; no change reaches all of them."""
 
     TAKEN = "taken"
-    """It is this bundle's turn."""
+    """The queue has started this bundle."""
     FILES = "files"
-    """Its files are laid out."""
+    """The set of TLS files is complete."""
     CHECKING = "checking"
-    """Its configuration is in the candidate file, for HAProxy to read."""
+    """The candidate file is written."""
     RESERVED = "reserved"
-    """What has to be on disk at the end has its room there. Nothing that serves was touched so far."""
+    """All disk space is reserved. The serving processes are unchanged so far."""
     MARKED = "marked"
-    """The mark of an unfinished change is there."""
+    """The change is marked as unfinished."""
     EARLY = "early"
-    """The running HAProxy was changed, its file was not."""
+    """The running HAProxy was changed at run time, before its file."""
     CHECKED = "checked"
-    """HAProxy accepts the candidate."""
+    """HAProxy has accepted the candidate."""
     PLUGGED = "plugged"
-    """The interfaces are as wanted."""
+    """The interfaces have what the new bundle needs."""
     SWITCHED = "switched"
-    """HAProxy's file is the new one."""
+    """HAProxy's file is replaced by the candidate."""
     HANDED_OVER = "handed-over"
-    """The states of the members are written down for the next worker, and the present one is held."""
+    """The states of the members are stored for the next worker, and the present worker is held."""
     RELOADING = "reloading"
-    """HAProxy's master was told to reload."""
+    """HAProxy's master has received the command to reload."""
     LOADED = "loaded"
-    """HAProxy has confirmed what it runs."""
+    """HAProxy runs the new configuration."""
     CONFIRMED = "confirmed"
-    """The bundle is the last confirmed one."""
+    """The bundle is confirmed on disk."""
     FINISHED = "finished"
-    """The mark of an unfinished change is gone."""
+    """The mark of the unfinished change is removed."""
     TIDIED = "tidied"
-    """The files that nothing needs any more are removed."""
+    """Unused TLS files are removed."""
     RETURNING = "returning"
-    """The change has failed, and what served before is to be brought back."""
+    """The change has failed, and the rollback begins."""
 
 
 def reach(point: Point) -> None:
-    """Say that a change has come this far."""
+    """Stop here if a test has armed this failpoint."""
     if _DIRECTORY is not None:
         _stop(Path(_DIRECTORY) / point.value)
 
@@ -69,6 +69,6 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        armed.with_suffix(".here").touch()  # says that it waits
+        armed.with_suffix(".here").touch()  # tells the test that the agent waits
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def _text(paths: Paths) -> str | None:
 
 def _stored(bundle: Bundle) -> dict[str, Any]:
     """What was confirmed, but for HAProxy's text, which is long, and here already."""
-    return {name: value for name, value in bundle.stored().items() if name != "haproxy"}
+    return {name: value for name, value in bundle.to_document().items() if name != "haproxy"}
 
 
 def _had(ask: Callable[[], Any]) -> Any:

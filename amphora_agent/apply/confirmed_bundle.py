@@ -83,7 +83,7 @@ class Draft:
             "digest": self.confirmed.digest,
             "text": None if file is None else self._text_path.name,
             "text_sha256": None if self._haproxy is None else _sha256(self._haproxy),
-            "bundle": replace(self.confirmed.bundle, haproxy=None).stored(),
+            "bundle": replace(self.confirmed.bundle, haproxy=None).to_document(),
         }
         try:
             if file is not None:

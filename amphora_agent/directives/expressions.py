@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions for HAProxy sample expressions, log-formats and conditions (manual, 7 and 8.2.6).
+"""Patterns of HAProxy's sample expressions, log-formats and conditions (manual, 7 and 8.2.6).
 
 Invariant: pure. No fetch or converter that matches here opens a file, reads the environment or starts a program. An ACL
 takes its patterns from its own line. Words are separated by line ends, which no word contains.

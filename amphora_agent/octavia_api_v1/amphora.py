@@ -256,7 +256,7 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            parse_stored(made.stored())  # an agent that starts again reads it with no less care
+            parse_stored(made.to_document())  # an agent that starts again reads it with no less care
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error
         return made
@@ -266,7 +266,7 @@ class OctaviaAmphora:
             # The machine was booted anew; the worker finds its files missing and says everything again.
             state = self._bare(state)
         bundle = self._bundle(state)
-        digest = hashlib.sha256(json.dumps(bundle.stored()).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(bundle.to_document()).encode()).hexdigest()
         outcome = self._applier.apply_bundle(bundle, digest)
         self._remember(state)
         return outcome

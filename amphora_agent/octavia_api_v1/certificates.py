@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 
-from amphora_agent.bundle import LARGEST_FILE, File
+from amphora_agent.bundle import MAX_FILE_BYTES, File
 from amphora_agent.errors import RequestRefused
 
 # The worker's names are hashes and ids. The first character is no dot: no file is hidden, no directory left.
@@ -36,8 +36,8 @@ def checked_content(name: str, body: bytes) -> str:
     Raises:
         RequestRefused: it is not text, or too long.
     """
-    if len(body) > LARGEST_FILE:
-        raise RequestRefused("Invalid request", f"{name} holds {len(body)} bytes, at most {LARGEST_FILE} are taken")
+    if len(body) > MAX_FILE_BYTES:
+        raise RequestRefused("Invalid request", f"{name} holds {len(body)} bytes, at most {MAX_FILE_BYTES} are taken")
     try:
         text = body.decode()
     except UnicodeDecodeError:

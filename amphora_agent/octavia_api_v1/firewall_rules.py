@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from amphora_agent.bundle import Allowed, Network
+from amphora_agent.bundle import AllowedSources, Network
 from amphora_agent.errors import RequestRefused
 
 _KEYS = {"protocol", "cidr", "port"}
@@ -41,7 +41,7 @@ def read(document: Any) -> tuple[Rule, ...]:
         raise RequestRefused("Invalid rules information", str(error)) from error
 
 
-def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[Allowed, ...]:
+def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[AllowedSources, ...]:
     """What a bundle says for these rules.
 
     Args:
@@ -51,7 +51,7 @@ def allowed(rules: Iterable[Rule], ports: Collection[int]) -> tuple[Allowed, ...
     for rule in rules:
         by_port.setdefault(rule.port, []).append(rule.network)
     return tuple(
-        Allowed(port, tuple(network for network in dict.fromkeys(networks) if network is not None))
+        AllowedSources(port, tuple(network for network in dict.fromkeys(networks) if network is not None))
         for port, networks in sorted(by_port.items())
         if None not in networks
     )

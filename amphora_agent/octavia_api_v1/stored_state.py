@@ -83,7 +83,7 @@ def write(path: Path, state: State) -> None:
         OSError: the disk is full, for example.
     """
     document: dict[str, Any] = {
-        "wanted": state.wanted.without_contents().stored(),
+        "wanted": state.wanted.without_contents().to_document(),
         "load_balancer_id": state.load_balancer_id,
         "uploaded": state.uploaded,
         "vrrp_started": state.vrrp_started,

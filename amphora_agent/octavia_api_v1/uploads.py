@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from amphora_agent.bundle import LARGEST_FILES, MOST_FILES
+from amphora_agent.bundle import MAX_FILES, MAX_FILES_BYTES
 from amphora_agent.errors import RequestRefused
 from amphora_agent.paths import Paths, write_atomically
 
@@ -31,7 +31,7 @@ class Uploads:
         """
         directory = self._root / load_balancer_id
         others = [path for path in self._files(directory) if path.name != name]
-        if len(others) >= MOST_FILES or sum(path.stat().st_size for path in others) + len(content) > LARGEST_FILES:
+        if len(others) >= MAX_FILES or sum(path.stat().st_size for path in others) + len(content) > MAX_FILES_BYTES:
             raise RequestRefused("Invalid request", "there are too many certificate files", 500)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(directory / name, content, durable=False)

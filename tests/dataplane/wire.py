@@ -19,7 +19,7 @@ from pathlib import Path
 
 from amphora_lab import ip
 
-from amphora_agent.bundle import Allowed, Bundle, Interface, Limits, Partner, Route, Vrrp
+from amphora_agent.bundle import AllowedSources, Bundle, Interface, Limits, Partner, Route, Vrrp
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.plumbing import Plumbing
@@ -64,7 +64,7 @@ def bundle(*wanted, allowed=(), vrrp=None):
         pings={},
         limits=Limits(None, None),
         interfaces=wanted,
-        allowed=tuple(Allowed(port, tuple(map(ipaddress.ip_network, networks))) for port, networks in allowed),
+        allowed=tuple(AllowedSources(port, tuple(map(ipaddress.ip_network, networks))) for port, networks in allowed),
         vrrp=vrrp,
     )
 

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from amphora_agent.apply import confirmed_bundle
-from amphora_agent.bundle import LARGEST_FILE, LARGEST_FILES, MOST_FILES, Limits, digest, parse, parse_stored
+from amphora_agent.bundle import MAX_FILE_BYTES, MAX_FILES, MAX_FILES_BYTES, Limits, digest, parse, parse_stored
 from amphora_agent.errors import MachineError, MalformedBundle
 
 OWNER = "6005052a-3a34-59e3-815f-5cebba3097eb"
@@ -98,16 +98,19 @@ def test_a_good_one():
         (["files"], ..., "files"),
         (["files"], {}, "files"),
         (["files"], GOOD["files"] * 2, "two files"),
-        (["files"], [{"name": f"tls/{OWNER}/{n}", "content": ""} for n in range(MOST_FILES + 1)], "more than"),
+        (["files"], [{"name": f"tls/{OWNER}/{n}", "content": ""} for n in range(MAX_FILES + 1)], "more than"),
         (["files", 0], {"name": PEM}, "content"),
         (["files", 0, "content"], 5, "content"),
         (["files", 0, "content"], "s3cret\0", "NUL"),
         (["files", 0, "content"], "s3cret\ud800", "surrogate"),
-        (["files", 0, "content"], "x" * (LARGEST_FILE + 1), "at most"),
+        (["files", 0, "content"], "x" * (MAX_FILE_BYTES + 1), "at most"),
         (["files", 0, "sha256"], "x", "sha256"),
         (
             ["files"],
-            [{"name": f"tls/{OWNER}/{n}", "content": "x" * LARGEST_FILE} for n in range(LARGEST_FILES // LARGEST_FILE)]
+            [
+                {"name": f"tls/{OWNER}/{n}", "content": "x" * MAX_FILE_BYTES}
+                for n in range(MAX_FILES_BYTES // MAX_FILE_BYTES)
+            ]
             + GOOD["files"],
             "together",
         ),
@@ -258,9 +261,9 @@ def test_virtual_servers_are_left_out_where_there_is_none():
     """So that what was confirmed by an older agent, and its digest, stay what they are."""
     bundle = parse(json.dumps(GOOD).encode())
     assert bundle.virtual_servers == ()
-    assert "virtual_servers" not in bundle.stored()
-    assert bundle.stored()["allowed"] == GOOD["allowed"]
-    assert parse_stored(bundle.without_contents().stored()) == bundle
+    assert "virtual_servers" not in bundle.to_document()
+    assert bundle.to_document()["allowed"] == GOOD["allowed"]
+    assert parse_stored(bundle.without_contents().to_document()) == bundle
     assert parse(changed(["virtual_servers"], [])) == bundle
 
 
@@ -271,7 +274,7 @@ def test_virtual_servers_and_their_ports():
     (server,) = bundle.virtual_servers
     assert (server.protocol, server.port) == ("UDP", 53)
     assert [one.protocol for one in bundle.allowed] == ["tcp", "udp"]
-    stored = bundle.without_contents().stored()
+    stored = bundle.without_contents().to_document()
     assert stored["virtual_servers"] == [SERVER]
     assert stored["allowed"] == allowed
     assert parse_stored(json.loads(json.dumps(stored))) == bundle

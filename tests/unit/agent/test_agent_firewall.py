@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from amphora_agent.bundle import Allowed, Bundle, Interface, Limits, Partner, Vrrp
+from amphora_agent.bundle import AllowedSources, Bundle, Interface, Limits, Partner, Vrrp
 from amphora_agent.network.firewall import (
     UNRESTRICTED,
     Port,
@@ -37,7 +37,9 @@ def bundle(allowed=None, vrrp=None):
         pings={},
         limits=Limits(None, None),
         interfaces=(),
-        allowed=tuple(Allowed(port, tuple(map(ipaddress.ip_network, nets))) for port, nets in (allowed or {}).items()),
+        allowed=tuple(
+            AllowedSources(port, tuple(map(ipaddress.ip_network, nets))) for port, nets in (allowed or {}).items()
+        ),
         vrrp=vrrp,
     )
 
@@ -255,7 +257,8 @@ def other(allowed, servers=(), vips=()):
             interfaces=(eth1,),
             virtual_servers=servers,
             allowed=tuple(
-                Allowed(port, tuple(map(ipaddress.ip_network, nets)), protocol) for protocol, port, nets in allowed
+                AllowedSources(port, tuple(map(ipaddress.ip_network, nets)), protocol)
+                for protocol, port, nets in allowed
             ),
         )
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amphora_agent import config
-from amphora_agent.bundle import Allowed, Limits, Partner, Route, Vrrp
+from amphora_agent.bundle import AllowedSources, Limits, Partner, Route, Vrrp
 from amphora_agent.config import Settings, Target
 from amphora_agent.errors import MachineError, RequestRefused, SettingsError
 from amphora_agent.octavia_api_v1 import agent_conf, firewall_rules, keepalived, ports, stored_state
@@ -231,8 +231,8 @@ def test_rules_close_what_they_do_not_name():
         ]
     )
     assert firewall_rules.allowed(read, {80, 443, 8080}) == (
-        Allowed(80, (ip_network("192.0.2.0/24"), ip_network("2001:db8::/32"))),
-        Allowed(8080, ()),
+        AllowedSources(80, (ip_network("192.0.2.0/24"), ip_network("2001:db8::/32"))),
+        AllowedSources(8080, ()),
     )
 
 
@@ -346,7 +346,7 @@ def test_who_has_the_vips(found, pair, vips, vrrp):
 def test_rules_of_a_bundle_are_about_its_ports():
     assert stored_state.bundle(said(ports=frozenset({80})), 1, pair=False).allowed == ()
     found = said(ports=frozenset({80}), rules=(Rule(443, None),))
-    assert stored_state.bundle(found, 1, pair=False).allowed == (Allowed(80, ()),)
+    assert stored_state.bundle(found, 1, pair=False).allowed == (AllowedSources(80, ()),)
 
 
 def test_the_state_is_read_as_it_was_written(tmp_path):
