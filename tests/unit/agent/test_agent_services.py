@@ -11,7 +11,7 @@ from amphora_agent.services.connect import connect_service_manager
 
 
 def test_an_unknown_one_is_refused_and_not_pretended(tmp_path):
-    with pytest.raises(SettingsError, match="systemd and to the supervisor only"):
+    with pytest.raises(SettingsError, match="supports systemd and supervisor only"):
         connect_service_manager("runit", Paths(tmp_path))
 
 

@@ -68,7 +68,7 @@ def daemon(tmp_path, monkeypatch):
     watching.stop()
     thread.join()
     watching.close()
-    made.stop()
+    made.end()
 
 
 def test_a_life(daemon):

@@ -328,7 +328,7 @@ def test_a_worker_that_leaves_is_asked_again():
 def test_no_worker_is_an_error_before_anything_is_said():
     with pytest.raises(HaproxyError, match="reset"):
         prometheus.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
-    with pytest.raises(HaproxyError, match="leaving"):
+    with pytest.raises(HaproxyError, match="its worker is stopping"):
         prometheus.scrape(Worker(*["Pid: 7\n"] * 9))
 
 
@@ -362,5 +362,5 @@ def test_counters_that_would_begin_again_are_not_told(tmp_path, monkeypatch):
     for content in (None, former_workers.compose(8, {}), ""):
         if content is not None:
             (tmp_path / "earlier").write_text(content)
-        with pytest.raises(HaproxyError, match="earlier workers"):
+        with pytest.raises(HaproxyError, match="former workers"):
             prometheus.scrape(Worker(*[whole] * 99), str(tmp_path / "earlier"))
